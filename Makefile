@@ -1,0 +1,67 @@
+# `make demo` and `make test` set up everything themselves, in .venv, from nothing but python3.11 and pip.
+# A second call installs nothing unless pyproject.toml or constraints.txt has changed.
+#
+# torch from PyPI brings CUDA libraries of several GB. Without a GPU, the CPU build is enough and much smaller:
+#   make demo PIP_ARGUMENTS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3.11
+VENV ?= .venv
+PIP_ARGUMENTS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGUMENTS)
+DEMO_STAMP := $(VENV)/.installed-demo
+TEST_STAMP := $(VENV)/.installed-test
+SOURCES := vsched policies workers tests
+
+.PHONY: demo test install format format-check lint types layers unit wheel clean
+.NOTPARALLEL:
+
+demo: $(DEMO_STAMP)
+	$(BIN)/vsched demo
+
+# The order is the price of each check: what fails fast comes first.
+test: format-check lint layers types unit wheel
+
+install: $(TEST_STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing vsched with its workers into $(VENV); the first time takes minutes."
+	$(INSTALL) -e '.[workers,demo]'
+	@touch $@
+
+# Everything that the demo needs is in here too, so its stamp is set as well.
+$(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing vsched with workers and development tools into $(VENV); the first time takes minutes."
+	$(INSTALL) -e '.[workers,demo,dev]'
+	@touch $@ $(DEMO_STAMP)
+
+format: $(TEST_STAMP)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+format-check: $(TEST_STAMP)
+	$(BIN)/ruff format --check $(SOURCES)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(TEST_STAMP)
+	$(BIN)/mypy $(SOURCES)
+
+layers: $(TEST_STAMP)
+	$(BIN)/lint-imports
+
+unit: $(TEST_STAMP)
+	$(BIN)/python -m pytest
+
+wheel: $(TEST_STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(BIN)/check-wheel-contents --toplevel vsched,vsched_policies,vsched_workers dist
+
+clean:
+	rm -rf $(VENV) dist build

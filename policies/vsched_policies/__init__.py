@@ -1,0 +1,1 @@
+"""The built-in policies: one package a kind, one file a policy."""

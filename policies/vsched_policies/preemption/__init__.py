@@ -1,0 +1,5 @@
+"""Which running request gives way when KV blocks run out."""
+
+from vsched_policies.preemption.youngest import Youngest
+
+__all__ = ["Youngest"]

@@ -1,0 +1,13 @@
+"""Last in, first out."""
+
+from __future__ import annotations
+
+from vsched.policy import PreemptionPolicy, PreemptionView
+
+
+class Youngest(PreemptionPolicy, frozen=True, kw_only=True):
+    """Preempts the request that joined last: the least work is lost, and the oldest always gets done."""
+
+    def victim(self, view: PreemptionView) -> int:
+        """Return the last of the running requests."""
+        return len(view.running) - 1

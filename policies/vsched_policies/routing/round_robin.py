@@ -1,0 +1,16 @@
+"""Replicas in turn."""
+
+from __future__ import annotations
+
+from vsched.policy import RoutingPolicy, RoutingView
+
+
+class RoundRobin(RoutingPolicy, frozen=True, kw_only=True):
+    """Sends requests to the healthy replicas in turn; with none healthy, a replica's queue holds the request."""
+
+    def choose(self, view: RoutingView) -> int:
+        """Return the replica whose turn it is."""
+        replicas = range(len(view.replicas))
+        healthy = [index for index in replicas if view.replicas[index].healthy]
+        turns = healthy or replicas
+        return turns[view.routed % len(turns)]

@@ -1,0 +1,21 @@
+"""What every test runs under: uvloop, as in production, and one thread for whatever computes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+import pytest
+import uvloop
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config,
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run asynchronous tests on the loop that serves requests."""
+    return {"uvloop": uvloop.new_event_loop}

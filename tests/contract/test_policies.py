@@ -1,0 +1,227 @@
+"""One suite for every registered policy: whatever the view, the proposal is one that the kernel can enact."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from vsched.plugins import (
+    RegisteredPolicy,
+    check_contract,
+    list_policies,
+    load_policy_class,
+    resolve_policy,
+)
+from vsched.policy import (
+    CONTRACTS,
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    Build,
+    EncodingPolicy,
+    EncodingView,
+    EvictionPolicy,
+    Fail,
+    ItemSpan,
+    MemoryPolicy,
+    MemoryView,
+    Policy,
+    PreemptionPolicy,
+    PreemptionView,
+    ReplicaView,
+    RoutingPolicy,
+    RoutingView,
+    RunningView,
+)
+
+REGISTERED = list_policies()
+FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
+"""What a policy needs that has fields without defaults."""
+ROUNDS = 200
+
+
+class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of a queue, as the kernel shows it."""
+
+    tokens: int | None = 1
+    blocks: int = 0
+    priority: int = 0
+    arrived_ns: int = 0
+
+
+def make(policy: RegisteredPolicy) -> Policy:
+    return resolve_policy(policy.kind, {"use": policy.name, **FIELDS.get(policy.name, {})})
+
+
+def every(kind: str) -> pytest.MarkDecorator:
+    chosen = [policy for policy in REGISTERED if policy.kind == kind]
+    assert chosen, f"no {kind} policy is registered; is the project installed?"
+    return pytest.mark.parametrize("registered", chosen, ids=[policy.name for policy in chosen])
+
+
+def admission_view(rng: random.Random) -> AdmissionView:
+    waiting = [
+        WaitingEntry(
+            tokens=rng.choice([None, 1, 7, 100, 5000]),
+            blocks=rng.randrange(9),
+            priority=rng.randrange(3),
+            arrived_ns=position,
+        )
+        for position in range(rng.randrange(1, 12))
+    ]
+    return AdmissionView(
+        stage=rng.choice(["encode", "generate"]),
+        now_ns=1_000,
+        waiting=waiting,
+        tokens_free=rng.choice([1, 10, 2048]),
+        entries_free=rng.randrange(1, 9),
+        blocks_free=rng.randrange(100),
+        running=0,
+        divisible=rng.choice([True, False]),
+        default_tokens=rng.choice([1, 64, 2048]),
+    )
+
+
+@pytest.mark.parametrize(
+    "registered", REGISTERED, ids=lambda policy: f"{policy.kind}-{policy.name}"
+)
+def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
+    assert registered.error is None
+    cls = load_policy_class(registered.kind, registered.name)
+    assert check_contract(cls, CONTRACTS[registered.kind]) is cls
+    assert registered.summary
+    assert registered.summary.endswith(".")
+    policy = make(registered)
+    assert msgspec.convert(msgspec.to_builtins(policy), cls) == policy, "fields are its whole state"
+
+
+@every("admission")
+def test_admission_proposes_what_can_be_enacted(registered: RegisteredPolicy) -> None:
+    policy = cast("AdmissionPolicy", make(registered))
+    rng = random.Random(registered.name)
+    for _ in range(ROUNDS):
+        view = admission_view(rng)
+        admission = policy.admit(view)
+        assert isinstance(admission, Admission)
+        indices = list(admission.indices)
+        assert len(set(indices)) == len(indices) <= view.entries_free
+        assert all(0 <= index < len(view.waiting) for index in indices)
+        assert indices or (admission.hold_until_ns or 0) > view.now_ns, (
+            "F5: nothing runs, nothing joins"
+        )
+        unknown = [index for index in indices if view.waiting[index].tokens is None]
+        assert not unknown or indices == unknown[:1], "A4: an entry of unknown size runs alone"
+        assert policy.admit(view) == admission, "the same view, the same answer"
+
+
+@every("encoding")
+def test_encoding_selects_items_that_are_not_ready(registered: RegisteredPolicy) -> None:
+    policy = cast("EncodingPolicy", make(registered))
+    rng = random.Random(registered.name)
+    for _ in range(ROUNDS):
+        edges = sorted(rng.sample(range(1000), 2 * rng.randrange(1, 6)))
+        items = [
+            ItemSpan(start, stop, rng.choice([True, False]))
+            for start, stop in zip(edges[::2], edges[1::2], strict=True)
+        ]
+        start = rng.randrange(900)
+        view = EncodingView(
+            items=items,
+            chunk_start=start,
+            chunk_stop=start + rng.randrange(1, 100),
+            chunk_tokens=100,
+            prompt_tokens=1000,
+            arriving=rng.choice([True, False]),
+        )
+        chosen = list(policy.select(view))
+        assert len(set(chosen)) == len(chosen)
+        assert all(not items[index].ready for index in chosen)
+
+
+@every("eviction")
+def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -> None:
+    order = cast("EvictionPolicy", make(registered)).build_order()
+    rng = random.Random(registered.name)
+    held: dict[Hashable, None] = {}
+    for step in range(ROUNDS):
+        action = rng.randrange(4)
+        if action < 2 or not held:
+            if order.add(step, rng.randrange(1, 9)):
+                held[step] = None
+        elif action == 2:
+            key = rng.choice(list(held))
+            cast("Callable[[Hashable], None]", rng.choice([order.reuse, order.drop]))(key)
+            del held[key]
+        else:
+            key = order.victim()
+            assert key in held
+            assert order.victim() == key, "naming a victim does not remove it"
+            order.drop(key)
+            del held[key]
+        assert len(order) == len(held)
+        assert sorted(map(str, order)) == sorted(map(str, held))
+
+
+@every("memory")
+def test_memory_plans_a_size_or_says_why_not(registered: RegisteredPolicy) -> None:
+    policy = cast("MemoryPolicy", make(registered))
+    rng = random.Random(registered.name)
+    answers = []
+    for _ in range(ROUNDS):
+        total = rng.choice([1_000, 100_000, 10**9])
+        view = MemoryView(
+            device="cpu",
+            total_bytes=total,
+            available_bytes=rng.randrange(total),
+            weights_bytes=rng.randrange(total),
+            bytes_per_token=rng.choice([16, 1024]),
+            tokens_min=rng.choice([1, 64, 65]),
+        )
+        answer = policy.plan(view)
+        answers.append(type(answer))
+        if isinstance(answer, Build):
+            assert answer.tokens >= view.tokens_min
+            assert answer.tokens * view.bytes_per_token <= total
+        else:
+            assert all(word in answer.message for word in ("value ", "limit ", "Remedy: "))
+    assert Build in answers
+    assert Fail in answers
+
+
+@every("routing")
+def test_routing_chooses_a_healthy_replica_where_there_is_one(registered: RegisteredPolicy) -> None:
+    policy = cast("RoutingPolicy", make(registered))
+    rng = random.Random(registered.name)
+    for routed in range(ROUNDS):
+        replicas = [
+            ReplicaView(
+                index=index, load_tokens=rng.randrange(99), healthy=rng.choice([True, False])
+            )
+            for index in range(rng.randrange(1, 5))
+        ]
+        view = RoutingView(replicas=replicas, prompt_tokens=9, item_keys=[b"a"], routed=routed)
+        chosen = policy.choose(view)
+        assert 0 <= chosen < len(replicas)
+        assert replicas[chosen].healthy or not any(replica.healthy for replica in replicas)
+
+
+@every("preemption")
+def test_preemption_names_a_running_request(registered: RegisteredPolicy) -> None:
+    policy = cast("PreemptionPolicy", make(registered))
+    rng = random.Random(registered.name)
+    for count in range(1, 20):
+        running = [
+            RunningView(
+                tokens=rng.randrange(99),
+                blocks=rng.randrange(9),
+                outputs=rng.randrange(9),
+                priority=rng.randrange(3),
+                arrived_ns=index,
+            )
+            for index in range(count)
+        ]
+        assert 0 <= policy.victim(PreemptionView(now_ns=count, running=running)) < count

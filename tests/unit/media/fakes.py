@@ -1,0 +1,132 @@
+"""A small preprocessor and images to feed it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.errors import RequestRefused
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
+
+PLACEHOLDER = 1
+FACTOR = 8
+PATCH_VALUES = 48
+
+
+def model_info(*, context_tokens: int = 1000, item_tokens_max: int = 64) -> ModelInfo:
+    return ModelInfo(
+        family="fake",
+        path="",
+        dtype="float32",
+        hidden_size=8,
+        embedding_levels=1,
+        vocab_size=256,
+        context_tokens=context_tokens,
+        kv_bytes_per_token=64,
+        patch_values=PATCH_VALUES,
+        item_tokens_max=item_tokens_max,
+        image_token_id=PLACEHOLDER,
+        stop_token_ids=(0,),
+    )
+
+
+class FakeDetokenizer:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakePreprocessor:
+    """One character a token, 8x8 pixels a token; pixels are the image's first value repeated.
+
+    `gate` holds processing up, `entered` tells that it began, `error` makes it fail.
+    """
+
+    settings_digest = b"fake settings"
+
+    def __init__(self, info: ModelInfo | None = None) -> None:
+        self.info = info or model_info()
+        self.processed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+        self.rows_missing = 0
+
+    def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
+        parts: list[str] = [f"{name}={value};" for name, value in template_arguments.items()]
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            if any(part.get("text") == "bad template" for part in content):
+                raise RequestRefused("the template rejects this", code="template_error")
+            parts.append(f"{message['role']}:")
+            parts += [part["text"] if part["type"] == "text" else chr(1) for part in content]
+        return "".join(parts)
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(character) % 256 for character in text]
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer()
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        if max(width, height) > 200 * min(width, height):
+            raise RequestRefused("the aspect ratio is over 200", code="image_aspect_ratio")
+        rows, columns = -(-height // FACTOR) * 2, -(-width // FACTOR) * 2
+        return ImagePlan((1, rows, columns), rows * columns // 4)
+
+    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        self.entered.set()
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.processed += 1
+        assert image.mode == "RGB"
+        patches = self.plan_image(*image.size).tokens * 4 - self.rows_missing
+        return np.full((patches, PATCH_VALUES), float(np.asarray(image)[0, 0, 0]), np.float32)
+
+    def expand(
+        self, token_ids: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        if token_ids.count(PLACEHOLDER) != len(tokens):
+            raise RequestRefused("placeholders and images differ", code="placeholders")
+        result: list[int] = []
+        offsets: list[int] = []
+        remaining = iter(tokens)
+        for token_id in token_ids:
+            if token_id == PLACEHOLDER:
+                offsets.append(len(result))
+                result += [PLACEHOLDER] * next(remaining)
+            else:
+                result.append(token_id)
+        return result, offsets
+
+
+def image_bytes(
+    width: int = 16, height: int = 8, *, value: int = 7, mode: str = "RGB", kind: str = "PNG"
+) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (width, height), (value,) * 3 if mode == "RGB" else value).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def data_url(content: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.unit.media.fakes import image_bytes
+from vsched.errors import RequestRefused
+from vsched.media.decode import Header, decode, inspect
+
+PIXELS_MAX = 1_000_000
+
+
+def png_with_size(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size that its data does not have."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 64)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_decode_reads_the_three_formats(kind: str) -> None:
+    encoded = image_bytes(24, 16, value=200, kind=kind)
+    assert inspect(encoded, pixels_max=PIXELS_MAX) == Header(24, 16)
+    image = decode(encoded, pixels_max=PIXELS_MAX)
+    assert (image.mode, image.size) == ("RGB", (24, 16))
+    assert abs(int(np.asarray(image)[0, 0, 0]) - 200) < 4
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO"])
+def test_decode_refuses_other_formats(kind: str) -> None:
+    """G6: PNG, JPEG and WEBP only."""
+    with pytest.raises(RequestRefused, match="not a PNG, JPEG or WEBP"):
+        inspect(image_bytes(16, 16, kind=kind), pixels_max=PIXELS_MAX)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
+def test_decode_turns_odd_modes_into_rgb(mode: str) -> None:
+    """G7: odd modes are served."""
+    buffer = io.BytesIO()
+    Image.new(mode, (9, 5)).save(buffer, "PNG")
+    image = decode(buffer.getvalue(), pixels_max=PIXELS_MAX)
+    assert (image.mode, image.size) == ("RGB", (9, 5))
+
+
+def test_decode_composites_transparency_on_white() -> None:
+    buffer = io.BytesIO()
+    picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    picture.putpixel((1, 0), (10, 20, 30, 255))
+    picture.save(buffer, "PNG")
+    pixels = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    assert pixels.tolist() == [[[255, 255, 255], [10, 20, 30]]]
+
+
+def test_decode_composites_palette_transparency_on_white() -> None:
+    buffer = io.BytesIO()
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([0, 0, 0, 9, 9, 9])
+    picture.putpixel((1, 0), 1)
+    picture.save(buffer, "PNG", transparency=0)
+    pixels = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    assert pixels.tolist() == [[[255, 255, 255], [9, 9, 9]]]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_decode_turns_the_image_upright(kind: str) -> None:
+    picture = Image.new("RGB", (32, 16), (0, 0, 0))
+    picture.paste((255, 255, 255), (0, 0, 16, 16))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, exif=exif)
+    assert inspect(buffer.getvalue(), pixels_max=PIXELS_MAX) == Header(16, 32)
+    image = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    assert image.shape == (32, 16, 3)
+    assert image[:12].mean() > 240
+    assert image[20:].mean() < 15
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_decode_ignores_damaged_metadata() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG", exif=b"Exif\0\0MM\0*garbage")
+    assert decode(buffer.getvalue(), pixels_max=PIXELS_MAX).size == (8, 8)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_decode_refuses_truncated_images(kind: str) -> None:
+    """G7: a 400 without paths, addresses or reprs (G8)."""
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, kind)
+    encoded = buffer.getvalue()
+    with pytest.raises(RequestRefused) as caught:
+        decode(encoded[: len(encoded) // 2], pixels_max=PIXELS_MAX)
+    assert caught.value.status == 400
+    assert "0x" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "encoded", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF0000WEBPVP8 ", bytes(999)]
+)
+def test_inspect_refuses_what_is_no_image(encoded: bytes) -> None:
+    with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
+        inspect(encoded, pixels_max=PIXELS_MAX)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (0, 0)])
+def test_inspect_refuses_empty_images(width: int, height: int) -> None:
+    """G7: 0xN is a 400."""
+    with pytest.raises(RequestRefused) as caught:
+        inspect(png_with_size(width, height), pixels_max=PIXELS_MAX)
+    assert caught.value.status == 400
+
+
+def test_decode_accepts_one_pixel() -> None:
+    """G7: 1x1 is an image."""
+    assert decode(image_bytes(1, 1), pixels_max=PIXELS_MAX).size == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_inspect_refuses_animations(kind: str) -> None:
+    """G7: animated images are a 400."""
+    frames = [Image.new("RGB", (8, 8), (value,) * 3) for value in (0, 99)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
+    with pytest.raises(RequestRefused, match="animated"):
+        inspect(buffer.getvalue(), pixels_max=PIXELS_MAX)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1000, 1001), (20_000, 10_000), (60_000, 60_000)])
+def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
+    """G6: the size is judged before any pixel; the decoder's own warning is an error too."""
+    with pytest.raises(RequestRefused, match=r"limit 1000000 pixels.*image_pixels_max") as caught:
+        inspect(png_with_size(width, height), pixels_max=PIXELS_MAX)
+    assert caught.value.status == 413
+
+
+def test_inspect_accepts_exactly_the_limit() -> None:
+    assert inspect(png_with_size(1000, 1000), pixels_max=PIXELS_MAX) == Header(1000, 1000)

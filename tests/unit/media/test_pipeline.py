@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media.measure import item_key
+
+ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
+
+
+class Bench:
+    """A pipeline with its parts at hand."""
+
+    def __init__(self, preprocessor: FakePreprocessor, settings: MediaSettings, items: int) -> None:
+        self.preprocessor = preprocessor
+        self.store = PixelStore(memoryview(bytearray(items * ITEM_BYTES)))
+        self.pipeline = MediaPipeline(preprocessor, self.store, settings)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(FakePreprocessor(), MediaSettings(), items=8)
+    yield bench
+    bench.preprocessor.gate.set()
+    bench.pipeline.close()
+
+
+async def entered(bench: Bench) -> None:
+    """Wait until a thread is inside the image processor."""
+    assert await asyncio.to_thread(bench.preprocessor.entered.wait, 10)
+
+
+async def settled(bench: Bench, *, held: int = 0) -> None:
+    """Wait until the thread's own holds are back."""
+    async with asyncio.timeout(10):
+        while bench.store.statistics().bytes_held > held:
+            await asyncio.sleep(0)
+
+
+async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
+    """E4: no multimodal inputs at all."""
+    prepared = await bench.pipeline.prepare("hi", [])
+    assert prepared.token_ids == [104, 105]
+    assert prepared.items == ()
+    prepared.lease.release()
+    assert (await bench.pipeline.prepare([5, 6], [])).token_ids == [5, 6]
+    assert len((await bench.pipeline.prepare("x" * 900, [])).token_ids) == 900
+
+
+async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
+    images = [data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))]
+    prepared = await bench.pipeline.prepare("a\x01b\x01", images)
+    assert prepared.token_ids == [97, 1, 1, 98, 1, 1, 1]
+    assert [(item.offset, item.tokens, item.grid) for item in prepared.items] == [
+        (1, 2, (1, 2, 4)),
+        (4, 3, (1, 6, 2)),
+    ]
+    for item, value in zip(prepared.items, (9.0, 4.0), strict=True):
+        assert item.pixels is not None
+        assert item.pixels.size == item.tokens * 4 * 48 * 4
+        assert set(bench.store.view(item.pixels).tolist()) == {value}
+        assert len(item.key) == 32
+    assert prepared.timings.total_ms > 0
+    prepared.lease.release()
+    assert bench.store.statistics().bytes_held == 0
+
+
+async def test_repeated_image_costs_no_processing(bench: Bench) -> None:
+    """D2: one item's content is the key, within a request and across requests."""
+    image = data_url(image_bytes())
+    first = await bench.pipeline.prepare("\x01\x01", [image, image])
+    assert bench.preprocessor.processed == 1
+    assert first.items[0].pixels == first.items[1].pixels
+    first.lease.release()
+    second = await bench.pipeline.prepare("\x01", [image])
+    assert bench.preprocessor.processed == 1
+    assert second.items[0].key == first.items[0].key
+    assert bench.pipeline.statistics().repeated == 1
+
+
+async def test_evicted_image_is_processed_again(bench: Bench) -> None:
+    image = data_url(image_bytes())
+    (await bench.pipeline.prepare("\x01", [image])).lease.release()
+    assert bench.pipeline.clear() == ITEM_BYTES
+    (await bench.pipeline.prepare("\x01", [image])).lease.release()
+    assert bench.preprocessor.processed == 2
+
+
+async def test_concurrent_requests_share_the_processing(bench: Bench) -> None:
+    bench.preprocessor.gate.clear()
+    image = data_url(image_bytes())
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(bench.pipeline.prepare("\x01", [image])) for _ in range(5)]
+        await entered(bench)
+        bench.preprocessor.gate.set()
+    assert bench.preprocessor.processed == 1
+    for task in tasks:
+        task.result().lease.release()
+    assert bench.store.statistics().bytes_held == 0
+
+
+def test_item_key_separates_every_part() -> None:
+    """D14, G9: full width, typed and length-framed; tenants and settings never share."""
+    parts = [
+        {"settings_digest": b"s", "cache_salt": "", "encoded": b"ab"},
+        {"settings_digest": b"sa", "cache_salt": "", "encoded": b"b"},
+        {"settings_digest": b"s", "cache_salt": "a", "encoded": b"b"},
+        {"settings_digest": b"", "cache_salt": "s", "encoded": b"ab"},
+        {"settings_digest": b"", "cache_salt": "", "encoded": b"sab"},
+    ]
+    keys = {item_key(**part) for part in parts}  # type: ignore[arg-type]
+    assert len(keys) == len(parts)
+    assert {len(key) for key in keys} == {32}
+    stable = item_key(settings_digest=b"s", cache_salt="t", encoded=b"i").hex()
+    assert stable.startswith("a080f607e53f79ef"), (
+        "keys are equal across processes, hosts and releases"
+    )
+
+
+async def test_salt_separates_tenants(bench: Bench) -> None:
+    image = data_url(image_bytes())
+    first = await bench.pipeline.prepare("\x01", [image], "tenant a")
+    second = await bench.pipeline.prepare("\x01", [image], "tenant b")
+    assert first.items[0].key != second.items[0].key
+    assert bench.preprocessor.processed == 2
+
+
+async def test_image_over_the_token_budget_is_refused() -> None:
+    """A17: index, tokens, limit and remedy, before any pixel is decoded."""
+    bench = Bench(FakePreprocessor(model_info(item_tokens_max=2)), MediaSettings(), items=8)
+    images = [data_url(image_bytes()), data_url(image_bytes(24, 8))]
+    with pytest.raises(RequestRefused, match=r"image 1: .*value 3 tokens, limit 2 tokens. Remedy"):
+        await bench.pipeline.prepare("\x01\x01", images)
+    assert bench.preprocessor.processed == 0
+    bench.pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "text"),
+    [
+        ("\x01", ["data:image/png;base64,AAAA"], "image 0: the image cannot be decoded"),
+        ("\x01", [data_url(image_bytes(2010, 10))], "image 0: the aspect ratio"),
+        ("x", [data_url(image_bytes())], "placeholders"),
+        ("\x01", [], "placeholders"),
+        ("\x01", ["http://127.0.0.1/x"], "image 0: remote images are switched off"),
+        ("x" * 1000, [], "no room for an answer: value 1000 prompt tokens, limit 1000"),
+        ("x" * 9000, [], "no room for an answer"),
+        ("\x01" * 65, ["x"] * 65, "value 65 images, limit 64 images"),
+    ],
+)
+async def test_prepare_refuses_and_keeps_nothing(
+    bench: Bench, prompt: str, images: list[str], text: str
+) -> None:
+    with pytest.raises(RequestRefused, match=text):
+        await bench.pipeline.prepare(prompt, images)
+    statistics = bench.pipeline.statistics()
+    assert (statistics.preparing, statistics.preparing_bytes, statistics.refused) == (0, 0, 1)
+    assert statistics.pixels.bytes_held == 0
+
+
+async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
+    """G7, F1: the request beside it does not notice, and space is returned."""
+    content = image_bytes(64, 64, kind="JPEG")
+    broken = data_url(content[: len(content) - 200], "image/jpeg")
+    fine = bench.pipeline.prepare("\x01", [data_url(image_bytes())])
+    results = await asyncio.gather(
+        fine,
+        bench.pipeline.prepare("\x01\x01", [data_url(image_bytes()), broken]),
+        return_exceptions=True,
+    )
+    assert isinstance(results[1], RequestRefused)
+    assert results[1].message.startswith("image 1: the image cannot be decoded")
+    assert not isinstance(results[0], BaseException)
+    results[0].lease.release()
+    await settled(bench)
+
+
+async def test_processor_failure_fails_the_request(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F1, G8: the client learns no more than that; the pool goes on."""
+    bench.preprocessor.error = OSError("/secret/path")
+    with pytest.raises(RequestFailed) as caught:
+        await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
+    assert "secret" not in caught.value.message
+    assert "/secret/path" in caplog.text
+    await settled(bench)
+    bench.preprocessor.error = None
+    (await bench.pipeline.prepare("\x01", [data_url(image_bytes())])).lease.release()
+
+
+async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
+    """D13: expected and actual shape in the error."""
+    bench.preprocessor.rows_missing = 1
+    with pytest.raises(RequestFailed, match=r"shape \(7, 48\), expected \(8, 48\)"):
+        await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
+    await settled(bench)
+    assert bench.store.statistics().entries == 0
+
+
+async def test_cancelling_while_processing_returns_everything(bench: Bench) -> None:
+    """F3: the request's hold goes at once, the thread's when it is done."""
+    bench.preprocessor.gate.clear()
+    task = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
+    await entered(bench)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.pipeline.statistics().preparing == 0
+    bench.preprocessor.gate.set()
+    await settled(bench)
+    # What the thread finished is kept for the next one.
+    (await bench.pipeline.prepare("\x01", [data_url(image_bytes())])).lease.release()
+    assert bench.preprocessor.processed == 1
+
+
+async def test_cancelling_before_processing_begins_gives_it_up() -> None:
+    settings = MediaSettings(threads=1)
+    bench = Bench(FakePreprocessor(), settings, items=8)
+    bench.preprocessor.gate.clear()
+    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
+    task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
+    await entered(bench)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.store.statistics().bytes_held == ITEM_BYTES
+    bench.preprocessor.gate.set()
+    await settled(bench)
+    assert bench.preprocessor.processed == 1
+    bench.pipeline.close()
+
+
+async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> None:
+    bench.preprocessor.gate.clear()
+    image = data_url(image_bytes())
+    first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
+    await entered(bench)
+    second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
+    async with asyncio.timeout(10):
+        while bench.pipeline.statistics().repeated == 0:
+            await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    bench.preprocessor.gate.set()
+    (await second).lease.release()
+    assert first.cancelled()
+    assert bench.preprocessor.processed == 1
+
+
+async def test_waits_for_space_and_goes_on() -> None:
+    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
+    first = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
+    second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))]))
+    async with asyncio.timeout(10):
+        while bench.store.statistics().waiting == 0:
+            await asyncio.sleep(0)
+    first.lease.release()
+    (await second).lease.release()
+    with pytest.raises(RequestRefused, match="pixel space"):
+        await bench.pipeline.prepare(
+            "\x01\x01", [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
+        )
+    bench.pipeline.close()
+
+
+async def test_deadline_is_a_503_that_keeps_nothing() -> None:
+    """F2, G6: every wait has a deadline."""
+    bench = Bench(FakePreprocessor(), MediaSettings(prepare_s=0.02), items=1)
+    held = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
+    with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
+        await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))])
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
+    held.lease.release()
+    assert bench.store.statistics().bytes_held == 0
+    assert bench.store.statistics().waiting == 0
+    bench.pipeline.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [MediaSettings(preparing_max=1), MediaSettings(preparing_bytes_max=200)]
+)
+async def test_too_many_in_preparation_is_a_429(settings: MediaSettings) -> None:
+    """G12: bounded in count and in bytes, with Retry-After."""
+    bench = Bench(FakePreprocessor(), settings, items=8)
+    bench.preprocessor.gate.clear()
+    image = data_url(image_bytes())
+    first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
+    await entered(bench)
+    with pytest.raises(RequestRefused) as caught:
+        await bench.pipeline.prepare("\x01", [image])
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    bench.preprocessor.gate.set()
+    (await first).lease.release()
+    (await bench.pipeline.prepare("\x01", [image])).lease.release()
+    bench.pipeline.close()
+
+
+async def test_bytes_of_one_request_are_bounded() -> None:
+    """G4: images and bytes per request."""
+    size = len(image_bytes(value=1)) + len(image_bytes(value=2)) - 1
+    bench = Bench(FakePreprocessor(), MediaSettings(request_bytes_max=size), items=8)
+    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
+    with pytest.raises(RequestRefused, match="image 1: the images of this request") as caught:
+        await bench.pipeline.prepare("\x01\x01", images)
+    assert caught.value.status == 413
+    bench.pipeline.close()
+
+
+async def test_memo_of_plans_is_bounded() -> None:
+    bench = Bench(FakePreprocessor(), MediaSettings(plans_max=2), items=8)
+    for value in range(4):
+        image = data_url(image_bytes(value=value))
+        (await bench.pipeline.prepare("\x01", [image])).lease.release()
+    assert len(bench.pipeline._plans) == 2
+    bench.pipeline.close()
+
+
+async def test_close_fails_what_still_waits() -> None:
+    """F2: nobody waits for a pool that is gone."""
+    bench = Bench(FakePreprocessor(), MediaSettings(threads=1), items=8)
+    bench.preprocessor.gate.clear()
+    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
+    task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
+    await entered(bench)
+    closing = asyncio.ensure_future(asyncio.to_thread(bench.pipeline.close))
+    async with asyncio.timeout(10):
+        while len(bench.pipeline._fills) > 1:
+            await asyncio.sleep(0)
+    bench.preprocessor.gate.set()
+    with pytest.raises(RequestFailed, match="stopping"):
+        await task
+    await closing
+    assert bench.store.statistics().bytes_held == 0

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from vsched.errors import RequestRefused
+from vsched.media.pixels import ALIGNMENT, PixelLease, PixelStore
+
+UNIT = ALIGNMENT
+
+
+def store_of(units: int) -> PixelStore:
+    return PixelStore(memoryview(bytearray(units * UNIT)))
+
+
+def take(store: PixelStore, **units: int) -> PixelLease:
+    lease = store.acquire_nowait({name.encode(): count * UNIT for name, count in units.items()})
+    assert lease is not None
+    return lease
+
+
+def fill(store: PixelStore, lease: PixelLease) -> PixelLease:
+    for key in lease.extents:
+        store.mark_filled(key)
+    return lease
+
+
+def test_acquire_places_first_fit_and_reuses() -> None:
+    store = store_of(4)
+    lease = take(store, a=1, b=2)
+    assert [extent.offset for extent in lease.extents.values()] == [0, UNIT]
+    fill(store, lease).release()
+    again = take(store, b=2)
+    assert again.extents[b"b"].offset == UNIT
+    assert store.is_filled(b"b")
+    assert store.statistics().hits == 1
+
+
+def test_extents_do_not_share_cache_lines() -> None:
+    store = store_of(3)
+    lease = store.acquire_nowait({b"a": 4, b"b": 8})
+    assert lease is not None
+    assert lease.extents[b"b"].offset == UNIT
+    assert store.view(lease.extents[b"b"]).shape == (2,)
+
+
+def test_view_writes_into_the_buffer() -> None:
+    buffer = bytearray(2 * UNIT)
+    store = PixelStore(memoryview(buffer))
+    lease = take(store, a=1, b=1)
+    store.view(lease.extents[b"b"])[:] = 3.5
+    assert np.frombuffer(buffer, np.float32).tolist() == [0.0] * 16 + [3.5] * 16
+
+
+def test_unfilled_entries_are_not_kept() -> None:
+    store = store_of(2)
+    take(store, a=1).release()
+    assert store.statistics().entries == 0
+    assert store.statistics().bytes_kept == 0
+
+
+def test_release_is_idempotent() -> None:
+    store = store_of(2)
+    first, second = fill(store, take(store, a=1)), take(store, a=1)
+    first.release()
+    first.release()
+    assert store.statistics().bytes_held == UNIT
+    second.release()
+    assert store.statistics().bytes_held == 0
+    assert store.statistics().bytes_kept == UNIT
+
+
+def test_eviction_takes_the_oldest_unheld_first() -> None:
+    store = store_of(3)
+    for name in ("a", "b", "c"):
+        fill(store, take(store, **{name: 1})).release()
+    take(store, a=1).release()
+    held = take(store, c=1)
+    fill(store, take(store, d=1)).release()
+    assert store.statistics().evictions == 1
+    take(store, a=1).release()
+    assert store.statistics().hits == 3
+    held.release()
+    take(store, b=1)
+    assert store.statistics().hits == 3
+
+
+def test_never_fitting_is_refused_before_anything_is_evicted() -> None:
+    """D11, E18: value, limit and remedy at once."""
+    store = store_of(4)
+    fill(store, take(store, a=1)).release()
+    with pytest.raises(RequestRefused, match=r"value 320 bytes.*limit 256 bytes.*Remedy"):
+        take(store, b=2, c=3)
+    assert store.statistics().entries == 1
+
+
+def test_impossible_now_evicts_nothing() -> None:
+    store = store_of(4)
+    fill(store, take(store, a=1)).release()
+    take(store, b=2)
+    assert store.acquire_nowait({b"c": 3 * UNIT}) is None
+    assert store.is_filled(b"a")
+
+
+async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
+    """A22: all in one go; a small waiter does not overtake a large one."""
+    store = store_of(4)
+    first, second = take(store, a=2), take(store, b=2)
+    order: list[str] = []
+
+    async def want(name: str, sizes: dict[bytes, int]) -> PixelLease:
+        lease = await store.acquire(sizes)
+        order.append(name)
+        return lease
+
+    async with asyncio.TaskGroup() as group:
+        large = group.create_task(want("large", {b"c": UNIT, b"d": 2 * UNIT}))
+        await asyncio.sleep(0)
+        small = group.create_task(want("small", {b"e": UNIT}))
+        await asyncio.sleep(0)
+        first.release()
+        await asyncio.sleep(0)
+        assert store.statistics().waiting == 2
+        assert store.statistics().bytes_held == 2 * UNIT
+        second.release()
+    assert order == ["large", "small"]
+    large.result().release()
+    small.result().release()
+    assert store.statistics().bytes_held == 0
+
+
+async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
+    """F3: cancellation while waiting."""
+    store = store_of(4)
+    held = take(store, a=3)
+    large = asyncio.ensure_future(store.acquire({b"b": 4 * UNIT}))
+    small = asyncio.ensure_future(store.acquire({b"c": UNIT}))
+    await asyncio.sleep(0)
+    large.cancel()
+    lease = await small
+    assert large.cancelled()
+    held.release()
+    lease.release()
+    assert store.statistics().bytes_held == 0
+    assert store.statistics().waiting == 0
+
+
+async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
+    """A9, F3: the grant and the cancellation meet."""
+    store = store_of(1)
+    held = take(store, a=1)
+    waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
+    await asyncio.sleep(0)
+    held.release()
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert store.statistics().bytes_held == 0
+    take(store, c=1).release()
+
+
+async def test_cancelled_then_released_before_it_runs() -> None:
+    store = store_of(1)
+    held = take(store, a=1)
+    waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    held.release()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert store.statistics().waiting == 0
+    take(store, c=1).release()
+
+
+def test_fragmentation_rolls_back() -> None:
+    store = store_of(5)
+    a, b, c = take(store, a=1), take(store, b=1), take(store, c=1)
+    b.release()
+    assert store.acquire_nowait({b"d": UNIT, b"e": 2 * UNIT}) is not None
+    a.release()
+    assert store.acquire_nowait({b"f": 2 * UNIT}) is None
+    assert store.statistics().bytes_held == 4 * UNIT
+    c.release()
+
+
+def test_clear_keeps_what_is_held() -> None:
+    store = store_of(4)
+    fill(store, take(store, a=1)).release()
+    held = fill(store, take(store, b=1))
+    assert store.clear() == UNIT
+    assert store.statistics().entries == 1
+    held.release()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_use_never_overlaps_and_returns_everything(seed: int) -> None:
+    rng = random.Random(seed)
+    store = store_of(16)
+    leases: list[PixelLease] = []
+    for _ in range(200):
+        if leases and rng.random() < 0.5:
+            lease = leases.pop(rng.randrange(len(leases)))
+            if rng.random() < 0.7:
+                fill(store, lease)
+            lease.release()
+        else:
+            keys = rng.sample(range(12), rng.randint(1, 3))
+            taken = store.acquire_nowait({bytes([key]): (1 + key % 4) * UNIT - 4 for key in keys})
+            if taken is not None:
+                leases.append(taken)
+        spans = sorted(
+            {
+                (extent.offset, extent.offset + extent.size)
+                for lease in leases
+                for extent in lease.extents.values()
+            }
+        )
+        assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False))
+        statistics = store.statistics()
+        assert statistics.bytes_held + statistics.bytes_kept <= statistics.bytes_total
+    for lease in leases:
+        lease.release()
+    store.clear()
+    assert store.statistics().entries == 0
+    assert store.acquire_nowait({b"whole": 16 * UNIT}) is not None

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from tests.unit.media.fakes import data_url, image_bytes
+from vsched.errors import RequestRefused
+from vsched.media.settings import MediaSettings
+from vsched.media.sources import is_local, read_local, scheme_of
+
+SETTINGS = MediaSettings(image_bytes_max=3000)
+
+
+def test_data_url_yields_its_bytes() -> None:
+    content = image_bytes()
+    assert read_local(data_url(content), SETTINGS) == content
+    assert read_local(data_url(content).replace("data:image", "DATA:Image"), SETTINGS) == content
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "data:image/png;base64,AA A",
+        "data:image/png;base64,AAA",
+        "data:image/png;base64,AAAA====",
+        "data:image/png;base64,AA==AA==",
+        "data:image/png;base64,AA\nAA",
+        "data:image/png;base64,AA%3D%3D",
+        "data:image/png;base64,Ã¤Ã¤",
+        "data:image/png;base64,",
+        "data:image/png,AAAA",
+        "data:image/png;charset=utf-8;base64,AAAA",
+        "data:image/png",
+        "data:" + "x" * 100 + ",AAAA",
+    ],
+)
+def test_data_url_is_strict(reference: str) -> None:
+    """G5: one alphabet, one form."""
+    with pytest.raises(RequestRefused) as caught:
+        read_local(reference, SETTINGS)
+    assert caught.value.status == 400
+    assert caught.value.code == "image_reference_invalid"
+
+
+def test_data_url_refuses_other_media_types() -> None:
+    """G5: a MIME allow-list."""
+    with pytest.raises(RequestRefused, match="image/png, image/jpeg or image/webp"):
+        read_local(data_url(b"x", "image/svg+xml"), SETTINGS)
+
+
+@pytest.mark.parametrize(("size", "accepted"), [(3000, True), (3001, False), (3002, False)])
+def test_data_url_size_is_bounded_exactly(size: int, accepted: bool) -> None:
+    """G5: an equal size is accepted, one byte more is a 413 with value, limit and remedy."""
+    reference = data_url(bytes(size))
+    if accepted:
+        assert len(read_local(reference, SETTINGS)) == size
+        return
+    with pytest.raises(RequestRefused, match=r"limit 3000 bytes.*image_bytes_max") as caught:
+        read_local(reference, SETTINGS)
+    assert caught.value.status == 413
+
+
+def test_data_url_length_is_checked_before_base64() -> None:
+    """G5: 50 MB cost no memory."""
+    reference = "data:image/png;base64," + "A" * 50_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestRefused, match="too large"):
+            read_local(reference, SETTINGS)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("reference", ["ftp://x/y", "", "/etc/passwd", "javascript:x", "blob"])
+def test_unknown_scheme_is_refused(reference: str) -> None:
+    with pytest.raises(RequestRefused, match="unknown scheme"):
+        read_local(reference, SETTINGS)
+
+
+def test_scheme_decides_who_reads() -> None:
+    assert scheme_of("HTTPS://x") == "https"
+    assert not is_local("HTTP://x")
+    assert is_local("data:x")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "media" / "sub").mkdir(parents=True)
+    (tmp_path / "media" / "sub" / "a b.png").write_bytes(b"inside")
+    (tmp_path / "secret.png").write_bytes(b"outside")
+    (tmp_path / "media2").mkdir()
+    (tmp_path / "media2" / "c.png").write_bytes(b"neighbour")
+    (tmp_path / "media" / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "media" / "fine.png").symlink_to(tmp_path / "media" / "sub" / "a b.png")
+    return tmp_path
+
+
+def file_settings(tree: Path) -> MediaSettings:
+    return MediaSettings(image_bytes_max=3000, directory=str(tree / "media"))
+
+
+def test_file_is_off_by_default() -> None:
+    with pytest.raises(RequestRefused, match=r"switched off.*media\.directory"):
+        read_local("file:///etc/hostname", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "path", ["media/sub/a%20b.png", "media/fine.png", "media2/../media/fine.png"]
+)
+def test_file_under_the_directory_is_read(tree: Path, path: str) -> None:
+    assert read_local(f"file://{tree}/{path}", file_settings(tree)) == b"inside"
+    assert read_local(f"file://localhost{tree}/{path}", file_settings(tree)) == b"inside"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "file://{tree}/secret.png",
+        "file://{tree}/media/../secret.png",
+        "file://{tree}/media/%2e%2e/secret.png",
+        "file://{tree}/media/link.png",
+        "file://{tree}/media2/c.png",
+        "file://{tree}/media/none.png",
+        "file://{tree}/media/sub",
+        "file://{tree}/media",
+        "file://{tree}/media/fine.png%00",
+        "file://{tree}/media/%ff.png",
+        "file://otherhost{tree}/media/fine.png",
+        "file:media/fine.png",
+        "file://[bad",
+    ],
+)
+def test_file_escapes_and_absences_read_alike(tree: Path, reference: str) -> None:
+    """G8: the answer tells nothing of the file system."""
+    with pytest.raises(RequestRefused) as caught:
+        read_local(reference.format(tree=tree), file_settings(tree))
+    assert caught.value.code == "image_file_refused"
+    assert "cannot be read" in caught.value.message
+    assert str(tree) not in caught.value.message
+
+
+def test_file_fifo_does_not_hang(tree: Path) -> None:
+    os.mkfifo(tree / "media" / "pipe.png")
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        read_local(f"file://{tree}/media/pipe.png", file_settings(tree))
+
+
+def test_file_size_is_bounded(tree: Path) -> None:
+    (tree / "media" / "big.png").write_bytes(bytes(3001))
+    with pytest.raises(RequestRefused) as caught:
+        read_local(f"file://{tree}/media/big.png", file_settings(tree))
+    assert caught.value.status == 413

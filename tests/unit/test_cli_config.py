@@ -1,0 +1,82 @@
+"""The command line's configuration and policy commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vsched.cli import app
+from vsched.cli.main import main
+from vsched.config import keys_table, load_config
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> str:
+    result = CliRunner().invoke(app, arguments, env=env, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_cli_config_check_accepts_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "vsched.toml"
+    path.write_text("[generate]\nslots = 2\n")
+    assert run("config", "check", "--config", str(path)) == "The configuration is valid.\n"
+
+
+def test_cli_config_show_prints_toml_that_loads(tmp_path: Path) -> None:
+    path = tmp_path / "vsched.toml"
+    path.write_text(run("config", "show", "--set", "generate.slots=2"))
+    assert load_config(path, environ={}).config.generate.slots == 2
+
+
+def test_cli_config_show_tells_origins() -> None:
+    output = run(
+        "config", "show", "--origin", "--set", "generate.slots=2", env={"VSCHED__MODEL__NAME": "x"}
+    )
+    assert "slots = 2  # command line\n" in output
+    assert 'name = "x"  # environment VSCHED__MODEL__NAME\n' in output
+    assert "block_size = 16  # default\n" in output
+
+
+def test_cli_config_schema_is_json() -> None:
+    schema = json.loads(run("config", "schema"))
+    assert "generate" in schema["$defs"]["Config"]["properties"]
+
+
+def test_cli_config_keys_prints_the_documented_table() -> None:
+    assert run("config", "keys") == keys_table()
+
+
+def test_cli_policies_lists_names_fields_and_defaults() -> None:
+    output = run("policies")
+    for expected in ("token-budget", "max_items = 8", "mem_fraction = 0.95", "youngest", "(D1)"):
+        assert expected in output
+
+
+def test_cli_refusal_is_one_line_and_exit_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vsched", "config", "check", "--set", "generate.slots=0"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "error: generate.slots (from command line) is not valid: value 0"
+    )
+    assert captured.err.count("\n") == 1
+
+
+def test_cli_starts_without_heavy_imports() -> None:
+    code = (
+        "import sys, vsched.cli.main\n"
+        "heavy = ('torch', 'transformers', 'numba', 'uvicorn', 'openai', 'matplotlib')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,352 @@
+"""The configuration: bounds, precedence, origins, and what each refusal says."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vsched.config import Config, config_schema, keys_table, load_config, to_toml
+from vsched.config.sections import POLICY_TABLES, config_keys
+from vsched.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "vsched.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(
+    sets: Sequence[str] = (), *, path: Path | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, sets=sets, environ=environ or {})
+    return str(caught.value)
+
+
+def test_config_defaults_load() -> None:
+    loaded = load_config(None, environ={})
+    assert loaded.config == Config()
+    assert loaded.config.generate.max_batch_tokens == 2048
+    assert list(dict.fromkeys(loaded.origins.values())) == ["default"]
+
+
+def test_config_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "[generate]\nslots = 1\nblock_size = 8\nmax_waiting = 5\n")
+    environ = {
+        "VSCHED__GENERATE__SLOTS": "2",
+        "VSCHED__GENERATE__BLOCK_SIZE": "32",
+        "PATH": "/bin",
+    }
+    loaded = load_config(path, sets=["generate.slots=3"], environ=environ)
+    generate = loaded.config.generate
+    assert (generate.slots, generate.block_size, generate.max_waiting) == (3, 32, 5)
+    assert loaded.origins["generate.slots"] == "command line"
+    assert loaded.origins["generate.block_size"] == "environment VSCHED__GENERATE__BLOCK_SIZE"
+    assert loaded.origins["generate.max_waiting"] == f"file {path}"
+    assert loaded.origins["generate.chunk_tokens"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "section", "key", "value"),
+    [
+        ("model.name=7", "model", "name", "7"),
+        ('model.name="7"', "model", "name", "7"),
+        ("model.path=a b/c=d", "model", "path", "a b/c=d"),
+        ("generate.prefix_cache=false", "generate", "prefix_cache", False),
+        ("generate.slots = 1_0", "generate", "slots", 10),
+        ("deadlines.step_s=3", "deadlines", "step_s", 3.0),
+        (
+            'media.allow_http_hosts=["a.org", "b.org"]',
+            "media",
+            "allow_http_hosts",
+            ("a.org", "b.org"),
+        ),
+    ],
+)
+def test_config_set_parses_by_the_type_of_the_key(
+    assignment: str, section: str, key: str, value: object
+) -> None:
+    config = load_config(None, sets=[assignment], environ={}).config
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_config_later_set_wins() -> None:
+    loaded = load_config(None, sets=["generate.slots=3", "generate.slots=4"], environ={})
+    assert loaded.config.generate.slots == 4
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        (
+            "generate.slots=0",
+            "generate.slots (from command line) is not valid: value 0, limit int, 1 or more.",
+        ),
+        (
+            "generate.slots=x",
+            "generate.slots (from command line) is not valid: value 'x', limit int, 1 or more.",
+        ),
+        ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
+        ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
+        ("deadlines.step_s=nan", "deadlines.step_s (from command line) is not valid: value nan,"),
+        ("deadlines.step_s=inf", "deadlines.step_s (from command line) is not valid: value inf,"),
+        (
+            "server.port=65536",
+            "server.port (from command line) is not valid: value 65536, limit int, 0 to 65535.",
+        ),
+        (
+            "model.dtype=int8",
+            "model.dtype (from command line) is not valid: value 'int8', limit 'auto'",
+        ),
+        (
+            "placement=apart",
+            "placement (from command line) is not valid: value 'apart', limit 'separate' or 'together'.",
+        ),
+        (
+            "generate.chunk_token=1",
+            "generate.chunk_token (from command line): unknown key. Did you mean generate.chunk_tokens",
+        ),
+        (
+            "generat.slots=1",
+            "generat (from command line): unknown key. Did you mean generate or ",
+        ),
+        ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
+        ("generate=1", "generate (from command line): a table of keys, not a value"),
+        ("routing=round-robin", "routing (from command line): not a table; write routing = {use ="),
+        ("generate.slots", "generate.slots: not an assignment"),
+        (
+            "encode.admission.use=nope",
+            "encode.admission.use: 'nope' is unknown. Known in vsched.admission: fifo, token-budget",
+        ),
+        (
+            "encode.admission.max_token=1",
+            "encode.admission.max_token: unknown field of 'token-budget'. Its fields: max_items, max_tokens.",
+        ),
+        (
+            "encode.admission.max_items=0",
+            "encode.admission.max_items is not valid: value 0, limit int, 1 or more.",
+        ),
+        ("routing.use=1", "routing.use: no policy is named."),
+        (
+            "encode.plugin=nope",
+            "encode.plugin: 'nope' is unknown. Known in vsched.workers: transformers",
+        ),
+        (
+            "encode.replicas=2",
+            "encode.replicas: more replicas are not supported yet: value 2, limit 1. Remedy:",
+        ),
+        (
+            "generate.replicas=2",
+            "generate.replicas: more replicas are not supported yet: value 2, limit 1. Remedy:",
+        ),
+        (
+            "encode.tensor_parallel=2",
+            "encode.tensor_parallel: tensor parallelism is not supported yet: value 2, limit 1.",
+        ),
+        (
+            "generate.tensor_parallel=2",
+            "generate.tensor_parallel: tensor parallelism is not supported yet: value 2, limit 1.",
+        ),
+        (
+            "generate.chunk_tokens=4096",
+            (
+                "generate.chunk_tokens: a chunk cannot be longer than a step (generate.max_batch_tokens): "
+                "value 4096, limit 2048."
+            ),
+        ),
+        (
+            "generate.slots=2048",
+            (
+                "generate.slots: a step full of decodes must leave room for prefill "
+                "(generate.max_batch_tokens): value 2048, limit 2047."
+            ),
+        ),
+        (
+            "deadlines.heartbeat_s=10",
+            "deadlines.heartbeat_s: a rank must not time out over one late heartbeat",
+        ),
+        (
+            'generate.memory={use="pinned"}',
+            (
+                "generate.memory: the size of the KV cache must be given once: "
+                "value neither of tokens and bytes, limit exactly one."
+            ),
+        ),
+        (
+            'generate.memory={use="pinned", tokens=1, bytes=1}',
+            "generate.memory: the size of the KV cache must be given once: value both of tokens and bytes,",
+        ),
+    ],
+)
+def test_config_refusal_starts_with_the_key_and_names_the_limit(
+    assignment: str, expected: str
+) -> None:
+    assert refusal([assignment]).startswith(expected)
+
+
+def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    assert refusal(path=missing) == f"{missing}: cannot be read: No such file or directory"
+    assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    path = write(tmp_path, "[generate\n")
+    assert refusal(path=path).startswith(f"{path}: not valid TOML: ")
+    path = write(tmp_path, "[generate]\nslot = 1\n")
+    assert refusal(path=path).startswith(f"generate.slot (from file {path}): unknown key.")
+
+
+def test_config_refusal_names_the_environment_variable() -> None:
+    message = refusal(environ={"VSCHED__GENERATE__SLOTS": "many"})
+    assert "(from environment VSCHED__GENERATE__SLOTS)" in message
+
+
+def test_config_text_cannot_smuggle_further_keys() -> None:
+    config = load_config(None, sets=['model.name="a"\n[generate]\nslots = 1'], environ={}).config
+    assert config.generate.slots == 64
+    assert "slots = 1" in config.model.name
+
+
+def test_config_layer_that_names_a_policy_replaces_the_table(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '[encode.admission]\nuse = "token-budget"\nmax_tokens = 9\nmax_items = 3\n'
+    )
+    loaded = load_config(path, sets=["encode.admission.max_items=2"], environ={})
+    assert loaded.config.encode.admission == {
+        "use": "token-budget",
+        "max_tokens": 9,
+        "max_items": 2,
+    }
+    assert loaded.origins["encode.admission.max_tokens"] == f"file {path}"
+    assert loaded.origins["encode.admission.max_items"] == "command line"
+    loaded = load_config(path, sets=["encode.admission.use=fifo"], environ={})
+    assert loaded.config.encode.admission == {"use": "fifo"}
+
+
+def test_config_order_of_a_policys_name_and_fields_does_not_matter() -> None:
+    environ = {
+        "VSCHED__ENCODE__ADMISSION__USE": "token-budget",
+        "VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "3",
+    }
+    table = {"use": "token-budget", "max_items": 3}
+    assert load_config(None, environ=environ).config.encode.admission == table
+    sets = ["encode.admission.max_items=3", "encode.admission.use=token-budget"]
+    assert load_config(None, sets=sets, environ={}).config.encode.admission == table
+
+
+def test_config_memory_size_in_bytes_replaces_the_default_in_tokens() -> None:
+    sets = ["generate.memory.bytes=1000", "generate.memory.mem_fraction=0.5"]
+    config = load_config(None, sets=sets, environ={}).config
+    assert config.generate.memory == {"use": "pinned", "bytes": 1000, "mem_fraction": 0.5}
+    config = load_config(None, sets=["generate.memory.mem_fraction=0.5"], environ={}).config
+    assert config.generate.memory["tokens"] == 16384
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ([], 2048),
+        (["generate.max_batch_tokens=1024"], 1024),
+        (["encode.admission.max_tokens=300"], 300),
+        (["encode.admission.max_tokens=0"], None),
+        (["encode.admission.use=fifo"], None),
+    ],
+)
+def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
+    """A12, A13: one knob; its default derives from the batch budget; 0 is nothing anyone reads."""
+    assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [([], 8), (["encode.admission.max_items=3"], 3), (["encode.admission.use=fifo"], 8)],
+)
+def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:
+    assert load_config(None, sets=sets, environ={}).policies.encode_items_max == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "legal"),
+    [
+        ("1.0", True),
+        ("1", True),
+        ("0.01", True),
+        ("0", False),
+        ("1.01", False),
+        ("-1", False),
+        ("nan", False),
+    ],
+)
+def test_config_memory_fraction_bounds(value: str, *, legal: bool) -> None:
+    """C5: in (0, 1], 1.0 included; refused otherwise with value, limit and remedy."""
+    sets = [f"generate.memory.mem_fraction={value}"]
+    if legal:
+        assert load_config(None, sets=sets, environ={}).policies.memory.mem_fraction == float(value)
+        return
+    message = refusal(sets)
+    assert message.startswith("generate.memory.mem_fraction is not valid: value ")
+    assert "limit number, above 0, at most 1. Remedy: set generate.memory.mem_fraction" in message
+
+
+def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
+    sets = [
+        'model.name=a "quoted" \\ name',
+        "encode.threads=3",
+        "encode.admission.max_tokens=77",
+        'media.allow_http_hosts=["a.org"]',
+    ]
+    first = load_config(None, sets=sets, environ={})
+    again = load_config(write(tmp_path, to_toml(first, origin=True)), environ={})
+    assert to_toml(again) == to_toml(first)
+    assert again.policies == first.policies
+    assert again.config.model == first.config.model
+    assert "max_tokens = 77  # command line" in to_toml(first, origin=True).splitlines()
+
+
+def test_config_schema_lists_every_key_and_the_fields_of_policies() -> None:
+    schema = config_schema()
+    for path in config_keys():
+        section, _, name = path.rpartition(".")
+        owner = f"{section.capitalize()}Config" if section else "Config"
+        assert name in schema["$defs"][owner]["properties"], path
+    options = schema["$defs"]["EncodeConfig"]["properties"]["admission"]["anyOf"]
+    budget = next(
+        option for option in options if option["properties"]["use"].get("const") == "token-budget"
+    )
+    assert sorted(budget["properties"]) == ["max_items", "max_tokens", "use"]
+    assert budget["additionalProperties"] is False
+
+
+def test_config_policy_tables_are_all_those_that_exist() -> None:
+    tables = [path for path, field in config_keys().items() if "use" in (_default(field) or {})]
+    assert sorted(tables) == sorted(POLICY_TABLES)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> dict[str, object] | None:
+    if field.default_factory is msgspec.NODEFAULT:
+        return None
+    made = field.default_factory()
+    assert isinstance(made, dict)
+    return made
+
+
+def test_config_threads_default_to_half_of_the_machine() -> None:
+    config = load_config(None, sets=["generate.threads=5"], environ={}).config
+    assert config.generate.threads_used == 5
+    assert config.encode.threads_used >= 1
+
+
+def test_config_documentation_is_current() -> None:
+    text = (ROOT / "docs/config.md").read_text()
+    assert keys_table() in text, "run `vsched config keys` and put its table into docs/config.md"
+
+
+def test_config_documentation_example_loads(tmp_path: Path) -> None:
+    example = (ROOT / "docs/config.md").read_text().split("```toml\n")[1].split("```")[0]
+    loaded = load_config(write(tmp_path, example), environ={})
+    assert tomllib.loads(example)["model"]["path"] == loaded.config.model.path

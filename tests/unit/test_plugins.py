@@ -1,0 +1,207 @@
+"""Policies and workers by name: resolution, strict conversion, and the contract check."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from vsched.errors import ConfigError, PolicyError
+from vsched.plugins import (
+    check_contract,
+    check_worker_name,
+    list_policies,
+    load_worker,
+    policy_fields,
+    resolve_policy,
+    type_text,
+)
+from vsched.policy import (
+    CONTRACTS,
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    Fraction,
+    PositiveCount,
+    RoutingPolicy,
+    RoutingView,
+)
+
+
+class Whole(AdmissionPolicy, frozen=True, kw_only=True):
+    """Takes the front.
+
+    A second paragraph.
+    """
+
+    share: Fraction = 0.5
+    most: PositiveCount
+
+    def admit(self, look: AdmissionView, *, extra: int = 0) -> Admission:
+        return Admission([0] * (extra + 1))
+
+
+class Silent(AdmissionPolicy, frozen=True, kw_only=True):
+    pass
+
+
+class Greedy(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView, more: int) -> Admission:  # type: ignore[override]
+        return Admission([more])
+
+
+class Lazy(AdmissionPolicy, frozen=True, kw_only=True):
+    async def admit(self, view: AdmissionView) -> Admission:  # type: ignore[override]
+        return Admission()
+
+
+class Fixed(AdmissionPolicy, frozen=True, kw_only=True):
+    @staticmethod
+    def admit(view: AdmissionView) -> Admission:
+        return Admission()
+
+
+Thawed = msgspec.defstruct("Thawed", [], bases=(Silent,), frozen=False)
+
+
+class Newer(AdmissionPolicy, frozen=True, kw_only=True):
+    api_version: ClassVar[int] = 2
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission()
+
+
+class Router(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (Silent, "Silent: method `admit` is missing; define `admit(self, view:"),
+        (Greedy, "Greedy.admit: takes `(self, view: 'AdmissionView', more: 'int')"),
+        (Lazy, "Lazy.admit: must return a plain value"),
+        (Fixed, "Fixed.admit: a staticmethod, not a method"),
+        (Thawed, "Thawed: not frozen; declare it `class Thawed(..., frozen=True)`"),
+        (Newer, "Newer: made for version 2 of the admission contract, this is version 1"),
+        (
+            Router,
+            "Router: not a subclass of vsched.policy.AdmissionPolicy (its bases: RoutingPolicy)",
+        ),
+        (int, "builtins.int: not a subclass of"),
+        (3, "3: not a class; admission policies subclass vsched.policy.AdmissionPolicy"),
+    ],
+)
+def test_check_contract_names_class_method_and_difference(cls: object, expected: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        check_contract(cls, AdmissionPolicy)
+    assert expected in str(caught.value)
+
+
+def test_check_contract_accepts_other_names_and_optional_arguments() -> None:
+    assert check_contract(Whole, AdmissionPolicy) is Whole
+
+
+def test_resolve_policy_by_module_and_class() -> None:
+    policy = resolve_policy(
+        "admission", {"use": "vsched_policies.admission:TokenBudget", "max_tokens": 5}
+    )
+    assert type(policy).__name__ == "TokenBudget"
+    assert policy == resolve_policy("admission", {"use": "token-budget", "max_tokens": 5})
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, "a.b.use: no policy is named. Known in vsched.admission: fifo, token-budget;"),
+        ({"use": ""}, "a.b.use: no policy is named."),
+        (
+            {"use": "nope"},
+            "a.b.use: 'nope' is unknown. Known in vsched.admission: fifo, token-budget;",
+        ),
+        (
+            {"use": "no_such_module:Class"},
+            "a.b.use: cannot import 'no_such_module:Class': No module named",
+        ),
+        (
+            {"use": "vsched_policies.admission:Nope"},
+            "a.b.use: cannot import 'vsched_policies.admission:Nope': module",
+        ),
+        ({"use": ":"}, "a.b.use: cannot import ':'"),
+        ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: none."),
+        (
+            {"use": "token-budget", "max_items": "8"},
+            "a.b.max_items is not valid: value '8', limit int, 1 or more.",
+        ),
+    ],
+)
+def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_policy("admission", table, path="a.b")
+    assert str(caught.value).startswith(expected)
+
+
+def test_resolve_policy_reports_a_missing_required_field() -> None:
+    with pytest.raises(ConfigError, match="a.b: Object missing required field `most`"):
+        resolve_policy("admission", {"use": f"{__name__}:Whole"}, path="a.b")
+
+
+def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
+    with pytest.raises(PolicyError, match="RoundRobin: not a subclass of vsched.policy.Admission"):
+        resolve_policy("admission", {"use": "vsched_policies.routing:RoundRobin"})
+
+
+def test_list_policies_tells_kind_fields_and_summary() -> None:
+    listed = {(policy.kind, policy.name): policy for policy in list_policies()}
+    assert list(dict.fromkeys(kind for kind, _ in listed)) == list(CONTRACTS)
+    budget = listed["admission", "token-budget"]
+    assert budget.error is None
+    assert [(field.name, field.type, field.default) for field in budget.fields] == [
+        ("max_tokens", "int, 0 or more", None),
+        ("max_items", "int, 1 or more", 8),
+    ]
+    assert budget.summary.startswith("Admits in order of arrival until")
+    assert listed["memory", "pinned"].fields[0].type == "number, above 0, at most 1"
+
+
+def test_policy_fields_mark_what_is_required() -> None:
+    assert [(field.name, field.required) for field in policy_fields(Whole)] == [
+        ("share", False),
+        ("most", True),
+    ]
+
+
+def test_type_text_words_bounds() -> None:
+    assert type_text(int) == "int"
+    assert type_text(bool) == "bool"
+    assert type_text(list[int]) == "array"
+
+
+def test_load_worker_names_what_a_plugin_lacks() -> None:
+    with pytest.raises(
+        ConfigError, match="encode.plugin: worker plug-in 'builtins:print' lacks inspect, load_"
+    ):
+        load_worker("builtins:print", path="encode.plugin")
+    with pytest.raises(
+        ConfigError, match="x: 'nope' is unknown. Known in vsched.workers: transformers"
+    ):
+        load_worker("nope", path="x")
+
+
+def test_load_worker_without_torch_tells_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
+    with pytest.raises(ConfigError, match=r"needs torch \(pip install 'vsched\[workers\]'\)"):
+        load_worker("transformers")
+
+
+def _raise_missing_torch(target: str) -> object:
+    raise ModuleNotFoundError(f"{target} needs torch")
+
+
+def test_check_worker_name_imports_nothing() -> None:
+    check_worker_name("transformers")
+    check_worker_name("my_package.workers:plugin")
+    with pytest.raises(ConfigError, match="'nope' is unknown"):
+        check_worker_name("nope")

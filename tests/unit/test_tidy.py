@@ -1,0 +1,257 @@
+"""Rules of the house that no linter knows: sizes, dead modules, order in the kernel, no unsafe deserialisation."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "vsched": ROOT,
+    "vsched_policies": ROOT / "policies",
+    "vsched_workers": ROOT / "workers",
+}
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+UNSAFE_MODULES = ("pickle", "cPickle", "dill", "marshal", "cloudpickle", "shelve", "joblib")
+SET_CALLS = ("set", "frozenset")
+SET_METHODS = ("union", "intersection", "difference", "symmetric_difference")
+
+
+def sources() -> list[Path]:
+    """Every Python file of the shipped packages."""
+    return [
+        path
+        for name, base in PACKAGES.items()
+        for path in sorted((base / name).rglob("*.py"))
+        if "__pycache__" not in path.parts
+    ]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    base = next(base / name for name, base in PACKAGES.items() if (base / name) in path.parents)
+    parts = list(path.relative_to(base.parent).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_tidy_files_are_short() -> None:
+    paths = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    long = {shown(path): lines for path in paths if (lines := count_lines(path)) >= FILE_LINES_MAX}
+    assert not long, f"split these files; the limit is {FILE_LINES_MAX} lines"
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_tidy_functions_are_short() -> None:
+    long = [
+        f"{shown(path)}:{node.lineno} {node.name} has {lines} lines"
+        for path in sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) >= FUNCTION_LINES_MAX
+    ]
+    assert not long, f"split these functions; the limit is {FUNCTION_LINES_MAX} lines"
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield what a file imports; `from a import b` may name a module `a.b` as well as something in `a`."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A module that a process is started with, or that is imported by name.
+            yield node.value.partition(":")[0]
+
+
+def test_tidy_no_module_is_dead() -> None:
+    """A module that no other shipped module imports and no entry point names is dead."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    alive = {target.partition(":")[0] for group in groups for target in group.values()}
+    for path in sources():
+        own = module_name(path)
+        alive.update(name for name in imported_modules(path) if name != own)
+    dead = [
+        shown(path)
+        for path in sources()
+        if path.name not in {"__init__.py", "__main__.py"} and module_name(path) not in alive
+    ]
+    assert not dead
+
+
+def set_names(scope: ast.AST) -> set[str]:
+    """Names, and attributes of self, that are annotated or assigned as sets in a scope."""
+    found: set[str] = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.AnnAssign) and is_set_annotation(node.annotation):
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.arg) and node.annotation and is_set_annotation(node.annotation):
+            found.add(node.arg)
+        elif isinstance(node, ast.Assign) and is_set(node.value, found):
+            found.update(ast.unparse(target) for target in node.targets)
+    return found
+
+
+def is_set_annotation(annotation: ast.expr) -> bool:
+    name = ast.unparse(annotation).partition("[")[0].rpartition(".")[2]
+    return name in {"set", "frozenset", "AbstractSet", "Set", "MutableSet"}
+
+
+def is_set(node: ast.expr, names: set[str]) -> bool:
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name):
+            return node.func.id in SET_CALLS
+        return isinstance(node.func, ast.Attribute) and node.func.attr in SET_METHODS
+    if isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor
+    ):
+        return is_set(node.left, names) or is_set(node.right, names)
+    return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in names
+
+
+def iterated(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield every expression whose order of iteration can be seen."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.AsyncFor):
+            yield node.iter
+        elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp):
+            yield from (generator.iter for generator in node.generators)
+        elif isinstance(node, ast.Starred):
+            yield node.value
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in {
+                "list",
+                "tuple",
+                "iter",
+                "enumerate",
+                "deque",
+                "extend",
+                "fromkeys",
+                "join",
+            }:
+                yield from node.args
+
+
+def unordered_iterations(tree: ast.Module) -> list[int]:
+    """Return the lines on which a set is iterated; a set comprehension over one is a set again, and fine."""
+    attributes = {name for name in set_names(tree) if "." in name}
+    lines = []
+    for scope in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]:
+        names = attributes | set_names(scope) if scope is not tree else attributes
+        within_sets = {
+            id(inner.value)
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Set)
+            for inner in node.elts
+            if isinstance(inner, ast.Starred)
+        }
+        lines += [
+            expression.lineno
+            for expression in iterated(scope)
+            if id(expression) not in within_sets and is_set(expression, names)
+        ]
+    return sorted(set(lines))
+
+
+def test_tidy_kernel_iterates_over_no_set() -> None:
+    """The order of a set differs between processes; where it can be seen, two runs differ."""
+    found = [
+        f"{shown(path)}:{line}"
+        for path in sorted((ROOT / "vsched/kernel").rglob("*.py"))
+        for line in unordered_iterations(parse(path))
+    ]
+    assert not found
+
+
+ATTRIBUTE = """class C:
+    def f(self) -> None:
+        self.a: set[int] = set()
+    def g(self) -> list[int]:
+        return list(self.a)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("for x in {1, 2}:\n    pass", [1]),
+        ("def f(a: set[int]) -> list[int]:\n    return [x for x in a]", [2]),
+        ("def f() -> None:\n    a = set()\n    for x in a | {1}:\n        pass", [3]),
+        ("def f() -> list[int]:\n    a = frozenset((1, 2))\n    return [*a]", [3]),
+        (ATTRIBUTE, [5]),
+        ("def f(a: set[int]) -> list[int]:\n    return sorted(a)", []),
+        ("def f(a: set[int]) -> set[int]:\n    return {x for x in a} | {*a}", []),
+        ("def f(a: dict[int, int]) -> list[int]:\n    return [x for x in a]", []),
+        ("def f() -> None:\n    a = set()\ndef g(a: list[int]) -> list[int]:\n    return list(a)", []),
+    ],
+)  # fmt: skip
+def test_tidy_set_check_finds_iterations(code: str, lines: list[int]) -> None:
+    assert unordered_iterations(ast.parse(code)) == lines
+
+
+def unsafe(tree: ast.Module) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if is_unsafe_module(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and is_unsafe_module(node.module or ""):
+            found.append(node.module or "")
+        elif isinstance(node, ast.Call):
+            call = ast.unparse(node.func)
+            if call in {"torch.load", "np.load", "numpy.load"} or call.endswith(
+                ("_pyobj", "_serialized")
+            ):
+                found.append(call)
+            found += [
+                "trust_remote_code"
+                for word in node.keywords
+                if word.arg == "trust_remote_code"
+                and not (isinstance(word.value, ast.Constant) and word.value.value is False)
+            ]
+    return found
+
+
+def is_unsafe_module(name: str) -> bool:
+    return name.partition(".")[0] in UNSAFE_MODULES or name == "multiprocessing.connection"
+
+
+def test_tidy_nothing_is_unpickled() -> None:
+    """G1: no pickle, dill, marshal or torch.load anywhere; `trust_remote_code` stays off."""
+    found = {shown(path): names for path in sources() if (names := unsafe(parse(path)))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from dill import loads", ["dill"]),
+        ("import torch\ntorch.load('x')", ["torch.load"]),
+        ("socket.recv_pyobj()", ["socket.recv_pyobj"]),
+        ("f(trust_remote_code=True)", ["trust_remote_code"]),
+        ("f(trust_remote_code=False)", []),
+        ("from safetensors import safe_open", []),
+    ],
+)
+def test_tidy_unpickling_check_finds_calls(code: str, expected: list[str]) -> None:
+    """G1: the check itself can fail."""
+    assert unsafe(ast.parse(code)) == expected

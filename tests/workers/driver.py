@@ -1,0 +1,253 @@
+"""A small scheduler that drives the workers through the contract alone: it stands in for kernel, rank and arena.
+
+Chunks are cut without regard for images, prefill of one request shares a step with the decode of others, and blocks are
+dealt in a shuffled order, so that nothing works by being contiguous or alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.contract import (
+    Batch,
+    Chunk,
+    EncodeJob,
+    EncodeWorker,
+    GenerateWorker,
+    ItemRows,
+    Preprocessor,
+    SequenceState,
+    TokenLogprobs,
+    WorkerSettings,
+)
+from vsched_workers.plugin import plugin
+
+BLOCK_SIZE = 4
+ROWS_A_PAGE = 3
+BLOCKS = 400
+PAGES = 400
+TABLE_BLOCKS = 80
+
+
+def drawn_image(seed: int, width: int, height: int) -> Image.Image:
+    """Return a picture with some structure, so that images differ in more than noise."""
+    noise = np.random.default_rng(seed).integers(0, 255, (7, 5, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@dataclass
+class Question:
+    """A request: text with one mark an image, the images, and how to sample."""
+
+    text: str
+    images: Sequence[Image.Image] = ()
+    count: int = 12
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+
+
+@dataclass
+class Running:
+    """A request in the driver."""
+
+    sequence: SequenceState
+    slot: int
+    pages: list[list[int]]
+    computed: int = 0
+    budget: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return [int(token) for token in self.sequence.outputs]
+
+
+@dataclass
+class Stage:
+    """The loaded parts of one checkpoint."""
+
+    info: ModelInfo
+    preprocessor: Preprocessor
+    encoder: EncodeWorker
+    generator: GenerateWorker
+
+    @classmethod
+    def load(cls, path: str, *, attention: str, dtype: str) -> Stage:
+        info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
+        settings = WorkerSettings(threads=1, attention=attention)
+        generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+        generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
+        encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+        return cls(info, plugin.load_preprocessor(info), encoder, generator)
+
+    def prompt(self, question: Question) -> tuple[list[int], list[int]]:
+        """Return the expanded prompt and the offsets of its images."""
+        content = [{"type": "image"} for _ in question.images]
+        text = self.preprocessor.render(
+            [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
+        )
+        plans = [self.preprocessor.plan_image(*image.size) for image in question.images]
+        return self.preprocessor.expand(
+            self.preprocessor.tokenize(text), [plan.tokens for plan in plans]
+        )
+
+
+class Driver:
+    """Runs questions to their end; `run` returns them in order."""
+
+    def __init__(self, stage: Stage, *, chunk: int, seed: int = 0) -> None:
+        self.stage = stage
+        self.chunk = chunk
+        shuffle = random.Random(seed)
+        self.blocks = shuffle.sample(range(BLOCKS), BLOCKS)
+        self.pages = shuffle.sample(range(PAGES), PAGES)
+        self.slots = shuffle.sample(range(32), 32)
+        self.tables = np.full((32, TABLE_BLOCKS), -1, dtype=np.int32)
+        self.embeddings = np.zeros(
+            (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes), dtype=np.uint8
+        )
+
+    def run(self, questions: Sequence[Question], *, arrivals: int = 0) -> list[Running]:
+        """Run all; `arrivals` starts one question every so many steps, 0 all at once."""
+        waiting = [self.start(number, question) for number, question in enumerate(questions)]
+        every = list(waiting)
+        active: list[Running] = []
+        step = 0
+        while waiting or active:
+            if not arrivals:
+                active, waiting = active + waiting, []
+            elif waiting and step % arrivals == 0:
+                active.append(waiting.pop(0))
+            self.step(active)
+            active = [each for each in active if len(each.sequence.outputs) < each.budget]
+            step += 1
+        return every
+
+    def start(self, number: int, question: Question) -> Running:
+        """Preprocess and encode one question, and prepare its sequence."""
+        prompt, offsets = self.stage.prompt(question)
+        plans = [self.stage.preprocessor.plan_image(*image.size) for image in question.images]
+        items = [
+            (offset, plan.tokens, plan.grid) for offset, plan in zip(offsets, plans, strict=True)
+        ]
+        tokens = np.zeros(len(prompt) + question.count + 1, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        sequence = SequenceState(
+            number=number,
+            tokens=tokens,
+            length=len(prompt),
+            prompt_length=len(prompt),
+            items=items,
+            sampling=question.sampling,
+            stop_token_ids=frozenset(self.stage.info.stop_token_ids),
+        )
+        running = Running(
+            sequence=sequence,
+            slot=self.slots.pop(),
+            pages=[self.take_pages(plan.tokens) for plan in plans],
+            budget=question.count,
+        )
+        jobs = []
+        for image, plan, pages in zip(question.images, plans, running.pages, strict=True):
+            pixels = self.stage.preprocessor.process_image(image)
+            pixels.flags.writeable = False
+            jobs.append(
+                EncodeJob(key=b"", grid=plan.grid, tokens=plan.tokens, pixels=pixels, pages=pages)
+            )
+        if jobs:
+            self.stage.encoder.encode(jobs, self.embeddings)
+        self.stage.generator.prepare(sequence)
+        return running
+
+    def take_pages(self, tokens: int) -> list[int]:
+        return [self.pages.pop() for _ in range(-(-tokens // ROWS_A_PAGE))]
+
+    def cover(self, running: Running, length: int) -> None:
+        """Give a request the blocks for `length` tokens."""
+        table = self.tables[running.slot]
+        for index in range(-(-length // BLOCK_SIZE)):
+            if table[index] < 0:
+                table[index] = self.blocks.pop()
+
+    def step(self, active: Sequence[Running]) -> None:
+        decoding = [each for each in active if each.computed == each.sequence.length - 1]
+        decoding = [each for each in decoding if len(each.sequence.outputs)]
+        decoding.sort(key=lambda each: each.slot)
+        prefilling = [each for each in active if each not in decoding]
+        for each in decoding:
+            self.cover(each, each.sequence.length)
+        chunks = [self.next_chunk(each) for each in prefilling]
+        rows = [*decoding, *(e for e, c in zip(prefilling, chunks, strict=True) if c.samples)]
+        lengths = [each.sequence.length for each in decoding]
+        embeddings = self.embeddings.view()
+        embeddings.flags.writeable = False
+        sampled = self.stage.generator.step(
+            Batch(
+                decode_slots=int32([each.slot for each in decoding]),
+                decode_tokens=int32(
+                    [each.sequence.tokens[n - 1] for each, n in zip(decoding, lengths, strict=True)]
+                ),
+                decode_positions=int32([n - 1 for n in lengths]),
+                decode_sequences=[each.sequence for each in decoding],
+                block_tables=self.tables,
+                embeddings=embeddings,
+                chunks=chunks,
+                special=[
+                    (row, each.sequence)
+                    for row, each in enumerate(rows)
+                    if not each.sequence.sampling.is_plain_greedy
+                ],
+            )
+        )
+        assert len(sampled.tokens) == len(rows)
+        for each in decoding:
+            each.computed += 1
+        for each, chunk in zip(prefilling, chunks, strict=True):
+            each.computed = chunk.stop
+        for row, each in enumerate(rows):
+            sequence = each.sequence
+            sequence.tokens[sequence.length] = sampled.tokens[row]
+            sequence.length += 1
+            each.logprobs.extend(entry for entry in sampled.logprobs if entry.row == row)
+
+    def next_chunk(self, running: Running) -> Chunk:
+        start = running.computed
+        stop = min(start + self.chunk, running.sequence.length)
+        self.cover(running, stop)
+        rows = []
+        for (offset, tokens, _), pages in zip(running.sequence.items, running.pages, strict=True):
+            first, last = max(start, offset), min(stop, offset + tokens)
+            if first < last:
+                rows.append(
+                    ItemRows(
+                        chunk_start=first - start,
+                        row_start=first - offset,
+                        row_stop=last - offset,
+                        pages=pages,
+                    )
+                )
+        return Chunk(
+            slot=running.slot,
+            sequence=running.sequence,
+            start=start,
+            stop=stop,
+            samples=stop == running.sequence.length,
+            items=rows,
+        )
+
+    def preempt(self, running: Running) -> None:
+        """Take a request's blocks away, so that it is computed again, output and all."""
+        table = self.tables[running.slot]
+        self.blocks[:0] = [int(block) for block in table if block >= 0]
+        table[:] = -1
+        running.computed = 0
+
+
+def int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)

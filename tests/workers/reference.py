@@ -1,0 +1,37 @@
+"""The answers to compare with: transformers' own `generate` on the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+
+class Reference:
+    """The whole model, as transformers loads and runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        self.model.eval()
+        self.processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+
+    def generate(
+        self, prompt: Sequence[int], images: Sequence[Image.Image], count: int, **options: Any
+    ) -> list[int]:
+        """Return `count` tokens; `prompt` has its placeholders expanded already."""
+        ids = torch.tensor([list(prompt)])
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if images:
+            made = self.processor(list(images), return_tensors="pt")
+            inputs["pixel_values"] = made["pixel_values"]
+            inputs["image_grid_thw"] = made["image_grid_thw"]
+            inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+        chosen = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count} | options
+        with torch.inference_mode():
+            out = self.model.generate(**inputs, **chosen)
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens

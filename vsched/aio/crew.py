@@ -1,0 +1,195 @@
+"""The processes behind one or two groups: they start, fail and stop together.
+
+With `placement = "separate"` each group has a crew of its own, so a lost encoder leaves the generate ranks alone. With
+`"together"` one crew serves both groups, in the same processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from vsched.aio.leader import Deadlines, Leader
+from vsched.aio.process import RankProcess
+from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
+from vsched.kernel.decisions import Decision
+from vsched.wire import EncodeResult, GenerateResult, Ready
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+logger = logging.getLogger(__name__)
+STOP_GRACE_S = 5.0
+
+
+class CrewEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a crew tells: results by group, the loss of all its groups, progress of loading by group."""
+
+    on_result: Callable[[str, GenerateResult | EncodeResult], None]
+    on_lost: Callable[[list[str], str], None]
+    on_progress: Callable[[str, str, float], None]
+
+
+class Crew:
+    """The ranks of the groups that `template` has roles for; the template's addresses are filled in at each start."""
+
+    def __init__(
+        self,
+        template: RankSpec,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        ranks: int,
+        threads: int,
+        deadlines: Deadlines,
+        events: CrewEvents,
+    ) -> None:
+        self.groups = [
+            name
+            for name, role in (("encode", template.encode), ("generate", template.generate))
+            if role is not None
+        ]
+        self._template = template
+        self._context = context
+        self._ranks = ranks
+        self._threads = threads
+        self._deadlines = deadlines
+        self._events = events
+        self._leaders: dict[str, Leader] = {}
+        self._processes: list[RankProcess] = []
+        self._starts = 0
+        self._failure = ""
+        self._stopping = False
+        self._lost = asyncio.Event()
+
+    async def start(self) -> dict[str, list[Ready]]:
+        """Start all ranks in parallel and wait until every one is ready.
+
+        Blocks: up to `deadlines.ready_s`.
+
+        Raises:
+            CheckpointError, DeviceOutOfMemory: When a rank says so.
+            GroupLost: When a rank exits otherwise, or is not ready in time.
+        """
+        self._starts += 1
+        self._failure = ""
+        self._lost.clear()
+        secret = secrets.token_hex(16)
+        self._leaders = {name: self._lead(name, secret) for name in self.groups}
+        self._processes = [
+            RankProcess(
+                self._spec(rank, secret), threads=self._threads, on_exit=self._exit_handler(rank)
+            )
+            for rank in range(self._ranks)
+        ]
+        all_ready = asyncio.gather(*(leader.ready for leader in self._leaders.values()))
+        lost = asyncio.get_running_loop().create_task(self._lost.wait())
+        try:
+            async with asyncio.timeout(self._deadlines.ready_s):
+                both: list[asyncio.Future[Any]] = [all_ready, lost]
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            self._failure = (
+                f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
+                "(deadlines.ready_s)"
+            )
+        finally:
+            lost.cancel()
+            if not all_ready.done():
+                all_ready.cancel()
+        if self._failure:
+            failure = self._failure
+            await self.stop(grace_s=0)
+            raise _startup_error(failure)
+        return dict(zip(self.groups, all_ready.result(), strict=True))
+
+    def decide(self, group: str, decision: Decision) -> None:
+        """Send a decision to a group; a group that is being lost drops it."""
+        self._leaders[group].decide(decision)
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all ranks.
+
+        Blocks: at most the grace; then ranks are killed.
+        """
+        self._stopping = True
+        for leader in self._leaders.values():
+            if grace_s > 0:
+                leader.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*(process.end(grace_s=grace_s) for process in self._processes))
+        for leader in self._leaders.values():
+            leader.close()
+        self._processes = []
+        self._stopping = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process in self._processes]
+
+    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
+        """Return what the ranks last said of their memory, by group and rank, in bytes."""
+        return {name: dict(leader.memory) for name, leader in self._leaders.items()}
+
+    def _address(self, group: str) -> str:
+        return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
+
+    def _lead(self, group: str, secret: str) -> Leader:
+        return Leader(
+            group,
+            self._context,
+            self._address(group),
+            secret=secret,
+            ranks=self._ranks,
+            deadlines=self._deadlines,
+            on_result=lambda result: self._events.on_result(group, result),
+            on_lost=self._lose,
+            on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
+        )
+
+    def _spec(self, rank: int, secret: str) -> RankSpec:
+        template = self._template
+        encode: EncodeRole | None = template.encode
+        generate: GenerateRole | None = template.generate
+        if encode is not None:
+            encode = msgspec.structs.replace(encode, address=self._address("encode"))
+        if generate is not None:
+            generate = msgspec.structs.replace(generate, address=self._address("generate"))
+        return msgspec.structs.replace(
+            template, rank=rank, secret=secret, encode=encode, generate=generate
+        )
+
+    def _exit_handler(self, rank: int) -> Callable[[int], None]:
+        def on_exit(code: int) -> None:
+            if not self._stopping:
+                self._lose(f"rank {rank} exited with code {code}")
+
+        return on_exit
+
+    def _lose(self, reason: str) -> None:
+        """All groups of the crew go down together; the first reason is the one to tell."""
+        if self._stopping or self._failure:
+            return
+        self._failure = reason
+        was_ready = all(
+            leader.ready.done() and not leader.ready.cancelled()
+            for leader in self._leaders.values()
+        )
+        self._lost.set()
+        if was_ready:
+            logger.error("lost: %s", reason)
+            self._events.on_lost(self.groups, reason)
+
+
+def _startup_error(failure: str) -> Exception:
+    """Return the error that fits what a rank said before it went."""
+    for error in (CheckpointError, DeviceOutOfMemory):
+        if f" {error.__name__}: " in failure:
+            return error(failure.split(f"{error.__name__}: ", 1)[1])
+    return GroupLost(failure)

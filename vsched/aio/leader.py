@@ -1,0 +1,182 @@
+"""The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
+
+One timer serves all of it. At every tick the leader sends a heartbeat if it sent nothing since the last one, and looks
+whether a deadline has passed: of a step that is out, or of a rank that owes an answer. So an idle gap is never longer
+than one interval, whatever the leader was doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from vsched.kernel.decisions import Decision
+from vsched.transport.zmq_link import LeaderLink, rank_identity
+from vsched.wire import (
+    Beat,
+    EncodeResult,
+    Entry,
+    Failure,
+    GenerateResult,
+    Heartbeat,
+    Hello,
+    LeaderLog,
+    Loading,
+    Ready,
+    Report,
+    Stop,
+    decode_report,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for ranks, in seconds; see the configuration section of the same name."""
+
+    ready_s: float
+    step_s: float
+    heartbeat_s: float
+    rank_timeout_s: float
+
+
+class Leader:
+    """Leads the ranks of one group.
+
+    `on_result` gets each step's result once; `on_lost` is called once, with the reason, when the group cannot go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        *,
+        secret: str,
+        ranks: int,
+        deadlines: Deadlines,
+        on_result: Callable[[GenerateResult | EncodeResult], None],
+        on_lost: Callable[[str], None],
+        on_progress: Callable[[str, float], None],
+    ) -> None:
+        assert secret, "an empty secret would let anybody in"
+        self.name = name
+        self.memory: dict[int, dict[str, int]] = {}
+        self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
+        self._secret = secret
+        self._ranks = ranks
+        self._deadlines = deadlines
+        self._on_result = on_result
+        self._on_lost = on_lost
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._log = LeaderLog()
+        self._link = LeaderLink(context, address, self._on_frame)
+        self._known = {rank_identity(rank): rank for rank in range(ranks)}
+        self._heard_s: dict[int, float] = {}
+        self._ready: dict[int, Ready] = {}
+        self._sent_s = self._loop.time()
+        self._steps_out: deque[float] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    # --- sending ---
+
+    def decide(self, decision: Decision) -> None:
+        """Append a decision to the log and send it to every rank."""
+        self._steps_out.append(self._loop.time())
+        self._append(decision)
+
+    def stop(self) -> None:
+        """Tell the ranks to finish and exit."""
+        if not self._over:
+            self._append(Stop())
+
+    def _append(self, entry: Entry) -> None:
+        frames = self._log.append(entry)
+        self._sent_s = self._loop.time()
+        for rank in range(self._ranks):
+            if not self._link.send(rank, frames):
+                self.lose(f"rank {rank} does not read its decisions")
+                return
+
+    def close(self) -> None:
+        """Stop leading: no more callbacks."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.ready.done():
+            self.ready.cancel()
+        self._link.close()
+
+    def lose(self, reason: str) -> None:
+        """Give the group up."""
+        if not self._over:
+            self._over = True
+            self._on_lost(f"{self.name}: {reason}")
+
+    # --- hearing ---
+
+    def _on_frame(self, identity: bytes, frame: bytes) -> None:
+        rank = self._known.get(identity)
+        if rank is None or self._over:
+            return
+        try:
+            report = decode_report(frame)
+        except msgspec.DecodeError:
+            self.lose(f"rank {rank} sent a frame that is no report")
+            return
+        if isinstance(report, Hello):
+            if report.rank == rank and hmac.compare_digest(report.secret, self._secret):
+                self._heard_s[rank] = self._loop.time()
+            return
+        if rank not in self._heard_s:
+            logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
+            return
+        self._heard_s[rank] = self._loop.time()
+        self._on_report(rank, report)
+
+    def _on_report(self, rank: int, report: Report) -> None:
+        match report:
+            case GenerateResult() | EncodeResult():
+                if rank == 0:  # all ranks compute the same; the first speaks for the group
+                    self._steps_out.popleft()
+                    self._on_result(report)
+            case Beat(_, memory):
+                self.memory[rank] = {**self.memory.get(rank, {}), **memory}
+            case Loading(what, fraction):
+                if rank == 0:
+                    self._on_progress(what, fraction)
+            case Ready():
+                self.memory[rank] = report.memory
+                self._ready[rank] = report
+                if len(self._ready) == self._ranks and not self.ready.done():
+                    self._timer = self._loop.call_later(self._deadlines.heartbeat_s, self._tick)
+                    self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
+            case Failure(kind, message):
+                self.lose(f"rank {rank} stopped with {kind}: {message}")
+
+    def _tick(self) -> None:
+        if self._over:
+            return
+        now_s = self._loop.time()
+        limits = self._deadlines
+        if self._steps_out:
+            waited_s = now_s - self._steps_out[0]
+            if waited_s > limits.step_s:
+                self.lose(f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)")
+                return
+        else:
+            for rank, heard_s in self._heard_s.items():
+                if now_s - heard_s > limits.rank_timeout_s + limits.heartbeat_s:
+                    self.lose(f"rank {rank} was silent for {now_s - heard_s:.0f} s")
+                    return
+        if now_s - self._sent_s >= limits.heartbeat_s / 2:
+            self._append(Heartbeat())
+        self._timer = self._loop.call_later(limits.heartbeat_s, self._tick)

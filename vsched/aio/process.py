@@ -1,0 +1,68 @@
+"""A rank as a child process of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from vsched.worker.spec import RankSpec
+
+RANK_ENVIRONMENT = {
+    # Threads that spin while they wait steal the cores from the stage that works.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class RankProcess:
+    """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself."""
+
+    def __init__(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> None:
+        environment = {**os.environ, **RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", "vsched.rank"],
+            stdin=subprocess.PIPE,
+            pass_fds=(spec.arena_fd,),
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+        )
+        assert self._process.stdin is not None
+        self._lifeline = self._process.stdin
+        self._lifeline.write(msgspec.json.encode(spec) + b"\n")
+        self._lifeline.flush()
+        self._on_exit = on_exit
+        self._exited = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def _reap(self) -> None:
+        code = self._process.wait()
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._lifeline.close()
+        self._exited.set_result(code)
+        self._on_exit(code)
+
+    async def end(self, *, grace_s: float) -> None:
+        """Wait for the process to end; kill it when it has not after the grace.
+
+        Blocks: at most the grace, and the moment that the system takes to kill.
+        """
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.shield(self._exited)
+        except TimeoutError:
+            self._process.kill()
+            await self._exited

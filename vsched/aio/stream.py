@@ -1,0 +1,181 @@
+"""The way of tokens to a client: detokenizing, stop strings, and a buffer that a reader empties."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from vsched.errors import RequestFailed
+from vsched.kernel.commands import Finish, RequestTimes
+from vsched.types import FinishReason
+from vsched.worker.contract import Detokenizer
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of a sampled token, and of the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class OutputDelta(msgspec.Struct, frozen=True):
+    """What was generated since the last delta; the last one has a `finish_reason`."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+
+
+class StopMatcher:
+    """Finds stop strings in a text that comes in pieces.
+
+    Text that might be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that may go out now, and whether a stop string was found after it."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            out, self._held = self._held[: min(found)], ""
+            return out, True
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out, False
+
+    def flush(self) -> str:
+        """Return what was held back: no stop string came of it."""
+        out, self._held = self._held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class Generation:
+    """One accepted request, read as an asynchronous iterator of deltas by a single reader.
+
+    Tokens that come faster than they are read are merged into one delta. Iterating raises `RequestFailed` when the
+    request ended in an error.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        prompt_tokens: int,
+        detokenizer: Detokenizer,
+        stop: tuple[str, ...],
+        stop_token_ids: frozenset[int],
+        logprobs: bool,
+        on_stop: Callable[[str, FinishReason], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        self.times = RequestTimes()
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop)
+        self._stop_token_ids = stop_token_ids
+        self._on_stop = on_stop
+        self._on_end = on_end
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
+        self._stopped = False
+        self._finish: Finish | None = None
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; known once the request has ended."""
+        return self.times.cached_tokens
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs."""
+        return None if self._finish is None else self._finish.reason
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Take the next token; called by the replica in every step."""
+        if self._stopped or self._finish is not None:
+            return
+        self.output_tokens += 1
+        self._token_ids.append(token_id)
+        if self._logprobs is not None and logprob is not None:
+            self._logprobs.append(logprob)
+        if token_id in self._stop_token_ids:
+            self._changed.set()  # it ends the answer and is no part of its text
+            return
+        text, self._stopped = self._matcher.push(self._detokenizer.push([token_id]))
+        if text:
+            self._text.append(text)
+        if self._stopped:
+            self._on_stop(self.request_id, FinishReason.STOP)
+        self._changed.set()
+
+    def finish(self, finish: Finish) -> None:
+        """Take the one terminal reply; called by the replica."""
+        assert self._finish is None, "a request has two terminal replies"
+        if not self._stopped:
+            text, _ = self._matcher.push(self._detokenizer.flush())
+            self._text += [text, self._matcher.flush()]
+        self._finish = finish
+        self.times = finish.times
+        self._on_end()
+        self._changed.set()
+
+    def abort(self) -> None:
+        """Free all that the request holds; after its end this does nothing."""
+        if self._finish is None:
+            self._on_stop(self.request_id, FinishReason.ABORT)
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """Return the next delta.
+
+        Blocks: until a token or the end comes; the leader's step deadline bounds that.
+
+        Raises:
+            RequestFailed: When the request ended in an error.
+        """
+        if self._ended:
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        finish = self._finish
+        if finish is not None:
+            self._ended = True
+            if finish.reason is FinishReason.ERROR or finish.message:
+                status = 503 if finish.code in ("cleared", "stopping") else 500
+                raise RequestFailed(finish.message, code=finish.code, status=status)
+        delta = OutputDelta(
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            finish_reason=None if finish is None else finish.reason.value,
+        )
+        self._text, self._token_ids = [], []
+        if self._logprobs is not None:
+            self._logprobs = []
+        return delta

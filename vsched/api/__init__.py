@@ -1,0 +1,13 @@
+"""The OpenAI-compatible HTTP layer over an engine."""
+
+from vsched.api.app import create_app
+from vsched.api.contract import ApiSettings, EngineContract, Generation, OutputDelta, TokenLogprob
+
+__all__ = [
+    "ApiSettings",
+    "EngineContract",
+    "Generation",
+    "OutputDelta",
+    "TokenLogprob",
+    "create_app",
+]

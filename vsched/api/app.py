@@ -1,0 +1,66 @@
+"""The application: routes, access, and OpenAI-shaped errors for what no route takes."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vsched.api.access import RequireKey
+from vsched.api.completions import ChatEndpoint, CompletionEndpoint
+from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.errors import ErrorBody, ErrorEnvelope
+from vsched.api.metrics import ApiMetrics
+from vsched.api.operations import Operations, TokenizeEndpoint, json_response
+
+
+def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
+    """Build the HTTP application over an engine.
+
+    The engine may still be loading: `/health` tells, and completions are refused until it is ready.
+    """
+    metrics = ApiMetrics(engine.statistics)
+    operations = Operations(engine, metrics)
+    routes = [
+        Route("/v1/chat/completions", ChatEndpoint(engine, settings, metrics), methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(engine, settings, metrics), methods=["POST"]),
+        Route("/v1/models", operations.models),
+        Route("/v1/models/{model:path}", operations.model),
+        Route("/tokenize", TokenizeEndpoint(engine, settings), methods=["POST"]),
+        Route("/health", operations.health),
+        Route("/ready", operations.health),
+        Route("/metrics", operations.metrics),
+        Route("/admin/statistics", operations.statistics),
+        Route("/admin/clear", operations.clear, methods=["POST"]),
+    ]
+    middleware = [Middleware(RequireKey, api_key=settings.api_key)] if settings.api_key else []
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _no_route, Exception: _mistake},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = {
+        404: "there is nothing at this path. Remedy: check the URL; completions live under /v1.",
+        405: "this path does not take this method. Remedy: check the method.",
+    }.get(error.status_code, "the request cannot be served")
+    body = ErrorBody(message, "invalid_request_error", None, code)
+    response = json_response(ErrorEnvelope(body), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _mistake(request: Request, error: Exception) -> Response:
+    del request, error
+    body = ErrorBody("the server made a mistake", "server_error", None, "internal_error")
+    return json_response(ErrorEnvelope(body), 500)

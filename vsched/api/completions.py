@@ -1,0 +1,285 @@
+"""/v1/chat/completions and /v1/completions: decode, check, generate, write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from vsched.api import parameters
+from vsched.api.contract import ApiSettings, EngineContract, Generation, OutputDelta
+from vsched.api.errors import ClientDisconnected, ParameterRefused
+from vsched.api.exchange import Exchange
+from vsched.api.metrics import ApiMetrics, RequestRecord
+from vsched.api.schema import ChatRequest, CompletionRequest, SamplingFields
+from vsched.api.writers import ChatWriter, CompletionWriter, Writer, usage_of
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_INLINE_CHARACTERS_MAX = 16_384
+"""Messages up to this length are rendered on the loop: a hop to a thread costs more than it."""
+_RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request, ready for the engine."""
+
+    prompt: str | list[int]
+    images: Sequence[str]
+    sampling: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+
+
+def check_model(name: str | None, engine: EngineContract) -> None:
+    """Refuse a request for another model.
+
+    Raises:
+        ParameterRefused: With status 404.
+    """
+    if name and name != engine.model_name:
+        message = f"this model is not served here. Remedy: ask for {engine.model_name}."
+        raise ParameterRefused(message, param="model", code="model_not_found", status=404)
+
+
+def check_ready(engine: EngineContract) -> None:
+    """Refuse while the engine does not take requests.
+
+    Raises:
+        RequestRefused: With status 503.
+    """
+    state = engine.state
+    if state not in {"ready", "degraded"}:
+        raise RequestRefused(
+            f"the server is {state}. Remedy: try again later; /health tells when it is ready.",
+            code="not_ready",
+            status=503,
+            retry_after_s=_RETRY_AFTER_S.get(state, 5),
+        )
+
+
+async def render(
+    engine: EngineContract, messages: list[dict[str, Any]], arguments: dict[str, Any]
+) -> str:
+    """Render messages with the checkpoint's template, in a thread when they are long.
+
+    Raises:
+        RequestRefused: When the template rejects them.
+    """
+    size = sum(
+        len(content) if isinstance(content := message["content"], str) else _text_size(content)
+        for message in messages
+    )
+    if size <= _INLINE_CHARACTERS_MAX:
+        return engine.preprocessor.render(messages, **arguments)
+    return await asyncio.to_thread(engine.preprocessor.render, messages, **arguments)
+
+
+def _text_size(parts: list[dict[str, str]]) -> int:
+    return sum(len(part.get("text", "")) for part in parts)
+
+
+class CompletionEndpoint:
+    """An ASGI application for one of the two endpoints."""
+
+    name = "completions"
+    id_prefix = "cmpl"
+    writer: type[ChatWriter | CompletionWriter] = CompletionWriter
+
+    def __init__(self, engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; every end is counted once and answered once."""
+        exchange = Exchange(scope, receive, send)
+        record = self._metrics.begin(self.name)
+        outcome = "cancelled"
+        try:
+            outcome = await self._serve(exchange, record)
+        except ClientDisconnected:
+            outcome = "disconnected"
+        except RequestRefused as error:
+            outcome = "refused"
+            await exchange.send_error(error)
+        except RequestFailed as error:
+            outcome = "failed"
+            await exchange.send_error(error)
+        except Exception:
+            outcome = "failed"
+            logger.exception("%s failed", self.name)
+            await exchange.send_error(RequestFailed("the server made a mistake"))
+        finally:
+            record.end(outcome)
+
+    async def job(self, body: bytes, request_id: str) -> Job:
+        """Decode and check a body.
+
+        Raises:
+            RequestRefused: When it cannot be served.
+        """
+        request = parameters.decode_body(body, CompletionRequest)
+        check_model(request.model, self._engine)
+        prompt = parameters.completion_prompt(request, self._engine.info)
+        return self._job(
+            request,
+            request_id,
+            prompt=prompt,
+            images=(),
+            max_tokens=request.max_tokens,
+            logprobs=request.logprobs,
+        )
+
+    def _job(
+        self,
+        request: SamplingFields,
+        request_id: str,
+        *,
+        prompt: str | list[int],
+        images: Sequence[str],
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> Job:
+        parameters.refuse_unsupported(request)
+        sampling = parameters.sampling_params(
+            request,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            info=self._engine.info,
+            settings=self._settings,
+        )
+        options = request.stream_options
+        return Job(
+            prompt=prompt,
+            images=images,
+            sampling=sampling,
+            request_id=request_id,
+            priority=request.priority,
+            cache_salt=parameters.check_cache_salt(request, self._settings),
+            stream=bool(request.stream),
+            include_usage=options is not None and options.include_usage,
+        )
+
+    async def _serve(self, exchange: Exchange, record: RequestRecord) -> str:
+        check_ready(self._engine)
+        body = await exchange.read_body(self._settings.body_bytes_max)
+        request_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        outcome = "stop"
+
+        async def work() -> None:
+            nonlocal outcome
+            job = await self.job(body, request_id)
+            outcome = await self._generate(exchange, record, job)
+
+        await exchange.until_disconnect(work)
+        return outcome
+
+    async def _generate(self, exchange: Exchange, record: RequestRecord, job: Job) -> str:
+        generation = await self._engine.generate(
+            prompt=job.prompt,
+            images=job.images,
+            sampling=job.sampling,
+            request_id=job.request_id,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+        writer = self.writer(
+            job.request_id,
+            created=int(time.time()),
+            model=self._engine.model_name,
+            preprocessor=self._engine.preprocessor,
+        )
+        try:
+            if job.stream:
+                return await self._stream(exchange, record, generation, writer, job)
+            return await self._whole(exchange, record, generation, writer, job)
+        finally:
+            generation.abort()
+            record.tokens(
+                prompt=generation.prompt_tokens,
+                cached=generation.cached_tokens,
+                output=generation.output_tokens,
+            )
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        record: RequestRecord,
+        generation: Generation,
+        writer: Writer,
+        job: Job,
+    ) -> str:
+        await exchange.start_stream(_id_header(job))
+        outcome = "stop"
+        async for delta in generation:
+            record.output()
+            outcome = delta.finish_reason or outcome
+            chunk = writer.chunk(delta)
+            if chunk is not None:
+                await exchange.send_event(chunk)
+        if job.include_usage:
+            await exchange.send_event(writer.usage_chunk(usage_of(generation)))
+        await exchange.end_stream()
+        return outcome
+
+    async def _whole(
+        self,
+        exchange: Exchange,
+        record: RequestRecord,
+        generation: Generation,
+        writer: Writer,
+        job: Job,
+    ) -> str:
+        deltas: list[OutputDelta] = []
+        async for delta in generation:
+            record.output()
+            deltas.append(delta)
+        response = writer.whole(deltas, usage_of(generation))
+        await exchange.send_json(response, headers=_id_header(job))
+        return (deltas[-1].finish_reason if deltas else None) or "stop"
+
+
+def _id_header(job: Job) -> list[tuple[bytes, bytes]]:
+    return [(b"x-request-id", job.request_id.encode("ascii"))]
+
+
+class ChatEndpoint(CompletionEndpoint):
+    """The chat endpoint: messages and images instead of a prompt."""
+
+    name = "chat"
+    id_prefix = "chatcmpl"
+    writer = ChatWriter
+
+    async def job(self, body: bytes, request_id: str) -> Job:
+        """Decode and check a body, and render its messages.
+
+        Raises:
+            RequestRefused: When it cannot be served.
+        """
+        request = parameters.decode_body(body, ChatRequest)
+        check_model(request.model, self._engine)
+        parameters.refuse_unsupported(request)
+        messages, images = parameters.split_messages(request.messages, self._settings)
+        arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
+        prompt = await render(self._engine, messages, arguments)
+        limit = request.max_completion_tokens
+        return self._job(
+            request,
+            request_id,
+            prompt=prompt,
+            images=images,
+            max_tokens=request.max_tokens if limit is None else limit,
+            logprobs=parameters.chat_logprobs(request),
+        )

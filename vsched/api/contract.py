@@ -1,0 +1,140 @@
+"""What the HTTP layer needs of an engine, and the limits it keeps.
+
+The engine is written against nothing here; it only has to look like this. Tests hand in a fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.contract import Preprocessor
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits and permissions of the HTTP layer.
+
+    Attributes:
+        api_key: What clients must send as `Authorization: Bearer <key>`; empty asks for none. `/health` is always open.
+        body_bytes_max: Bytes of a request body; counted while it arrives.
+        messages_max: Messages of one chat request.
+        parts_max: Content parts of one chat request, over all its messages.
+        stop_max: Stop strings of one request.
+        stop_characters_max: Characters of one stop string.
+        stop_token_ids_max: Stop tokens of one request.
+        logprobs_max: Alternatives reported a token.
+        cache_salt_characters_max: Characters of a cache salt.
+        template_arguments: Names that `chat_template_kwargs` may set.
+    """
+
+    api_key: str = ""
+    body_bytes_max: _Positive = 32 * 1024 * 1024
+    messages_max: _Positive = 1024
+    parts_max: _Positive = 4096
+    stop_max: _Positive = 16
+    stop_characters_max: _Positive = 256
+    stop_token_ids_max: _Positive = 64
+    logprobs_max: _Positive = 20
+    cache_salt_characters_max: _Positive = 256
+    template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
+
+
+class TokenLogprob(Protocol):
+    """Log-probability of one sampled token, and of the most likely alternatives, best first."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> Sequence[tuple[int, float]]: ...
+
+
+class OutputDelta(Protocol):
+    """What a generation has yielded since the last delta: several tokens when they came faster than they were read.
+
+    `logprobs`, when asked for, has one entry a token of `token_ids`. `text` lags behind `token_ids` while characters
+    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`.
+    """
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class Generation(Protocol):
+    """One accepted request: an asynchronous iterator of deltas.
+
+    Iterating raises `RequestFailed` when the request ends in an error. `cached_tokens` is valid from the first delta
+    on and 0 before it.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
+    async def __anext__(self) -> OutputDelta: ...
+
+    def abort(self) -> None:
+        """Free everything the request holds within one step; after its end this does nothing."""
+        ...
+
+
+class EngineContract(Protocol):
+    """The engine as the HTTP layer sees it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def preprocessor(self) -> Preprocessor: ...
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def state(self) -> str:
+        """One of `loading`, `ready`, `degraded`, `draining`, `stopped`."""
+        ...
+
+    async def generate(
+        self,
+        *,
+        prompt: str | list[int],
+        images: Sequence[str],
+        sampling: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Generation:
+        """Prepare the images, submit the request, and return once it is accepted.
+
+        `sampling.max_tokens` of 0 means as many as the context leaves after the prompt. Cancelling this call undoes
+        everything.
+
+        Raises:
+            RequestRefused: When the request cannot be accepted.
+        """
+        ...
+
+    def statistics(self) -> dict[str, Any]:
+        """Return nested dictionaries whose numeric leaves become gauges."""
+        ...
+
+    async def clear(self) -> dict[str, int]:
+        """Interrupt every running and waiting request; return what is left, which is 0 of each (E20)."""
+        ...

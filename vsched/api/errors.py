@@ -1,0 +1,68 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.errors import RequestFailed, RequestRefused, limit_message
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ClientDisconnected(Exception):  # noqa: N818 - an event rather than a fault
+    """The client went away."""
+
+
+class ParameterRefused(RequestRefused):
+    """A refusal that names the parameter it is about."""
+
+    def __init__(
+        self, message: str, *, param: str | None, code: str = "invalid_value", status: int = 400
+    ) -> None:
+        super().__init__(message, code=code, status=status)
+        self.param = param
+
+
+class ErrorBody(msgspec.Struct):
+    """The inside of an OpenAI error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    """An OpenAI error as it travels."""
+
+    error: ErrorBody
+
+
+def envelope(error: RequestRefused | RequestFailed) -> ErrorEnvelope:
+    """Word an error for the client."""
+    default = "invalid_request_error" if error.status < 500 else "server_error"
+    return ErrorEnvelope(
+        ErrorBody(
+            message=error.message,
+            type=_TYPES.get(error.status, default),
+            param=getattr(error, "param", None),
+            code=error.code,
+        )
+    )
+
+
+def out_of_bounds(param: str, *, value: object, limit: object, remedy: str) -> ParameterRefused:
+    """Word a parameter outside its bounds."""
+    message = limit_message(f"`{param}` is out of bounds", value=value, limit=limit, remedy=remedy)
+    return ParameterRefused(message, param=param)
+
+
+def unsupported(param: str, *, remedy: str) -> ParameterRefused:
+    """Word a parameter that would change what the request means and that vsched does not support."""
+    message = f"`{param}` is not supported. Remedy: {remedy}."
+    return ParameterRefused(message, param=param, code="unsupported_parameter")

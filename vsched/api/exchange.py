@@ -1,0 +1,160 @@
+"""One HTTP exchange: the only place that calls `receive()`.
+
+ASGI tells of a disconnect through `receive()` alone, and only to whoever asks. So one object owns it: first it reads
+the body within its bound, then, while the request is worked on, it waits for the disconnect and cancels the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from vsched.api.errors import ClientDisconnected, envelope
+from vsched.errors import RequestFailed, RequestRefused, limit_message
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+_ENCODER = msgspec.json.Encoder()
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_DONE = b"data: [DONE]\n\n"
+
+
+class Exchange:
+    """A request being read and a response being written."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.started = False
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self._finished = False
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first value of a header, by its lower-case name."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    async def read_body(self, limit: int) -> bytes:
+        """Return the body, holding no more than `limit` bytes of it.
+
+        Raises:
+            RequestRefused: With status 413, before reading when the length was announced.
+            ClientDisconnected: When the client left before it was complete.
+        """
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit() and int(announced[:18]) > limit:
+            raise _too_large(announced[:18].decode(), limit)
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > limit:
+                raise _too_large(f"over {limit}", limit)
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                self._body_read = True
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def until_disconnect(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`, cancelling it when the client goes away.
+
+        Raises:
+            ClientDisconnected: When that happened; `work` has ended by then.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(self._watch())
+                await work()
+                watcher.cancel()
+        except BaseExceptionGroup as group_error:
+            # What the work raised tells more than the disconnect that may have come with it.
+            errors = group_error.exceptions
+            raise next(
+                (error for error in errors if not isinstance(error, ClientDisconnected)), errors[0]
+            ) from None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # Servers report the end of a complete response in the same words.
+        if not self._finished:
+            raise ClientDisconnected
+
+    async def send_json(self, content: object, *, status: int = 200, headers: Headers = ()) -> None:
+        """Send a whole JSON response."""
+        await self.send_bytes(
+            _ENCODER.encode(content),
+            content_type=b"application/json",
+            status=status,
+            headers=headers,
+        )
+
+    async def send_bytes(
+        self, body: bytes, *, content_type: bytes, status: int = 200, headers: Headers = ()
+    ) -> None:
+        """Send a whole response."""
+        self.started = True
+        fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*fixed, *headers]}
+        )
+        self._finished = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: RequestRefused | RequestFailed) -> None:
+        """Send an error with its status; on a stream that has begun, as its last event."""
+        if self.started:
+            await self.send_event(envelope(error))
+            await self.end_stream()
+            return
+        headers: list[tuple[bytes, bytes]] = []
+        retry_after_s = getattr(error, "retry_after_s", None)
+        if retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % retry_after_s))
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if not self._body_read and self.scope["method"] == "POST":
+            # The rest of the body is not worth reading, so the connection cannot be used again.
+            headers.append((b"connection", b"close"))
+        await self.send_json(envelope(error), status=error.status, headers=headers)
+
+    async def start_stream(self, headers: Headers = ()) -> None:
+        """Begin a stream of server-sent events."""
+        self.started = True
+        await self._send(
+            {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]}
+        )
+
+    async def send_event(self, content: object) -> None:
+        """Send one event."""
+        body = b"data: " + _ENCODER.encode(content) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """Send `[DONE]` and end the stream."""
+        self._finished = True
+        await self._send({"type": "http.response.body", "body": _DONE})
+
+
+def _too_large(size: str, limit: int) -> RequestRefused:
+    message = limit_message(
+        "the request body is too large",
+        value=f"{size} bytes",
+        limit=f"{limit} bytes",
+        remedy="send fewer or smaller images or raise api.body_bytes_max",
+    )
+    return RequestRefused(message, code="body_too_large", status=413)

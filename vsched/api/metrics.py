@@ -1,0 +1,138 @@
+"""Prometheus metrics: what requests experienced, and the engine's own statistics as gauges, read when scraped."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+def flatten(statistics: object, path: str = "vsched") -> Iterator[tuple[str, float]]:
+    """Yield (metric name, value) of every numeric leaf; names follow the path to it."""
+    if isinstance(statistics, bool | int | float):
+        yield path, float(statistics)
+    elif isinstance(statistics, dict):
+        for key, value in statistics.items():
+            yield from flatten(value, f"{path}_{_NOT_A_NAME.sub('_', str(key))}")
+    elif isinstance(statistics, list | tuple):
+        for index, value in enumerate(statistics):
+            yield from flatten(value, f"{path}_{index}")
+
+
+class _EngineGauges(Collector):
+    def __init__(self, statistics: Callable[[], dict[str, Any]], taken: frozenset[str]) -> None:
+        self._statistics = statistics
+        self._taken = taken
+
+    def describe(self) -> Iterator[Metric]:
+        # Nothing to describe before the engine runs; without this, registering would read the statistics.
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        seen = set(self._taken)
+        for name, value in flatten(self._statistics()):
+            if name in seen:
+                continue
+            seen.add(name)
+            yield GaugeMetricFamily(name, "A value of the engine's statistics.", value)
+
+
+class ApiMetrics:
+    """The metrics of one application, in a registry of its own."""
+
+    def __init__(self, statistics: Callable[[], dict[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "vsched_requests",
+            "Requests by endpoint and outcome.",
+            ("endpoint", "outcome"),
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "vsched_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
+        )
+        self.cached_tokens = Counter(
+            "vsched_cached_tokens",
+            "Prompt tokens of finished requests that were cached.",
+            registry=self.registry,
+        )
+        self.output_tokens = Counter(
+            "vsched_output_tokens", "Output tokens of finished requests.", registry=self.registry
+        )
+        self.first_token_s = Histogram(
+            "vsched_time_to_first_token_seconds",
+            "From the request's arrival to its first output.",
+            buckets=_FIRST_TOKEN_S,
+            registry=self.registry,
+        )
+        self.between_tokens_s = Histogram(
+            "vsched_inter_token_seconds",
+            "Between two outputs of a request.",
+            buckets=_BETWEEN_TOKENS_S,
+            registry=self.registry,
+        )
+        self.request_s = Histogram(
+            "vsched_request_seconds",
+            "From the request's arrival to its end.",
+            buckets=_REQUEST_S,
+            registry=self.registry,
+        )
+        taken = frozenset(
+            metric.name + suffix
+            for metric in self.registry.collect()
+            for suffix in ("", "_total", "_created", "_bucket", "_count", "_sum")
+        )
+        self.registry.register(_EngineGauges(statistics, taken))
+
+    def begin(self, endpoint: str) -> RequestRecord:
+        """Start recording one request."""
+        return RequestRecord(self, endpoint)
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return generate_latest(self.registry)
+
+
+class RequestRecord:
+    """What one request experiences, on its way into the metrics."""
+
+    def __init__(self, metrics: ApiMetrics, endpoint: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._began = time.perf_counter()
+        self._last: float | None = None
+
+    def output(self) -> None:
+        """Note that output arrived."""
+        now = time.perf_counter()
+        if self._last is None:
+            self._metrics.first_token_s.observe(now - self._began)
+        else:
+            self._metrics.between_tokens_s.observe(now - self._last)
+        self._last = now
+
+    def tokens(self, *, prompt: int, cached: int, output: int) -> None:
+        """Count the tokens of a request that was accepted, once, at its end."""
+        self._metrics.prompt_tokens.inc(prompt)
+        self._metrics.cached_tokens.inc(cached)
+        self._metrics.output_tokens.inc(output)
+
+    def end(self, outcome: str) -> None:
+        """Count the request."""
+        self._metrics.requests.labels(self._endpoint, outcome).inc()
+        self._metrics.request_s.observe(time.perf_counter() - self._began)

@@ -1,0 +1,118 @@
+"""Everything that is not a completion: models, tokenize, health, metrics, statistics, clear."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vsched.api import parameters
+from vsched.api.completions import check_model, render
+from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.errors import ClientDisconnected, ParameterRefused, envelope, unsupported
+from vsched.api.exchange import Exchange
+from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
+from vsched.api.responses import Model, ModelList, Tokens
+from vsched.api.schema import TokenizeRequest
+from vsched.errors import RequestFailed, RequestRefused
+
+logger = logging.getLogger(__name__)
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Return a JSON response; what JSON cannot write becomes text."""
+    body = msgspec.json.encode(content, enc_hook=str)
+    return Response(body, status_code=status, media_type="application/json")
+
+
+class Operations:
+    """The endpoints that answer at once."""
+
+    def __init__(self, engine: EngineContract, metrics: ApiMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """Tell the engine's state: 200 when requests are taken, 503 otherwise."""
+        del request
+        state = self._engine.state
+        return json_response({"status": state}, 200 if state in {"ready", "degraded"} else 503)
+
+    async def models(self, request: Request) -> Response:
+        """List the one model."""
+        del request
+        return json_response(ModelList([self._model()]))
+
+    async def model(self, request: Request) -> Response:
+        """Describe the one model."""
+        try:
+            check_model(request.path_params["model"], self._engine)
+        except ParameterRefused as error:
+            return json_response(envelope(error), error.status)
+        return json_response(self._model())
+
+    async def metrics(self, request: Request) -> Response:
+        """Render the metrics."""
+        del request
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def statistics(self, request: Request) -> Response:
+        """Return the engine's statistics."""
+        del request
+        return json_response({"state": self._engine.state, **self._engine.statistics()})
+
+    async def clear(self, request: Request) -> Response:
+        """Interrupt every request."""
+        del request
+        return json_response(await self._engine.clear())
+
+    def _model(self) -> Model:
+        return Model(self._engine.model_name, self._created, self._engine.info.context_tokens)
+
+
+class TokenizeEndpoint:
+    """An ASGI application for /tokenize."""
+
+    def __init__(self, engine: EngineContract, settings: ApiSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            body = await exchange.read_body(self._settings.body_bytes_max)
+            await exchange.send_json(await self._tokenize(body))
+        except ClientDisconnected:
+            return
+        except (RequestRefused, RequestFailed) as error:
+            await exchange.send_error(error)
+        except Exception:
+            logger.exception("tokenize failed")
+            await exchange.send_error(RequestFailed("the server made a mistake"))
+
+    async def _tokenize(self, body: bytes) -> Tokens:
+        request = parameters.decode_body(body, TokenizeRequest)
+        check_model(request.model, self._engine)
+        if (request.prompt is None) == (request.messages is None):
+            message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
+            raise ParameterRefused(message, param="prompt")
+        prompt = request.prompt
+        if request.messages is not None:
+            messages, images = parameters.split_messages(request.messages, self._settings)
+            if images:
+                # Their tokens depend on their sizes; counting them means reading them within all the limits.
+                raise unsupported(
+                    "messages", remedy="send no images; a completion's usage counts them"
+                )
+            arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
+            prompt = await render(self._engine, messages, arguments)
+        assert prompt is not None
+        token_ids = await asyncio.to_thread(self._engine.preprocessor.tokenize, prompt)
+        return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids)

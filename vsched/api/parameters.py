@@ -1,0 +1,355 @@
+"""From a decoded body to what the engine takes; every bound that depends on settings or on the model is kept here."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused, out_of_bounds, unsupported
+from vsched.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ImagePart,
+    ImageUrl,
+    Message,
+    SamplingFields,
+    TextPart,
+)
+from vsched.types import ModelInfo, SamplingParams
+
+Body = TypeVar("Body")
+
+_MESSAGE_CHARACTERS_MAX = 300
+_FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
+
+# What each unsupported field may hold without changing the meaning of a request, and what to do instead.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("n", (1,), "send n = 1, once for each answer that you want"),
+    ("best_of", (1,), "send no best_of"),
+    ("logit_bias", ({},), "send no logit_bias"),
+    ("audio", (), "ask for text"),
+    ("function_call", ("none", "auto"), "send no functions"),
+    ("functions", ([],), "describe the functions in the prompt"),
+    ("modalities", (["text"],), 'send modalities = ["text"]'),
+    ("prediction", (), "send no prediction"),
+    ("response_format", ({"type": "text"},), "ask for the format in the prompt"),
+    ("tool_choice", ("none", "auto"), "send no tools"),
+    ("tools", ([],), "describe the tools in the prompt"),
+    ("web_search_options", (), "send no web_search_options"),
+    ("echo", (False,), "prepend the prompt yourself"),
+    ("suffix", ("",), "send no suffix"),
+)
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """Decode and validate a body.
+
+    Raises:
+        ParameterRefused: When it is not JSON or does not fit; names the parameter.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = "the body is not valid JSON. Remedy: send one JSON object in UTF-8."
+        raise ParameterRefused(message, param=None, code="invalid_json") from None
+    except RecursionError:
+        message = "the body is nested too deeply. Remedy: send a flat request."
+        raise ParameterRefused(message, param=None, code="invalid_json") from None
+
+
+def _invalid(text: str, body: bytes) -> ParameterRefused:
+    unknown = _UNKNOWN.match(text)
+    if unknown is not None:
+        name = unknown["name"]
+        message = f"`{name}` is not a known parameter. Remedy: check its spelling or leave it out."
+        return ParameterRefused(message, param=name, code="unknown_parameter")
+    found = _FIELD.search(text)
+    path = found["path"] if found is not None else ""
+    if path == "messages[...].role":
+        text = "expected one of system, developer, user, assistant"
+    elif path.startswith("messages[...].content[...]") and path.endswith(".type"):
+        text = "expected a content part of type text or image_url"
+    elif found is not None:
+        text = text[: found.start()]
+    if len(text) > _MESSAGE_CHARACTERS_MAX:
+        text = text[:_MESSAGE_CHARACTERS_MAX] + "..."
+    number = _number_at(body, path)
+    if number is not None:
+        return out_of_bounds(
+            path, value=number, limit=text.replace("`", ""), remedy="send a value within the limit"
+        )
+    where = f"`{path}`: " if path else ""
+    message = f"{where}{text}. Remedy: correct this parameter."
+    return ParameterRefused(message, param=path or None)
+
+
+def _number_at(body: bytes, path: str) -> int | float | None:
+    # msgspec tells the bound but not the value; decoding again costs only the one who sent it.
+    try:
+        value = msgspec.json.decode(body, type=dict[str, Any])[path]
+    except (msgspec.MsgspecError, RecursionError, KeyError):
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def refuse_unsupported(request: SamplingFields) -> None:
+    """Refuse fields that would change the meaning of a request.
+
+    Raises:
+        ParameterRefused: Names the field and what to do instead.
+    """
+    for name, harmless, remedy in _UNSUPPORTED:
+        value = getattr(request, name, None)
+        if value is None or (value in harmless and not _is_bool_for_int(value, harmless)):
+            continue
+        raise unsupported(name, remedy=remedy)
+
+
+def _is_bool_for_int(value: object, harmless: Sequence[object]) -> bool:
+    # `True == 1` in Python; in a request it is a mistake.
+    return isinstance(value, bool) and not any(isinstance(known, bool) for known in harmless)
+
+
+def sampling_params(
+    request: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    info: ModelInfo,
+    settings: ApiSettings,
+) -> SamplingParams:
+    """Build the engine's parameters.
+
+    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context"; an absent seed is drawn.
+
+    Raises:
+        ParameterRefused: When one is out of bounds.
+    """
+    if max_tokens is not None and max_tokens > info.context_tokens:
+        raise out_of_bounds(
+            "max_tokens",
+            value=max_tokens,
+            limit=f"{info.context_tokens} tokens of context",
+            remedy="ask for fewer tokens or leave it out",
+        )
+    min_tokens_limit = info.context_tokens if max_tokens is None else max_tokens
+    if request.min_tokens > min_tokens_limit:
+        raise out_of_bounds(
+            "min_tokens",
+            value=request.min_tokens,
+            limit=f"{min_tokens_limit} (max_tokens)",
+            remedy="ask for fewer tokens",
+        )
+    if logprobs is not None and logprobs > settings.logprobs_max:
+        raise out_of_bounds(
+            "logprobs", value=logprobs, limit=settings.logprobs_max, remedy="ask for fewer"
+        )
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else float(value)
+
+    top_k = request.top_k or 0
+    seed = secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1)
+    return SamplingParams(
+        max_tokens=max_tokens or 0,
+        min_tokens=request.min_tokens,
+        temperature=given(request.temperature, 1.0),
+        top_p=given(request.top_p, 1.0),
+        top_k=max(top_k, 0),
+        min_p=given(request.min_p, 0.0),
+        seed=seed,
+        repetition_penalty=given(request.repetition_penalty, 1.0),
+        presence_penalty=given(request.presence_penalty, 0.0),
+        frequency_penalty=given(request.frequency_penalty, 0.0),
+        stop=_stop(request.stop, settings),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids, info, settings),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+    )
+
+
+def _stop(stop: str | list[str] | None, settings: ApiSettings) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > settings.stop_max:
+        raise out_of_bounds(
+            "stop",
+            value=f"{len(strings)} strings",
+            limit=f"{settings.stop_max} strings",
+            remedy="send fewer",
+        )
+    for text in strings:
+        if not 0 < len(text) <= settings.stop_characters_max:
+            raise out_of_bounds(
+                "stop",
+                value=f"{len(text)} characters",
+                limit=f"1 to {settings.stop_characters_max} characters",
+                remedy="send a stop string of that length",
+            )
+    return tuple(strings)
+
+
+def _stop_token_ids(
+    token_ids: list[int] | None, info: ModelInfo, settings: ApiSettings
+) -> tuple[int, ...]:
+    token_ids = token_ids or []
+    if len(token_ids) > settings.stop_token_ids_max:
+        raise out_of_bounds(
+            "stop_token_ids",
+            value=f"{len(token_ids)} tokens",
+            limit=f"{settings.stop_token_ids_max} tokens",
+            remedy="send fewer",
+        )
+    check_vocabulary("stop_token_ids", token_ids, info)
+    return tuple(token_ids)
+
+
+def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ParameterRefused: Names the first such id.
+    """
+    if token_ids and max(token_ids) >= info.vocab_size:
+        raise out_of_bounds(
+            param,
+            value=max(token_ids),
+            limit=f"below {info.vocab_size}, the size of the vocabulary",
+            remedy="send token ids of this model",
+        )
+
+
+def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
+    """Return the cache salt of a request.
+
+    Raises:
+        ParameterRefused: When it is too long.
+    """
+    salt = request.cache_salt or ""
+    if len(salt) > settings.cache_salt_characters_max:
+        raise out_of_bounds(
+            "cache_salt",
+            value=f"{len(salt)} characters",
+            limit=f"{settings.cache_salt_characters_max} characters",
+            remedy="send a shorter salt",
+        )
+    return salt
+
+
+def chat_logprobs(request: ChatRequest) -> int | None:
+    """Return how many alternatives a chat request wants; None when it wants no log-probabilities.
+
+    Raises:
+        ParameterRefused: When `top_logprobs` comes without `logprobs`.
+    """
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise ParameterRefused(
+            "`top_logprobs` needs `logprobs`. Remedy: send logprobs = true.", param="top_logprobs"
+        )
+    return None
+
+
+def completion_prompt(request: CompletionRequest, info: ModelInfo) -> str | list[int]:
+    """Return the one prompt of a completion request.
+
+    Raises:
+        ParameterRefused: When there are several, or tokens and texts are mixed.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and all(isinstance(part, int) for part in prompt):
+        token_ids = [part for part in prompt if isinstance(part, int)]
+    elif len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    elif len(prompt) == 1 and isinstance(prompt[0], list) and prompt[0]:
+        token_ids = prompt[0]
+    else:
+        raise out_of_bounds(
+            "prompt",
+            value=f"a list of {len(prompt)}",
+            limit="one prompt",
+            remedy="send one request for each prompt, as text or as a list of token ids",
+        )
+    check_vocabulary("prompt", token_ids, info)
+    return token_ids
+
+
+def split_messages(
+    messages: Sequence[Message], settings: ApiSettings
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return messages for the chat template, images as bare placeholders, and the image references in order.
+
+    Raises:
+        ParameterRefused: When there are too many, or one carries what is not supported.
+    """
+    if not 0 < len(messages) <= settings.messages_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{len(messages)} messages",
+            limit=f"1 to {settings.messages_max} messages",
+            remedy="send that many",
+        )
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if parts > settings.parts_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{parts} content parts",
+            limit=f"{settings.parts_max} content parts",
+            remedy="send fewer",
+        )
+    images: list[str] = []
+    rendered: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if message.tool_calls:
+            raise unsupported(
+                f"messages[{index}].tool_calls", remedy="put the result of the call into a text"
+            )
+        role = "system" if message.role == "developer" else message.role
+        rendered.append({"role": role, "content": _content(message, images)})
+    return rendered, images
+
+
+def _content(message: Message, images: list[str]) -> str | list[dict[str, str]]:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    content: list[dict[str, str]] = []
+    for part in message.content:
+        if isinstance(part, TextPart):
+            content.append({"type": "text", "text": part.text})
+        else:
+            assert isinstance(part, ImagePart)
+            reference = part.image_url
+            images.append(reference.url if isinstance(reference, ImageUrl) else reference)
+            content.append({"type": "image"})
+    return content
+
+
+def template_arguments(
+    arguments: dict[str, bool | int | float | str] | None, settings: ApiSettings
+) -> dict[str, Any]:
+    """Return the arguments that a request may hand to the chat template.
+
+    Raises:
+        ParameterRefused: When one is not on the allow-list.
+    """
+    for name in arguments or {}:
+        if name not in settings.template_arguments:
+            raise out_of_bounds(
+                "chat_template_kwargs",
+                value="another name",
+                limit=", ".join(settings.template_arguments) or "none",
+                remedy="leave the others out or raise api.template_arguments",
+            )
+    return dict(arguments or {})

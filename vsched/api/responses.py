@@ -1,0 +1,154 @@
+"""The bodies of responses, in OpenAI's shapes: None becomes null, UNSET is left out."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class PromptDetails(msgspec.Struct):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(msgspec.Struct):
+    """An alternative token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """A sampled token and its alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """The answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """The one choice of a chat response."""
+
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None
+    index: int = 0
+
+
+class ChatResponse(msgspec.Struct):
+    """A whole chat response."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct):
+    """What a chunk adds to the answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """The one choice of a chat chunk."""
+
+    delta: ChatDelta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+    index: int = 0
+
+
+class ChatChunk(msgspec.Struct):
+    """A piece of a streamed chat response."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a completion choice, one entry a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """The one choice of a completion, whole or streamed."""
+
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None
+    index: int = 0
+
+
+class CompletionResponse(msgspec.Struct):
+    """A completion, whole or a piece of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+    object: str = "text_completion"
+
+
+class Model(msgspec.Struct):
+    """The served model."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "vsched"
+
+
+class ModelList(msgspec.Struct):
+    """The one model there is."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Tokens(msgspec.Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]

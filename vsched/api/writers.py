@@ -1,0 +1,160 @@
+"""How deltas become OpenAI bodies: one writer for chat, one for plain completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import UNSET
+
+from vsched.api.contract import Generation, OutputDelta, TokenLogprob
+from vsched.api.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    PromptDetails,
+    TopLogprob,
+    Usage,
+)
+from vsched.worker.contract import Preprocessor
+
+_LOGPROB_MIN = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON cannot write."""
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Return the usage so far."""
+    return Usage(
+        prompt_tokens=generation.prompt_tokens,
+        completion_tokens=generation.output_tokens,
+        total_tokens=generation.prompt_tokens + generation.output_tokens,
+        prompt_tokens_details=PromptDetails(generation.cached_tokens),
+    )
+
+
+class Writer(Protocol):
+    """Words deltas; one for each request, since it remembers what came before."""
+
+    def chunk(self, delta: OutputDelta) -> object | None:
+        """Return the event for a delta; None when there is nothing to say yet."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> object:
+        """Return the event that carries only the usage."""
+        ...
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
+        """Return the response that holds everything."""
+        ...
+
+
+def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
+    return (deltas[-1].finish_reason if deltas else None) or "stop"
+
+
+def _is_silent(delta: OutputDelta) -> bool:
+    return not delta.text and not delta.logprobs and delta.finish_reason is None
+
+
+class ChatWriter:
+    """Words chat completions."""
+
+    def __init__(
+        self, request_id: str, *, created: int, model: str, preprocessor: Preprocessor
+    ) -> None:
+        self._id = request_id
+        self._created = created
+        self._model = model
+        self._preprocessor = preprocessor
+        self._begun = False
+
+    def chunk(self, delta: OutputDelta) -> ChatChunk | None:
+        if self._begun and _is_silent(delta):
+            return None
+        content = ChatDelta(
+            role=UNSET if self._begun else "assistant",
+            content=delta.text if delta.text or not self._begun else UNSET,
+        )
+        self._begun = True
+        choice = ChatChunkChoice(content, delta.finish_reason, self._logprobs([delta]))
+        return ChatChunk(self._id, self._created, self._model, [choice])
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(self._id, self._created, self._model, [], usage)
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
+        message = ChatMessage("".join(delta.text for delta in deltas))
+        choice = ChatChoice(message, _finish_reason(deltas), self._logprobs(deltas))
+        return ChatResponse(self._id, self._created, self._model, [choice], usage)
+
+    def _logprobs(self, deltas: Sequence[OutputDelta]) -> ChatLogprobs | None:
+        if all(delta.logprobs is None for delta in deltas):
+            return None
+        return ChatLogprobs(
+            [self._token(token) for delta in deltas for token in delta.logprobs or ()]
+        )
+
+    def _token(self, token: TokenLogprob) -> ChatLogprob:
+        top = [self._alternative(token_id, logprob) for token_id, logprob in token.top]
+        own = self._alternative(token.token_id, token.logprob)
+        return ChatLogprob(own.token, own.logprob, own.bytes, top)
+
+    def _alternative(self, token_id: int, logprob: float) -> TopLogprob:
+        content = self._preprocessor.token_bytes(token_id)
+        return TopLogprob(
+            content.decode("utf-8", "replace"), max(logprob, _LOGPROB_MIN), list(content)
+        )
+
+
+class CompletionWriter:
+    """Words plain completions."""
+
+    def __init__(
+        self, request_id: str, *, created: int, model: str, preprocessor: Preprocessor
+    ) -> None:
+        self._id = request_id
+        self._created = created
+        self._model = model
+        self._preprocessor = preprocessor
+        self._offset = 0
+
+    def chunk(self, delta: OutputDelta) -> CompletionResponse | None:
+        if _is_silent(delta):
+            return None
+        choice = CompletionChoice(delta.text, delta.finish_reason, self._logprobs([delta]))
+        return CompletionResponse(self._id, self._created, self._model, [choice])
+
+    def usage_chunk(self, usage: Usage) -> CompletionResponse:
+        return CompletionResponse(self._id, self._created, self._model, [], usage)
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
+        text = "".join(delta.text for delta in deltas)
+        choice = CompletionChoice(text, _finish_reason(deltas), self._logprobs(deltas))
+        return CompletionResponse(self._id, self._created, self._model, [choice], usage)
+
+    def _logprobs(self, deltas: Sequence[OutputDelta]) -> CompletionLogprobs | None:
+        if all(delta.logprobs is None for delta in deltas):
+            return None
+        result = CompletionLogprobs([], [], [], [])
+        for delta in deltas:
+            for token in delta.logprobs or ():
+                text = self._text(token.token_id)
+                result.tokens.append(text)
+                result.token_logprobs.append(max(token.logprob, _LOGPROB_MIN))
+                result.top_logprobs.append(
+                    {self._text(other): max(logprob, _LOGPROB_MIN) for other, logprob in token.top}
+                )
+                result.text_offset.append(self._offset)
+                self._offset += len(text)
+        return result
+
+    def _text(self, token_id: int) -> str:
+        return self._preprocessor.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,61 @@
+"""`vsched config`: check, show and document the configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsched.cli import app
+from vsched.config import LoadedConfig, config_schema, keys_table, load_config, to_toml
+
+config_app = typer.Typer(help="Check, show and document the configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file.", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as generate.slots=8."),
+]
+
+
+def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
+    """Load what the options `--config` and `--set` and the environment say."""
+    return load_config(config, sets=assignments or (), environ=os.environ)
+
+
+@config_app.command()
+def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Load the configuration and build every policy that it names; say nothing more if all is well."""
+    load(config, assignments)
+    typer.echo("The configuration is valid.")
+
+
+@config_app.command()
+def show(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    *,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Say where each value came from.")
+    ] = False,
+) -> None:
+    """Print the configuration in force, as TOML."""
+    typer.echo(to_toml(load(config, assignments), origin=origin), nl=False)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file, for editors."""
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+@config_app.command(hidden=True)
+def keys() -> None:
+    """Print the table of keys in docs/config.md."""
+    typer.echo(keys_table(), nl=False)

@@ -1,0 +1,20 @@
+"""The entry point of the `vsched` command."""
+
+from __future__ import annotations
+
+import sys
+
+from vsched.cli import app, config_commands, policy_commands
+from vsched.errors import VschedError
+
+COMMANDS = (config_commands, policy_commands)
+"""The modules whose import has added commands to `app`."""
+
+
+def main() -> None:
+    """Run the command line; what vsched raises on purpose is one line and exit status 2, not a traceback."""
+    try:
+        app()
+    except VschedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,33 @@
+"""The configuration: its sections, how it is loaded, the policies that it names, its documentation."""
+
+from vsched.config.document import config_schema, keys_table, to_toml
+from vsched.config.loading import LoadedConfig, load_config
+from vsched.config.policies import ConfiguredPolicies, resolve_policies
+from vsched.config.sections import (
+    ArenaConfig,
+    Config,
+    DeadlinesConfig,
+    EncodeConfig,
+    GenerateConfig,
+    MediaConfig,
+    ModelConfig,
+    ServerConfig,
+)
+
+__all__ = [
+    "ArenaConfig",
+    "Config",
+    "ConfiguredPolicies",
+    "DeadlinesConfig",
+    "EncodeConfig",
+    "GenerateConfig",
+    "LoadedConfig",
+    "MediaConfig",
+    "ModelConfig",
+    "ServerConfig",
+    "config_schema",
+    "keys_table",
+    "load_config",
+    "resolve_policies",
+    "to_toml",
+]

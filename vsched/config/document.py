@@ -1,0 +1,112 @@
+"""The configuration as text: TOML of what is in force, a JSON Schema for editors, a table for the documentation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from vsched.config.loading import LoadedConfig
+from vsched.config.policies import policy_table
+from vsched.config.sections import POLICY_TABLES, Config, config_keys
+from vsched.plugins import list_policies, load_policy_class, type_text
+
+
+def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
+    """Return the configuration in force as TOML that loads to the same again.
+
+    With `origin`, a comment behind each key says where its value came from.
+    """
+    built = loaded.policies.by_table()
+    lines: list[str] = []
+    section = ""
+    for key, source in loaded.origins.items():
+        table, _, name = key.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            section = table
+        policy = built.get(table)
+        if policy is not None and name == "use":
+            value = policy_table(loaded.config, table)["use"]
+        else:
+            value = policy if policy is not None else loaded.config
+            for part in [name] if policy is not None else key.split("."):
+                value = getattr(value, part)
+        text = f"{name} = {_toml_value(value)}" if value is not None else f"# {name} is not set"
+        lines.append(f"{text}  # {source}" if origin else text)
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: object) -> str:
+    plain = msgspec.to_builtins(value)
+    if isinstance(plain, dict):
+        fields = ", ".join(f"{key} = {_toml_value(item)}" for key, item in plain.items())
+        return f"{{{fields}}}"
+    if isinstance(plain, list | tuple):
+        return f"[{', '.join(map(_toml_value, plain))}]"
+    # JSON's strings, numbers and booleans are TOML's too, but for one character.
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the whole file, the fields of registered policies included."""
+    schema = msgspec.json.schema(Config)
+    definitions = schema["$defs"]
+    for path, kind in POLICY_TABLES.items():
+        section, _, name = path.rpartition(".")
+        owner = f"{section.capitalize()}Config" if section else "Config"
+        key = definitions[owner]["properties"][name]
+        default = policy_table(Config(), path)
+        key["default"] = default
+        key["anyOf"] = [
+            *_policy_schemas(kind, default["use"], definitions),
+            {
+                "properties": {"use": {"type": "string", "pattern": "^[^:]+:[^:]+$"}},
+                "required": ["use"],
+            },
+        ]
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "vsched"
+    return schema
+
+
+def _policy_schemas(
+    kind: str, default_name: str, definitions: dict[str, Any]
+) -> list[dict[str, Any]]:
+    schemas = []
+    for found in list_policies():
+        if found.kind != kind or found.error is not None:
+            continue
+        cls = load_policy_class(kind, found.name)
+        (_, components) = msgspec.json.schema_components([cls], ref_template="#/$defs/{name}")
+        own = components.pop(cls.__name__)
+        definitions.update(components)
+        properties = {"use": {"const": found.name}, **own["properties"]}
+        required = own.get("required", [])
+        schemas.append(
+            {
+                "description": found.summary,
+                "properties": properties,
+                "additionalProperties": False,
+                "required": required if found.name == default_name else ["use", *required],
+            }
+        )
+    return schemas
+
+
+def keys_table() -> str:
+    """Return every key as a Markdown table."""
+    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    for path, field in config_keys().items():
+        default = field.default
+        if default is msgspec.NODEFAULT:
+            default = policy_table(Config(), path)
+        shown = f"`{_toml_value(default)}`" if default is not None else "not set"
+        kind = "policy" if path in POLICY_TABLES else type_text(field.type).replace("'", "`")
+        rows.append(f"| `{path}` | {kind} | {shown} | {_description(field.type)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _description(annotation: Any) -> str:
+    return str(msgspec.json.schema(annotation).get("description", ""))

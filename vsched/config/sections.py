@@ -1,0 +1,238 @@
+"""Every key of the configuration: its type, its bounds, its default, and a sentence on what it does.
+
+The sentences are the descriptions in the JSON Schema and in `docs/config.md`. A section is frozen: nothing reloads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+PolicyTable = dict[str, Any]
+"""`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the configuration file."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """The checkpoint."""
+
+    path: Annotated[str, Meta(description="Folder of the checkpoint.")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights, KV cache and embeddings; `auto` is the checkpoint's."),
+    ] = "auto"
+    name: Annotated[
+        str,
+        Meta(description="Name that clients use; empty for the last part of `model.path`."),
+    ] = ""
+
+    @property
+    def served_name(self) -> str:
+        """The name that clients use."""
+        return self.name or Path(self.path).name
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    ] = 8000
+    body_bytes_max: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 32 << 20
+    max_connections: Annotated[int, Meta(ge=1, description="Most connections at a time.")] = 1024
+
+
+class MediaConfig(Section, frozen=True, kw_only=True):
+    """Images: where they may come from, and how large they may be."""
+
+    allow_local_dir: Annotated[
+        str, Meta(description="Folder whose files `file:` URLs may name; empty for none.")
+    ] = ""
+    allow_http_hosts: Annotated[
+        tuple[str, ...], Meta(description="Hosts that images may be fetched from; empty for none.")
+    ] = ()
+    bytes_max: Annotated[int, Meta(ge=1, description="Largest image, encoded.")] = 20 << 20
+    images_max: Annotated[int, Meta(ge=0, description="Most images of a request.")] = 16
+    pixels_max: Annotated[
+        int, Meta(ge=1, description="Largest image in pixels, known from its header.")
+    ] = 50_000_000
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest time to fetch, or to decode, one image.")
+    ] = 10.0
+    threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
+
+
+class ArenaConfig(Section, frozen=True, kw_only=True):
+    """The shared memory between the engine and its ranks."""
+
+    pixel_bytes: Annotated[
+        int, Meta(ge=4096, description="Room for preprocessed images that wait for the encoder.")
+    ] = 256 << 20
+    embedding_bytes: Annotated[
+        int, Meta(ge=4096, description="Room for embeddings, in use and cached.")
+    ] = 256 << 20
+
+
+Replicas = Annotated[int, Meta(ge=1, description="Replicas of the stage; only 1 as yet.")]
+TensorParallel = Annotated[int, Meta(ge=1, description="Ranks of a replica; only 1 as yet.")]
+Plugin = Annotated[str, Meta(description="Worker plug-in that runs the model.")]
+Device = Annotated[str, Meta(description="Device of the stage.")]
+Threads = Annotated[int, Meta(ge=1)] | None
+THREADS = "Threads that a rank computes with; by default half of the machine's, at least 1."
+
+
+class EncodeConfig(Section, frozen=True, kw_only=True):
+    """The encode stage: images to embeddings."""
+
+    replicas: Replicas = 1
+    tensor_parallel: TensorParallel = 1
+    plugin: Plugin = "transformers"
+    device: Device = "cpu"
+    threads: Annotated[Threads, Meta(description=THREADS)] = None
+    admission: Annotated[
+        PolicyTable,
+        Meta(
+            description="Which items join an encoder step. `max_tokens` is also the most tokens that one image "
+            "may have; by default it is `generate.max_batch_tokens`, and 0 switches both limits off."
+        ),
+    ] = msgspec.field(default_factory=partial(dict, use="token-budget"))
+    encoding: Annotated[
+        PolicyTable, Meta(description="Which items of a request are encoded now.")
+    ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
+    eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings go.")] = (
+        msgspec.field(default_factory=partial(dict, use="lru"))
+    )
+
+    @property
+    def threads_used(self) -> int:
+        """The threads that a rank computes with."""
+        return self.threads or default_threads()
+
+
+class GenerateConfig(Section, frozen=True, kw_only=True):
+    """The generate stage: prefill and decode."""
+
+    replicas: Replicas = 1
+    tensor_parallel: TensorParallel = 1
+    plugin: Plugin = "transformers"
+    device: Device = "cpu"
+    threads: Annotated[Threads, Meta(description=THREADS)] = None
+    attention: Annotated[
+        str,
+        Meta(description="Attention implementation; `auto` is the fastest that the machine has."),
+    ] = "auto"
+    block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens of a KV block.")] = 16
+    max_batch_tokens: Annotated[
+        int, Meta(ge=2, description="Most tokens of a step, prefill and decode together.")
+    ] = 2048
+    chunk_tokens: Annotated[
+        int, Meta(ge=1, description="Most prompt tokens of one request in a step.")
+    ] = 512
+    slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
+    max_waiting: Annotated[
+        int, Meta(ge=0, description="Most requests that wait; further ones get a 429.")
+    ] = 1024
+    context_tokens: Annotated[
+        int, Meta(ge=0, description="Longest prompt and output together; 0 for the checkpoint's.")
+    ] = 0
+    prefix_cache: Annotated[
+        bool, Meta(description="Whether finished requests leave their KV blocks for others.")
+    ] = True
+    admission: Annotated[
+        PolicyTable, Meta(description="Which waiting requests join the next step.")
+    ] = msgspec.field(default_factory=partial(dict, use="fifo"))
+    memory: Annotated[PolicyTable, Meta(description="How large the KV cache is.")] = msgspec.field(
+        default_factory=partial(dict, use="pinned", tokens=16384)
+    )
+    preemption: Annotated[
+        PolicyTable, Meta(description="Which request gives way when KV blocks run out.")
+    ] = msgspec.field(default_factory=partial(dict, use="youngest"))
+    eviction: Annotated[PolicyTable, Meta(description="Which cached prefix blocks go.")] = (
+        msgspec.field(default_factory=partial(dict, use="lru"))
+    )
+
+    @property
+    def threads_used(self) -> int:
+        """The threads that a rank computes with."""
+        return self.threads or default_threads()
+
+
+class DeadlinesConfig(Section, frozen=True, kw_only=True):
+    """How long to wait before giving up; every wait on another process has a deadline."""
+
+    ready_s: Annotated[float, Meta(gt=0, description="For the ranks to load and report ready.")] = (
+        300.0
+    )
+    step_s: Annotated[float, Meta(gt=0, description="For the result of a step.")] = 120.0
+    heartbeat_s: Annotated[
+        float, Meta(gt=0, description="Between two heartbeats of an idle leader.")
+    ] = 1.0
+    rank_timeout_s: Annotated[
+        float, Meta(gt=0, description="Until a rank that hears nothing stops.")
+    ] = 15.0
+    drain_s: Annotated[
+        float, Meta(ge=0, description="For running requests to finish after the first Ctrl-C.")
+    ] = 30.0
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration."""
+
+    placement: Annotated[
+        Literal["separate", "together"],
+        Meta(description="Whether the two stages run in processes of their own, or in one."),
+    ] = "separate"
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    media: MediaConfig = MediaConfig()
+    arena: ArenaConfig = ArenaConfig()
+    encode: EncodeConfig = EncodeConfig()
+    generate: GenerateConfig = GenerateConfig()
+    routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
+        msgspec.field(default_factory=partial(dict, use="round-robin"))
+    )
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+def default_threads() -> int:
+    """Half of the threads that this process may use: the two stages share the machine."""
+    return max(len(os.sched_getaffinity(0)) // 2, 1)
+
+
+POLICY_TABLES = {
+    "encode.admission": "admission",
+    "encode.encoding": "encoding",
+    "encode.eviction": "eviction",
+    "generate.admission": "admission",
+    "generate.memory": "memory",
+    "generate.preemption": "preemption",
+    "generate.eviction": "eviction",
+    "routing": "routing",
+}
+"""The kind of policy that each policy table names."""
+
+
+@cache
+def config_keys() -> dict[str, msgspec.structs.FieldInfo]:
+    """Return every key by its dotted path, in order of declaration; a policy table is one key."""
+    return dict(_keys(Config, ""))
+
+
+def _keys(
+    section: type[msgspec.Struct], prefix: str
+) -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from _keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field

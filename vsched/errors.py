@@ -1,0 +1,73 @@
+"""Every error that crosses a vsched boundary.
+
+A message that speaks of a limit always gives the value, the limit and the remedy: `limit_message` words it, so that
+every such message in the project reads alike.
+"""
+
+from __future__ import annotations
+
+
+def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
+    """Word a violated limit: what happened, the value, the limit, the remedy."""
+    return f"{what}: value {value}, limit {limit}. Remedy: {remedy}."
+
+
+class VschedError(Exception):
+    """The base of all errors that vsched raises on purpose."""
+
+
+class ConfigError(VschedError):
+    """A configuration that cannot be loaded; the message starts with the key's path."""
+
+
+class PolicyError(VschedError):
+    """A policy class that does not meet its contract, found at registration."""
+
+
+class CheckpointError(VschedError):
+    """A checkpoint that is missing, unsupported, incomplete or corrupt."""
+
+
+class RequestRefused(VschedError):
+    """A request that is refused before any work is done for it.
+
+    Attributes:
+        code: A short machine-readable reason, such as `context_exceeded` or `queue_full`.
+        status: The HTTP status that fits: 400 for the client's mistake, 413, 429 or 503 for ours.
+        retry_after_s: For 429 and 503, when trying again makes sense.
+    """
+
+    def __init__(
+        self, message: str, *, code: str, status: int = 400, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailed(VschedError):
+    """An accepted request that ended in an error; its message is safe to show to the client."""
+
+    def __init__(self, message: str, *, code: str = "internal_error", status: int = 500) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.status = status
+
+
+class DeviceOutOfMemory(VschedError):
+    """Memory ran out on a device; the one type for this from the allocator up to the policy."""
+
+
+class MemoryLeak(VschedError):
+    """Memory that a teardown should have returned did not come back."""
+
+
+class RankDesync(VschedError):
+    """A rank saw a gap or a different digest in its decision log and stopped."""
+
+
+class GroupLost(VschedError):
+    """A group of ranks is gone: a process exited, a deadline passed, or a rank diverged."""

@@ -1,0 +1,9 @@
+"""The kernel: a pure, deterministic state machine that turns events into commands.
+
+It imports neither clocks, randomness, sockets nor tensors. `Scheduler.handle(event, now_ns)` is the whole interface.
+"""
+
+from vsched.kernel.scheduler import Scheduler
+from vsched.kernel.sizes import KernelPolicies, Sizes
+
+__all__ = ["KernelPolicies", "Scheduler", "Sizes"]

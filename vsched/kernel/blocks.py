@@ -1,0 +1,147 @@
+"""The pool of KV blocks: reference counts and the prefix cache.
+
+A full block is published under a hash that chains over all tokens before it and over the digests of the items in them,
+so equal hashes mean equal KV. A published block that nobody holds stays findable until the pool needs it.
+
+A block may be published as soon as the step that fills it is decided, before it ran: ranks execute decisions in order,
+so whoever finds the block reads it in a later step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from vsched.kernel.guard import GuardedOrder
+from vsched.types import MediaItem
+
+
+def chain_hashes(
+    tokens: array[int],
+    items: Sequence[MediaItem],
+    *,
+    block_size: int,
+    parent: bytes,
+    start_block: int = 0,
+) -> list[bytes]:
+    """Return the hashes of the full blocks of `tokens` from `start_block` on.
+
+    `parent` is the hash of the block before, or the tenant's salt. A block that overlaps items covers their digests
+    and where in the item it starts, because every placeholder has the same token id.
+    """
+    data = memoryview(tokens).cast("B")
+    width = block_size * tokens.itemsize
+    hashes: list[bytes] = []
+    waiting = iter(items)
+    item = next(waiting, None)
+    for block in range(start_block, len(tokens) // block_size):
+        start = block * block_size
+        digest = blake2b(parent, digest_size=16)
+        digest.update(data[block * width : (block + 1) * width])
+        while item is not None and item.end <= start:
+            item = next(waiting, None)
+        if item is not None and item.offset < start + block_size:
+            for other in items:
+                if other.offset < start + block_size and other.end > start:
+                    digest.update(other.key)
+                    digest.update((start - other.offset).to_bytes(8, "little", signed=True))
+        parent = digest.digest()
+        hashes.append(parent)
+    return hashes
+
+
+class BlockPool:
+    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published and held by nobody)."""
+
+    def __init__(self, count: int, order: GuardedOrder[int]) -> None:
+        self.count = count
+        self.evictions = 0
+        self._order = order
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._hash_of: list[bytes | None] = [None] * count
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated now: free or evictable."""
+        return len(self._free) + len(self._order)
+
+    @property
+    def held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.count - self.available
+
+    def allocate(self) -> int:
+        """Take a block; there must be one available."""
+        block = self._free.pop() if self._free else self._evict()
+        self._holders[block] = 1
+        return block
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the cached blocks of the longest known prefix, without holding them."""
+        found = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def cached_among(self, blocks: Sequence[int]) -> int:
+        """Return how many of these found blocks nobody holds: holding them makes so many unavailable."""
+        return sum(1 for block in blocks if self._holders[block] == 0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Add a holder to found blocks."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                self._order.reuse(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back, last first, so that the end of a prefix is evicted before its beginning."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] > 0:
+                continue
+            assert self._holders[block] == 0, f"block {block} was released twice"
+            if self._hash_of[block] is None:
+                self._free.append(block)
+            elif not self._order.add(block, 1):
+                self._unpublish(block)
+                self._free.append(block)
+
+    def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make full blocks findable; a hash that is known already keeps its first block."""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in self._by_hash and self._hash_of[block] is None:
+                self._by_hash[block_hash] = block
+                self._hash_of[block] = block_hash
+
+    def _evict(self) -> int:
+        block = self._order.victim()
+        self._order.drop(block)
+        self._unpublish(block)
+        self.evictions += 1
+        return block
+
+    def _unpublish(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        del self._by_hash[block_hash]
+        self._hash_of[block] = None
+
+    def check(self, held_by: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is in exactly one place and that counts match the holders given."""
+        counted = [0] * self.count
+        for blocks in held_by:
+            for block in blocks:
+                counted[block] += 1
+        assert counted == self._holders, "holders of blocks do not match what sequences hold"
+        evictable = list(self._order)
+        idle = sorted([*self._free, *evictable])
+        assert idle == [block for block in range(self.count) if counted[block] == 0], "block lost"
+        for block in evictable:
+            assert self._hash_of[block] is not None, "an evictable block is not published"

@@ -1,0 +1,104 @@
+"""What the kernel decides: the bodies of the two groups' decision logs.
+
+A decision names only what changes. Ranks keep the running set: every slot that finished its prefill decodes in every
+step until the rank itself sees it finish or a decision makes it leave. So a steady decode step is an empty decision but
+for the blocks that slots grow into.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.types import Extent, SamplingParams
+
+
+class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an item lies in its prompt, and its grid."""
+
+    offset: int
+    tokens: int
+    grid: tuple[int, int, int]
+
+
+class RequestData(msgspec.Struct, frozen=True, array_like=True):
+    """All that a rank must hold of a request; sent once, with its first join (again after a restart).
+
+    `tokens` is little-endian int32: the prompt, then outputs of an earlier life.
+    """
+
+    tokens: bytes
+    prompt_length: int
+    items: list[ItemPlace]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a slot. `computed` tokens are in its blocks already; `length` tokens are known in all."""
+
+    number: int
+    slot: int
+    computed: int
+    length: int
+    blocks: list[int]
+    data: RequestData | None
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True):
+    """A request gives its slot back; `keep` says that it will return (it was preempted)."""
+
+    number: int
+    slot: int
+    keep: bool
+
+
+class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
+    """An item that a chunk meets: its place in the prompt and the arena pages of its embedding."""
+
+    offset: int
+    tokens: int
+    pages: list[int]
+
+
+class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Prefill positions [start, stop) of the sequence in a slot."""
+
+    slot: int
+    start: int
+    stop: int
+    items: list[ChunkItem]
+
+
+class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """One step of the generate group.
+
+    Order: `left` applies first, then `forgotten`, then `joined`, then `grown` (slot, block, slot, block, …), then the step
+    runs: one token for every decoding slot, and the chunks.
+    """
+
+    step: int
+    forgotten: list[int] = []
+    left: list[Leave] = []
+    joined: list[Join] = []
+    grown: list[int] = []
+    chunks: list[ChunkPlan] = []
+
+
+class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
+    """Encode one item from the arena's pixels into the arena's pages."""
+
+    key: bytes
+    grid: tuple[int, int, int]
+    tokens: int
+    pixels: Extent
+    pages: list[int]
+
+
+class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+    """One step of the encode group: these items in one batch."""
+
+    step: int
+    tasks: list[EncodeTask]
+
+
+Decision = GenerateDecision | EncodeDecision

@@ -1,0 +1,406 @@
+"""The encode stage: which items are encoded, cached, pinned and evicted.
+
+An item has one entry under its content key, however many requests want it. An entry is *queued*, *encoding* or *ready*.
+Two things keep a ready entry in place: requests that still need it (`users`), and generate steps in flight that read
+its pages (`readers`). Users are a soft claim, readers a hard one.
+
+Why this cannot deadlock. Entries stand in the queue by (arrival of their oldest user, index of the item in its
+request). The front of the queue may take the pages of any ready entry whose every user stands behind it and that no
+step in flight reads; such an entry goes back to the queue. So the oldest request always gets its next item: all pages
+but those of steps in flight, which end by themselves, and those of its own earlier items, which it consumes first, can
+be taken for it. An item larger than the whole region is refused at submission.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission
+from vsched.kernel.queue import OrderedQueue
+from vsched.kernel.sizes import Sizes
+from vsched.policy import AdmissionPolicy, AdmissionView, EvictionPolicy
+from vsched.types import MediaItem
+
+ATTEMPTS_MAX = 2
+"""An item that fails this often when encoded alone is refused for good."""
+
+
+class EntryPhase(enum.Enum):
+    """The life of an embedding."""
+
+    QUEUED = "queued"
+    ENCODING = "encoding"
+    READY = "ready"
+
+
+class EmbeddingEntry:
+    """One item's embedding; also what an admission policy sees of it.
+
+    `tainted`: everybody who wanted it left while it was being encoded. Its pixels may have been overwritten meanwhile,
+    so the result is thrown away.
+    """
+
+    __slots__ = (
+        "alone",
+        "arrived_ns",
+        "attempts",
+        "item",
+        "order",
+        "pages",
+        "phase",
+        "priority",
+        "readers",
+        "tainted",
+        "users",
+    )
+
+    def __init__(self, item: MediaItem, order: tuple[int, int], *, now_ns: int, priority: int) -> None:
+        self.item = item
+        self.order = order
+        self.phase = EntryPhase.QUEUED
+        self.pages: list[int] = []
+        self.users: dict[int, tuple[int, int]] = {}
+        self.readers = 0
+        self.attempts = 0
+        self.alone = False
+        self.tainted = False
+        self.arrived_ns = now_ns
+        self.priority = priority
+
+    @property
+    def tokens(self) -> int | None:
+        """Encoder output tokens; None (runs alone) once it was part of a batch that failed."""
+        return None if self.alone else self.item.tokens
+
+    @property
+    def blocks(self) -> int:
+        """Items need no KV blocks."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"<item {self.item.key.hex()[:8]}: {self.item.tokens} tokens>"
+
+
+class EncodeStage:
+    """Items waiting for the encoder, and the embedding cache in the arena."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        admission: AdmissionPolicy,
+        eviction: EvictionPolicy,
+        faults: PolicyFaults,
+    ) -> None:
+        self._sizes = sizes
+        self._admission = admission
+        self._faults = faults
+        self._entries: dict[bytes, EmbeddingEntry] = {}
+        self._queue: OrderedQueue[EmbeddingEntry] = OrderedQueue()
+        self._order: GuardedOrder[bytes] = GuardedOrder(eviction, faults)
+        self._free = list(range(sizes.pages - 1, -1, -1))
+        self._evictable_pages = 0
+        self._flying: list[EmbeddingEntry] = []
+        self._step = 0
+        self.ready = False
+        self.hold_until_ns: int | None = None
+        self.items_encoded = 0
+        self.tokens_encoded = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        self.steals = 0
+
+    # --- what requests ask for ---
+
+    def want(self, item: MediaItem, user: int, order: tuple[int, int], *, now_ns: int, priority: int) -> bool:
+        """Claim an item for a request; return whether its embedding is ready."""
+        entry = self._entries.get(item.key)
+        if entry is not None and entry.item.tokens != item.tokens and self._is_idle(entry):
+            # D9: the digest says the same, the length another: the cached entry cannot be trusted.
+            self._discard(entry)
+            entry = None
+        if entry is None:
+            self.misses += 1
+            entry = EmbeddingEntry(item, order, now_ns=now_ns, priority=priority)
+            entry.users[user] = order
+            self._entries[item.key] = entry
+            self._queue.put(entry)
+            return False
+        if user not in entry.users:
+            self.hits += 1
+            self._use(entry)
+            if entry.item.tokens == item.tokens:
+                entry.item = item  # the pixels of an earlier user may be gone
+        entry.users[user] = min(order, entry.users.get(user, order))
+        self._move_up(entry, order)
+        return entry.phase is EntryPhase.READY
+
+    def matches(self, item: MediaItem) -> bool:
+        """Return whether the entry of a wanted item has the item's own length (D13)."""
+        return self._entries[item.key].item.tokens == item.tokens
+
+    def defer(self, key: bytes, user: int, order: tuple[int, int]) -> None:
+        """Move a request's claim to a later item of the same content: the earlier was consumed."""
+        self._entries[key].users[user] = order
+
+    def release(self, key: bytes, user: int) -> None:
+        """Drop a request's claim; what nobody else claims may go."""
+        entry = self._entries[key]
+        del entry.users[user]
+        if entry.users:
+            return
+        if entry.phase is EntryPhase.QUEUED:
+            self._queue.remove(entry)
+            del self._entries[key]
+        elif entry.phase is EntryPhase.ENCODING:
+            entry.tainted = True
+        else:
+            self._idle(entry)
+
+    def is_ready(self, key: bytes) -> bool:
+        """Return whether an item's embedding lies in the arena."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.phase is EntryPhase.READY
+
+    def read(self, key: bytes) -> list[int]:
+        """Pin a ready entry for a generate step and return its pages."""
+        entry = self._entries[key]
+        assert entry.phase is EntryPhase.READY, "a step reads an embedding that is not ready"
+        self._use(entry)
+        entry.readers += 1
+        return entry.pages
+
+    def done_reading(self, key: bytes) -> None:
+        """Unpin an entry: the step that read it is over."""
+        entry = self._entries[key]
+        entry.readers -= 1
+        if not entry.users:
+            self._idle(entry)
+
+    # --- steps ---
+
+    def plan(self, now_ns: int) -> EncodeDecision | None:
+        """Form the next batch, if the group is free and something can be encoded."""
+        if not self.ready or self._flying or not self._queue:
+            return None
+        if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
+            return None
+        waiting = self._queue.entries
+        view = AdmissionView(
+            stage="encode",
+            now_ns=now_ns,
+            waiting=waiting,
+            tokens_free=self._sizes.batch_tokens,
+            entries_free=self._sizes.encode_items,
+            blocks_free=0,
+            running=0,
+            divisible=False,
+            default_tokens=self._sizes.batch_tokens,
+        )
+        admission = ask_admission(self._admission, view, self._faults)
+        self.hold_until_ns = admission.hold_until_ns
+        chosen = [waiting[index] for index in admission.indices][: self._sizes.encode_items]
+        batch: list[EmbeddingEntry] = []
+        for entry in chosen:
+            if (entry.alone and batch) or not self._allocate(entry):
+                break
+            self._queue.remove(entry)
+            entry.phase = EntryPhase.ENCODING
+            batch.append(entry)
+            if entry.alone:
+                break
+        if not batch:
+            return None
+        self._flying = batch
+        self._step += 1
+        return EncodeDecision(self._step, [_task(entry) for entry in batch])
+
+    def finish(self, step: int) -> list[int]:
+        """Take a finished batch; return the requests that wait for items of it, oldest first."""
+        batch = self._land(step)
+        waiting: set[int] = set()
+        for entry in batch:
+            if entry.tainted:
+                self._requeue(entry)
+                continue
+            entry.phase = EntryPhase.READY
+            entry.alone = False
+            self.items_encoded += 1
+            self.tokens_encoded += entry.item.tokens
+            waiting.update(entry.users)
+            if not entry.users:
+                self._idle(entry)
+        return sorted(waiting)
+
+    def fail(self, step: int) -> list[int]:
+        """Take a failed batch: isolate the culprit, and return the requests that it fails."""
+        batch = self._land(step)
+        return self._retry(batch, blame=len(batch) == 1)
+
+    def lose(self) -> list[int]:
+        """The group is gone: its batch waits again, one by one; return the requests to fail."""
+        self.ready = False
+        batch, self._flying = self._flying, []
+        return self._retry(batch, blame=True)
+
+    def _retry(self, batch: list[EmbeddingEntry], *, blame: bool) -> list[int]:
+        failed: set[int] = set()
+        for entry in batch:
+            entry.attempts += blame
+            entry.alone = True
+            if entry.attempts >= ATTEMPTS_MAX:
+                failed.update(entry.users)
+            self._requeue(entry)
+        return sorted(failed)
+
+    def _land(self, step: int) -> list[EmbeddingEntry]:
+        assert step == self._step, f"encode step {step} came back, {self._step} is out"
+        assert self._flying, f"encode step {step} came back, nothing is out"
+        batch, self._flying = self._flying, []
+        return batch
+
+    def _requeue(self, entry: EmbeddingEntry) -> None:
+        self._free.extend(entry.pages)
+        entry.pages = []
+        entry.phase = EntryPhase.QUEUED
+        entry.tainted = False
+        if entry.users:
+            entry.order = min(entry.users.values())
+            self._queue.put(entry)
+        else:
+            del self._entries[entry.item.key]
+
+    # --- pages ---
+
+    def _allocate(self, entry: EmbeddingEntry) -> bool:
+        """Give an entry its pages, evicting or taking what may be taken; all or nothing (D11)."""
+        count = self._sizes.pages_for(entry.item.tokens)
+        missing = count - len(self._free) - self._evictable_pages
+        takeable: list[EmbeddingEntry] = []
+        if missing > 0:
+            takeable = self._takeable(entry.order, missing)
+            if sum(len(other.pages) for other in takeable) < missing:
+                return False
+        while len(self._free) < count and len(self._order) > 0:
+            key = self._order.victim()
+            self.evictions += 1
+            self._discard(self._entries[key])
+        for other in takeable:
+            self.steals += 1
+            self._requeue(other)
+        entry.pages = [self._free.pop() for _ in range(count)]
+        return True
+
+    def _takeable(self, order: tuple[int, int], pages: int) -> list[EmbeddingEntry]:
+        """Return entries of younger users, youngest first, until they make up so many pages."""
+        candidates = [
+            other
+            for other in self._entries.values()
+            if other.phase is EntryPhase.READY
+            and not other.readers
+            and other.users
+            and min(other.users.values()) > order
+        ]
+        candidates.sort(key=lambda other: min(other.users.values()), reverse=True)
+        chosen = []
+        for other in candidates:
+            if pages <= 0:
+                break
+            chosen.append(other)
+            pages -= len(other.pages)
+        return chosen
+
+    def _is_idle(self, entry: EmbeddingEntry) -> bool:
+        return entry.phase is EntryPhase.READY and not entry.users and not entry.readers
+
+    def _use(self, entry: EmbeddingEntry) -> None:
+        """Keep an entry from eviction, before its first user or reader is added."""
+        if self._is_idle(entry):
+            self._order.reuse(entry.item.key)
+            self._evictable_pages -= len(entry.pages)
+
+    def _idle(self, entry: EmbeddingEntry) -> None:
+        """Let an entry that nobody uses become evictable, or drop it where the policy keeps nothing."""
+        if not self._is_idle(entry):
+            return
+        if self._order.add(entry.item.key, len(entry.pages)):
+            self._evictable_pages += len(entry.pages)
+        else:
+            self._drop(entry)
+
+    def _discard(self, entry: EmbeddingEntry) -> None:
+        self._order.drop(entry.item.key)
+        self._evictable_pages -= len(entry.pages)
+        self._drop(entry)
+
+    def _drop(self, entry: EmbeddingEntry) -> None:
+        self._free.extend(entry.pages)
+        del self._entries[entry.item.key]
+
+    def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
+        """An older request wants a queued item too: it takes the older place."""
+        if order >= entry.order:
+            return
+        if entry.phase is EntryPhase.QUEUED:
+            self._queue.remove(entry)
+            entry.order = order
+            self._queue.put(entry)
+        else:
+            entry.order = order
+
+    # --- views ---
+
+    @property
+    def in_flight(self) -> int:
+        """Items in the encode step that is out."""
+        return len(self._flying)
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait for the encoder."""
+        return len(self._queue)
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters and sizes; pages are of `page_rows` embedding rows."""
+        return {
+            "waiting_items": len(self._queue),
+            "running_items": len(self._flying),
+            "items_encoded": self.items_encoded,
+            "tokens_encoded": self.tokens_encoded,
+            "cache_hits": self.hits,
+            "cache_misses": self.misses,
+            "cache_entries": len(self._entries),
+            "cache_evictions": self.evictions,
+            "cache_steals": self.steals,
+            "pages_total": self._sizes.pages,
+            "pages_free": len(self._free),
+            "pages_evictable": self._evictable_pages,
+        }
+
+    def check(self, live: Iterable[int]) -> None:
+        """Assert that pages are conserved, phases consistent and every user alive."""
+        alive = sorted(live)
+        pages = list(self._free)
+        for key, entry in self._entries.items():
+            assert key == entry.item.key
+            assert entry.users.keys() <= set(alive), "a dead request claims an item"
+            pages.extend(entry.pages)
+            queued = entry.phase is EntryPhase.QUEUED
+            assert queued == (entry in self._queue), "queue and phase disagree"
+            assert queued == (not entry.pages), "a queued entry has pages, or another has none"
+            assert not (queued and not entry.users), "a queued entry that nobody wants"
+        assert sorted(pages) == list(range(self._sizes.pages)), "pages lost or owned twice"
+        idle = sorted(key for key, entry in self._entries.items() if self._is_idle(entry))
+        assert sorted(self._order) == idle, "evictable entries are not the idle ones"
+        assert self._evictable_pages == sum(len(self._entries[key].pages) for key in idle)
+
+    def __iter__(self) -> Iterator[EmbeddingEntry]:
+        return iter(self._entries.values())
+
+
+def _task(entry: EmbeddingEntry) -> EncodeTask:
+    item = entry.item
+    assert item.pixels is not None, "an item without pixels reached the encode stage"
+    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, list(entry.pages))

@@ -1,0 +1,89 @@
+"""What happens to the kernel."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from vsched.types import FinishReason, Request
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """A request arrived."""
+
+    request: Request
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """A request must end now: its client left (`abort`), or the engine found a stop string (`stop`)."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's word that the sequence in a slot ended with this step's token."""
+
+    slot: int
+    number: int
+    reason: FinishReason
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    """A generate step is done.
+
+    Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
+    """
+
+    step: int
+    tokens: array[int]
+    finished: list[Finished] = []
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """An encode step is done; every item of it is in its pages."""
+
+    step: int
+
+
+class EncodeFailed(msgspec.Struct, frozen=True):
+    """An encode step failed; the rank goes on. `message` is safe to show to a client."""
+
+    step: int
+    message: str
+
+
+class GroupReady(msgspec.Struct, frozen=True):
+    """All ranks of a group (`encode` or `generate`) are up, with nothing in them."""
+
+    group: str
+
+
+class GroupLost(msgspec.Struct, frozen=True):
+    """A group is gone, with all that it held."""
+
+    group: str
+    reason: str
+
+
+class Timer(msgspec.Struct, frozen=True):
+    """The time of an earlier `SetTimer` has come."""
+
+
+class Cleared(msgspec.Struct, frozen=True):
+    """Interrupt every running and waiting request."""
+
+
+Event = (
+    Submitted
+    | Aborted
+    | Stepped
+    | Encoded
+    | EncodeFailed
+    | GroupReady
+    | GroupLost
+    | Timer
+    | Cleared
+)

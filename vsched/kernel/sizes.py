@@ -1,0 +1,64 @@
+"""The kernel's limits and the policies it consults."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.policy import AdmissionPolicy, EncodingPolicy, EvictionPolicy, PreemptionPolicy
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Every limit of one replica.
+
+    Attributes:
+        block_size: Tokens of a KV block.
+        blocks: KV blocks of the generate group.
+        slots: Most sequences that run at once.
+        batch_tokens: Most tokens of one generate step; at least `slots` + 1, so that prefill always progresses.
+        chunk_tokens: Longest piece of one prompt in a step.
+        context_tokens: Longest prompt plus output.
+        page_rows: Embedding rows of an arena page.
+        pages: Arena pages for embeddings.
+        encode_items: Most items of one encode step.
+        waiting: Most requests that wait for a slot.
+        generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
+    """
+
+    block_size: int = 16
+    blocks: int
+    slots: int = 64
+    batch_tokens: int = 2048
+    chunk_tokens: int = 512
+    context_tokens: int
+    page_rows: int = 64
+    pages: int
+    encode_items: int = 8
+    waiting: int = 1024
+    prefix_cache: bool = True
+    generate_depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens <= self.slots:
+            raise ValueError(
+                f"batch_tokens is {self.batch_tokens}, must be above slots ({self.slots}): a step full of decodes "
+                "would leave no room for prefill"
+            )
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the KV blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the arena pages that hold so many embedding rows."""
+        return -(-tokens // self.page_rows)
+
+
+class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies of one replica."""
+
+    encode_admission: AdmissionPolicy
+    generate_admission: AdmissionPolicy
+    encoding: EncodingPolicy
+    embedding_eviction: EvictionPolicy
+    prefix_eviction: EvictionPolicy
+    preemption: PreemptionPolicy

@@ -1,0 +1,18 @@
+"""From image references to items of a request: fetch, check, decode, process, keep.
+
+`MediaPipeline.prepare` is the way in. Everything that a client can send is bounded here, before work is done for it.
+"""
+
+from vsched.media.pipeline import MediaPipeline, Prepared, PrepareTimings
+from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.settings import MediaSettings
+
+__all__ = [
+    "MediaPipeline",
+    "MediaSettings",
+    "PixelLease",
+    "PixelStatistics",
+    "PixelStore",
+    "PrepareTimings",
+    "Prepared",
+]

@@ -1,0 +1,143 @@
+"""Decode one image from bytes that nobody vouches for.
+
+The header tells the size, and the size is judged before a pixel is decoded. Only PNG, JPEG and WEBP are opened at all.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Final
+
+from PIL import ExifTags, Image
+
+from vsched.errors import RequestRefused, limit_message
+
+_FORMATS: Final = ("PNG", "JPEG", "WEBP")
+_ORIENTATIONS: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS: Final = frozenset({5, 6, 7, 8})
+
+# Pillow warns of a decompression bomb at one size and raises at twice that. Here the warning is an error as well; the
+# filter is set once because `warnings.catch_warnings` is not safe in threads. Its other warnings are about metadata that
+# a client made up, and would let it write into our log.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\..*")
+warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of an image tells: its upright size."""
+
+    width: int
+    height: int
+
+
+def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> RequestRefused:
+    return RequestRefused(message, code=code, status=status)
+
+
+def _invalid() -> RequestRefused:
+    # What the decoder said may quote addresses and reprs; the client gets none of it.
+    return _refuse(
+        "the image cannot be decoded: it is truncated, damaged, or not a PNG, JPEG or WEBP. "
+        "Remedy: send a complete image in one of these formats."
+    )
+
+
+def _too_many_pixels(value: str, pixels_max: int) -> RequestRefused:
+    message = limit_message(
+        "the image has too many pixels",
+        value=value,
+        limit=f"{pixels_max} pixels",
+        remedy="send a smaller image or raise media.image_pixels_max",
+    )
+    return _refuse(message, "image_too_large", 413)
+
+
+def _open(encoded: bytes, pixels_max: int) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+        animated = image.format != "MPO" and getattr(image, "is_animated", False)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_many_pixels("over the decoder's own bound", pixels_max) from None
+    except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
+        raise _invalid() from None
+    width, height = image.size
+    if width < 1 or height < 1:
+        message = limit_message(
+            "the image has no pixels",
+            value=f"{width}x{height}",
+            limit="at least 1x1",
+            remedy="send an image with pixels",
+        )
+        raise _refuse(message)
+    if width * height > pixels_max:
+        raise _too_many_pixels(f"{width}x{height}", pixels_max)
+    if animated:
+        message = limit_message(
+            "the image is animated",
+            value="several frames",
+            limit="1 frame",
+            remedy="send the frame that matters as a still image",
+        )
+        raise _refuse(message)
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    # From the header alone: asking `getexif` of a PNG would decode its pixels.
+    if not image.info.get("exif"):
+        return 1
+    try:
+        exif = Image.Exif()
+        exif.load(image.info["exif"])
+        value = exif.get(ExifTags.Base.Orientation, 1)
+    except Exception:  # noqa: BLE001 - hostile metadata; the picture itself may well be fine
+        return 1
+    return value if isinstance(value, int) and value in _ORIENTATIONS else 1
+
+
+def inspect(encoded: bytes, *, pixels_max: int) -> Header:
+    """Return the upright size of an image from its header, decoding no pixels.
+
+    Raises:
+        RequestRefused: When it is no image, of another format, animated, empty, or has too many pixels.
+    """
+    image = _open(encoded, pixels_max)
+    width, height = image.size
+    return Header(height, width) if _orientation(image) in _SIDEWAYS else Header(width, height)
+
+
+def decode(encoded: bytes, *, pixels_max: int) -> Image.Image:
+    """Return the upright RGB image, transparency composited on white as transformers' processors do.
+
+    Blocks: for as long as decoding takes; call it off the event loop.
+
+    Raises:
+        RequestRefused: As `inspect`, and when the pixels are truncated or damaged.
+    """
+    image = _open(encoded, pixels_max)
+    orientation = _orientation(image)
+    try:
+        image.load()
+        upright = image.transpose(_ORIENTATIONS[orientation]) if orientation > 1 else image
+        return _to_rgb(upright)
+    except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
+        raise _invalid() from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    layered = image.convert("RGBA")
+    background = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+    return Image.alpha_composite(background, layered).convert("RGB")

@@ -1,0 +1,276 @@
+"""Fetch one image over http, for configured hosts only.
+
+The usual hole in such a fetcher is a second opinion: one parser or resolver judges the URL, another one connects. Here
+the URL is parsed once, the name is resolved once, every address it gave is judged, and the connection goes to the
+address that was judged. Redirects are refused rather than followed. The client is a few lines on asyncio streams and
+httptools because a total deadline and a bound on every byte read are easiest to see that way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.media.settings import MediaSettings
+
+_PORTS = {"http": 80, "https": 443}
+_URL_CHARACTERS_MAX = 2048
+_HEADER_BYTES_MAX = 32 * 1024
+_READ_BYTES = 64 * 1024
+# Ranges that carry an IPv4 address inside an IPv6 one: what they lead to depends on the network, so none is trusted.
+_TUNNELS = tuple(
+    ipaddress.IPv6Network(network)
+    for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
+)
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a URL leads once parsed: the only parse there is."""
+
+    scheme: str
+    host: str
+    port: int
+    request_target: str
+
+    @property
+    def host_header(self) -> str:
+        """The value of the Host header."""
+        return self.host if self.port == _PORTS[self.scheme] else f"{self.host}:{self.port}"
+
+
+def _refuse(message: str, code: str = "image_url_refused", status: int = 400) -> RequestRefused:
+    return RequestRefused(message, code=code, status=status)
+
+
+def parse(reference: str, settings: MediaSettings) -> Target:
+    """Parse a URL and check its host against the allow-list.
+
+    Raises:
+        RequestRefused: When it is malformed or its host and port are not configured.
+    """
+    if not settings.hosts:
+        message = limit_message(
+            "remote images are switched off",
+            value="an http(s): URL",
+            limit="no allowed hosts",
+            remedy="send the image as a data: URL or configure media.hosts",
+        )
+        raise _refuse(message)
+    malformed = _refuse("the image URL is malformed. Remedy: send a plain http(s)://host/path URL.")
+    if len(reference) > _URL_CHARACTERS_MAX:
+        message = limit_message(
+            "the image URL is too long",
+            value=f"{len(reference)} characters",
+            limit=f"{_URL_CHARACTERS_MAX} characters",
+            remedy="send a shorter URL",
+        )
+        raise _refuse(message)
+    if any(not "!" <= character <= "~" or character in '\\<>"{}|^`' for character in reference):
+        raise malformed
+    try:
+        parts = urlsplit(reference)
+        host, port = (parts.hostname or "").lower(), parts.port
+    except ValueError:
+        raise malformed from None
+    if parts.scheme.lower() not in _PORTS or not host or "@" in parts.netloc or "%" in parts.netloc:
+        raise malformed
+    target = Target(
+        scheme=parts.scheme.lower(),
+        host=f"[{host}]" if ":" in host else host,
+        port=_PORTS[parts.scheme.lower()] if port is None else port,
+        request_target=_request_target(parts),
+    )
+    if not _is_listed(target, settings.hosts):
+        raise _refuse(
+            "the image URL's host is not allowed. "
+            "Remedy: send the image as a data: URL or add the host to media.hosts."
+        )
+    return target
+
+
+def _request_target(parts: SplitResult) -> str:
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+
+def _is_listed(target: Target, hosts: tuple[str, ...]) -> bool:
+    names = {f"{target.host}:{target.port}"}
+    if target.port == _PORTS[target.scheme]:
+        names.add(target.host)
+    return any(entry.lower() in names for entry in hosts)
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the open internet, judged without the IPv6 coat it may wear."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if any(address in network for network in _TUNNELS):
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _is_permitted(address: Address, *, private: bool) -> bool:
+    if is_public(address):
+        return True
+    plain = getattr(address, "ipv4_mapped", None) or address
+    # Metadata services live on link-local addresses: no configuration opens those.
+    return private and (plain.is_loopback or plain.is_private) and not plain.is_link_local
+
+
+async def resolve(target: Target, *, private: bool) -> str:
+    """Resolve a host once and return the one address to connect to.
+
+    Raises:
+        RequestRefused: When it does not resolve, or any of its addresses is not permitted.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(
+            target.host.strip("[]"), target.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )
+    except (OSError, UnicodeError):
+        raise _refuse("the image URL's host does not resolve. Remedy: check the URL.") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    if not addresses or not all(
+        _is_permitted(ipaddress.ip_address(address), private=private) for address in addresses
+    ):
+        raise _refuse(
+            "the image URL leads to an address that is not allowed. "
+            "Remedy: use a public host or send the image as a data: URL."
+        )
+    return addresses[0]
+
+
+class _Response:
+    """What httptools calls back into; holds at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.content = bytearray()
+        self.length = 0
+        self.header_bytes = 0
+        self.headers_done = False
+        self.done = False
+        self.excess = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.header_bytes += len(name) + len(value)
+        if name.lower() == b"content-length" and value.isdigit():
+            self.excess = self.excess or int(value[:18]) > self.limit
+        if name.lower() == b"content-encoding" and value.lower() != b"identity":
+            # Compressed bytes were not asked for, and would slip a bomb past the bound.
+            raise ValueError
+
+    def on_headers_complete(self) -> None:
+        self.headers_done = True
+
+    def on_body(self, body: bytes) -> None:
+        self.excess = self.excess or len(self.content) + len(body) > self.limit
+        if not self.excess:
+            self.content += body
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+
+async def fetch(reference: str, settings: MediaSettings) -> bytes:
+    """Return the body behind an http(s) URL.
+
+    Blocks: up to `settings.fetch_s`, name resolution and TLS included.
+
+    Raises:
+        RequestRefused: When the URL is not allowed, or what answers is not a small enough 200.
+    """
+    target = parse(reference, settings)
+    try:
+        async with asyncio.timeout(settings.fetch_s):
+            address = await resolve(target, private=_is_listed(target, settings.private_hosts))
+            return await _get(target, address, settings)
+    except TimeoutError:
+        message = limit_message(
+            "the image could not be fetched in time",
+            value=f"over {settings.fetch_s:g} s",
+            limit=f"{settings.fetch_s:g} s",
+            remedy="use a faster host or raise media.fetch_s",
+        )
+        raise _refuse(message, "image_fetch_failed") from None
+    except (OSError, ValueError, httptools.HttpParserError):
+        message = "the image could not be fetched. Remedy: check the URL and its host."
+        raise _refuse(message, "image_fetch_failed") from None
+
+
+async def _get(target: Target, address: str, settings: MediaSettings) -> bytes:
+    secure = ssl.create_default_context() if target.scheme == "https" else None
+    reader, writer = await asyncio.open_connection(
+        address,
+        target.port,
+        ssl=secure,
+        server_hostname=target.host.strip("[]") if secure else None,
+        limit=_READ_BYTES,
+    )
+    try:
+        head = (
+            f"GET {target.request_target} HTTP/1.1\r\nHost: {target.host_header}\r\nUser-Agent: vsched\r\n"
+            "Accept: image/png, image/jpeg, image/webp\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        )
+        writer.write(head.encode("ascii"))
+        await writer.drain()
+        return await _read_response(reader, settings.image_bytes_max)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            writer.transport.abort()
+
+
+async def _read_response(reader: asyncio.StreamReader, limit: int) -> bytes:
+    response = _Response(limit)
+    parser = httptools.HttpResponseParser(response)
+    head_bytes = 0
+    while not response.done and not response.excess:
+        data = await reader.read(_READ_BYTES)
+        if not data:
+            break
+        if not response.headers_done:
+            head_bytes += len(data)
+        parser.feed_data(data)
+        if response.headers_done:
+            _check_status(parser.get_status_code())
+        elif head_bytes > _HEADER_BYTES_MAX:
+            raise ValueError
+    if response.excess:
+        message = limit_message(
+            "the fetched image is too large",
+            value=f"over {limit} bytes",
+            limit=f"{limit} bytes",
+            remedy="use a smaller image or raise media.image_bytes_max",
+        )
+        raise _refuse(message, "image_too_large", 413)
+    # A body that ends with the connection is complete only when the server announced no length; a shorter one than
+    # announced is a truncated image, which the decoder will tell.
+    if not response.headers_done:
+        raise ValueError
+    return bytes(response.content)
+
+
+def _check_status(status: int) -> None:
+    if status == 200:
+        return
+    remedy = "give the final URL" if 300 <= status < 400 else "check the URL"
+    message = limit_message(
+        "the image's host did not answer with the image",
+        value=f"status {status}",
+        limit="status 200, redirects are not followed",
+        remedy=remedy,
+    )
+    raise _refuse(message, "image_fetch_failed")

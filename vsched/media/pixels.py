@@ -1,0 +1,282 @@
+"""The pixel region of the arena: who has space in it, and what is kept there for the next request.
+
+A request takes the space of all its images in one go or none of it, so two requests can never wait for each other while
+each holds a part (A22). Waiters are served in the order they came; a small one does not overtake a large one, or the
+large one would starve. Entries that nobody holds stay, oldest first to go, until their space is needed.
+
+Everything happens on the event loop between two awaits; there is no lock and nothing to tear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.types import Extent
+
+ALIGNMENT = 64
+
+
+def aligned(size: int) -> int:
+    """Round a size up to whole cache lines, so that no two extents share one."""
+    return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+
+
+class PixelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the pixel region.
+
+    `bytes_kept` belongs to entries that nobody holds but that a repeated image would find.
+    """
+
+    bytes_total: int
+    bytes_held: int
+    bytes_kept: int
+    entries: int
+    waiting: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    extent: Extent
+    holders: int = 0
+    filled: bool = False
+
+
+class _FreeList:
+    """Free extents in address order; first fit, neighbours merged when freed."""
+
+    def __init__(self, size: int) -> None:
+        self._offsets: list[int] = [0] if size else []
+        self._sizes: list[int] = [size] if size else []
+        self.bytes = size
+
+    def take(self, size: int) -> int | None:
+        for index, free in enumerate(self._sizes):
+            if free >= size:
+                offset = self._offsets[index]
+                if free == size:
+                    del self._offsets[index], self._sizes[index]
+                else:
+                    self._offsets[index] += size
+                    self._sizes[index] -= size
+                self.bytes -= size
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        self.bytes += size
+        index = bisect.bisect_left(self._offsets, offset)
+        if index < len(self._offsets) and offset + size == self._offsets[index]:
+            size += self._sizes[index]
+            del self._offsets[index], self._sizes[index]
+        if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
+            self._sizes[index - 1] += size
+            return
+        self._offsets.insert(index, offset)
+        self._sizes.insert(index, size)
+
+
+class PixelLease:
+    """The space of one request's images, held until `release`.
+
+    Attributes:
+        extents: Where the pixels of each key lie.
+    """
+
+    def __init__(self, store: PixelStore, extents: Mapping[bytes, Extent]) -> None:
+        self.extents = extents
+        self._store: PixelStore | None = store
+
+    def release(self) -> None:
+        """Give the space back; calling it again does nothing."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.release(self.extents)
+
+
+class PixelStore:
+    """Extents in the arena's pixel region, keyed by item, counted by holder."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        # The tail that is no whole cache line is not handed out.
+        self._size = buffer.nbytes // ALIGNMENT * ALIGNMENT
+        self._free = _FreeList(self._size)
+        self._entries: dict[bytes, _Entry] = {}
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+        self._kept_bytes = 0
+        self._waiters: deque[tuple[asyncio.Future[PixelLease], Mapping[bytes, int]]] = deque()
+        self._hits = 0
+        self._misses = 0
+        self._evictions = 0
+
+    async def acquire(self, sizes: Mapping[bytes, int]) -> PixelLease:
+        """Take the space of all these items in one go; `sizes` maps each key to its bytes.
+
+        Order: first come, first served.
+        Blocks: until other requests have released enough; give it a deadline. Cancelling it leaves nothing behind.
+
+        Raises:
+            RequestRefused: When the region is too small for them even when empty.
+        """
+        lease = self.acquire_nowait(sizes)
+        if lease is not None:
+            return lease
+        future: asyncio.Future[PixelLease] = asyncio.get_running_loop().create_future()
+        waiter = (future, sizes)
+        self._waiters.append(waiter)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.result().release()
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+                self._serve()
+            raise
+
+    def acquire_nowait(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
+        """Like `acquire`, but return None instead of waiting.
+
+        Raises:
+            RequestRefused: When the region is too small for them even when empty.
+        """
+        needed = sum(aligned(size) for size in sizes.values())
+        if needed > self._size:
+            message = limit_message(
+                "the images of this request are larger than the pixel space",
+                value=f"{needed} bytes of pixels",
+                limit=f"{self._size} bytes",
+                remedy="send fewer or smaller images, or raise the arena's pixel space",
+            )
+            raise RequestRefused(message, code="pixels_exceeded", status=413)
+        if self._waiters:
+            return None
+        return self._take(sizes)
+
+    def release(self, keys: Mapping[bytes, Extent]) -> None:
+        """Drop one hold on each key."""
+        for key in keys:
+            self._drop_hold(key)
+        self._serve()
+
+    def hold(self, key: bytes) -> PixelLease:
+        """Hold an entry that somebody holds already, as the thread that fills it must."""
+        entry = self._entries[key]
+        assert entry.holders > 0
+        entry.holders += 1
+        return PixelLease(self, {key: entry.extent})
+
+    def is_filled(self, key: bytes) -> bool:
+        """Whether the pixels of a held key are there."""
+        return self._entries[key].filled
+
+    def mark_filled(self, key: bytes) -> None:
+        """Say that the pixels of a held key are complete."""
+        self._entries[key].filled = True
+
+    def view(self, extent: Extent) -> npt.NDArray[np.float32]:
+        """Return the float32 values of an extent; writable, and valid while it is held."""
+        return np.frombuffer(self._buffer, np.float32, extent.size // 4, extent.offset)
+
+    def clear(self) -> int:
+        """Forget every entry that nobody holds; return the bytes that this freed."""
+        freed = self._kept_bytes
+        while self._kept:
+            self._evict()
+        self._serve()
+        return freed
+
+    def statistics(self) -> PixelStatistics:
+        """Return a snapshot."""
+        return PixelStatistics(
+            bytes_total=self._size,
+            bytes_held=self._size - self._free.bytes - self._kept_bytes,
+            bytes_kept=self._kept_bytes,
+            entries=len(self._entries),
+            waiting=len(self._waiters),
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+        )
+
+    def _serve(self) -> None:
+        while self._waiters:
+            future, sizes = self._waiters[0]
+            if not future.done():
+                lease = self._take(sizes)
+                if lease is None:
+                    return
+                future.set_result(lease)
+            self._waiters.popleft()
+
+    def _take(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
+        """Hold or create every entry, or change nothing but the evictions that were tried."""
+        absent = [key for key in sizes if key not in self._entries]
+        present = [key for key in sizes if key in self._entries]
+        kept = sum(aligned(self._entries[key].extent.size) for key in present if key in self._kept)
+        needed = sum(aligned(sizes[key]) for key in absent)
+        if needed > self._free.bytes + self._kept_bytes - kept:
+            return None
+        for key in present:
+            self._add_hold(key)
+        created: list[bytes] = []
+        for key in absent:
+            offset = self._allocate(aligned(sizes[key]))
+            if offset is None:
+                # Enough bytes but in pieces: whoever holds what lies between will release it.
+                for undone in (*created, *present):
+                    self._drop_hold(undone)
+                return None
+            self._entries[key] = _Entry(Extent(offset, sizes[key]), holders=1)
+            created.append(key)
+        self._hits += sum(self._entries[key].filled for key in present)
+        self._misses += len(absent)
+        return PixelLease(self, {key: self._entries[key].extent for key in sizes})
+
+    def _allocate(self, size: int) -> int | None:
+        while (offset := self._free.take(size)) is None and self._kept:
+            self._evict()
+        return offset
+
+    def _evict(self) -> None:
+        key, _ = self._kept.popitem(last=False)
+        size = aligned(self._entries[key].extent.size)
+        self._kept_bytes -= size
+        self._evictions += 1
+        self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        extent = self._entries.pop(key).extent
+        self._free.give(extent.offset, aligned(extent.size))
+
+    def _add_hold(self, key: bytes) -> None:
+        entry = self._entries[key]
+        if entry.holders == 0:
+            del self._kept[key]
+            self._kept_bytes -= aligned(entry.extent.size)
+        entry.holders += 1
+
+    def _drop_hold(self, key: bytes) -> None:
+        entry = self._entries[key]
+        entry.holders -= 1
+        assert entry.holders >= 0
+        if entry.holders:
+            return
+        if entry.filled:
+            self._kept[key] = None
+            self._kept_bytes += aligned(entry.extent.size)
+        else:
+            # Space without pixels is worth nothing to anybody.
+            self._remove(key)

@@ -1,0 +1,44 @@
+"""The limits and permissions of the media pipeline."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may bring and from where.
+
+    Attributes:
+        image_bytes_max: Bytes of one encoded image, however it arrives.
+        image_pixels_max: Width times height of one image, read from its header before any pixel is decoded.
+        images_max: Images of one request.
+        request_bytes_max: Bytes of all encoded images of one request.
+        directory: The only directory that `file:` references may lie under; empty refuses them all.
+        hosts: Hosts that `http(s):` references may name, each `host` or `host:port`; empty refuses them all.
+        private_hosts: Those of `hosts` that may resolve to private or loopback addresses; link-local ones never may.
+        fetch_s: Total time of one http fetch, name resolution included.
+        prepare_s: Total time of one request's preparation, waiting for space included.
+        preparing_max: Requests in preparation at once; more are told to come back.
+        preparing_bytes_max: Bytes of references that the requests in preparation may hold together.
+        threads: Size of the pool that decodes and processes.
+        plans_max: Images whose grid and token count are remembered.
+    """
+
+    image_bytes_max: _Positive = 20 * 1024 * 1024
+    image_pixels_max: _Positive = 64_000_000
+    images_max: _Positive = 64
+    request_bytes_max: _Positive = 64 * 1024 * 1024
+    directory: str = ""
+    hosts: tuple[str, ...] = ()
+    private_hosts: tuple[str, ...] = ()
+    fetch_s: _Seconds = 10.0
+    prepare_s: _Seconds = 30.0
+    preparing_max: _Positive = 512
+    preparing_bytes_max: _Positive = 512 * 1024 * 1024
+    threads: _Positive = 2
+    plans_max: _Positive = 8192

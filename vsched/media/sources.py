@@ -1,0 +1,167 @@
+"""Read the bytes behind one OpenAI image reference: `data:`, `file:` or, when allowed, `http(s):`.
+
+A reference is hostile until proven otherwise. Its length is checked before anything is decoded, it is never logged, and
+no error text quotes it, nor a path or an address that it led to.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import stat
+from urllib.parse import unquote, urlsplit
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.media.fetch import fetch
+from vsched.media.settings import MediaSettings
+
+_MIME_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
+_DATA_HEADER_CHARACTERS_MAX = 64
+
+
+def refuse_size(size: int | str, limit: int) -> RequestRefused:
+    """Word the refusal of an image with too many encoded bytes."""
+    message = limit_message(
+        "the encoded image is too large",
+        value=f"{size} bytes",
+        limit=f"{limit} bytes",
+        remedy="send a smaller image or raise media.image_bytes_max",
+    )
+    return RequestRefused(message, code="image_too_large", status=413)
+
+
+def scheme_of(reference: str) -> str:
+    """Return the scheme of a reference in lower case; empty when it has none."""
+    head, colon, _ = reference[:16].partition(":")
+    return head.lower() if colon else ""
+
+
+def is_local(reference: str) -> bool:
+    """Whether reading this reference needs no network."""
+    return scheme_of(reference) not in {"http", "https"}
+
+
+def read_local(reference: str, settings: MediaSettings) -> bytes:
+    """Return the bytes of a `data:` or `file:` reference.
+
+    Blocks: on base64 and on the file system; call it off the event loop.
+
+    Raises:
+        RequestRefused: When the reference is malformed, not allowed, or too large.
+    """
+    scheme = scheme_of(reference)
+    if scheme == "data":
+        return _read_data(reference, settings)
+    if scheme == "file":
+        return _read_file(reference, settings)
+    message = limit_message(
+        "the image reference has an unknown scheme",
+        value=scheme if scheme.isalnum() and scheme.isascii() else "none",
+        limit="data:, file:, http: or https:",
+        remedy="send the image as a data: URL",
+    )
+    raise RequestRefused(message, code="image_reference_invalid")
+
+
+async def read_remote(reference: str, settings: MediaSettings) -> bytes:
+    """Return the bytes behind an `http(s):` reference.
+
+    Blocks: up to `settings.fetch_s`.
+
+    Raises:
+        RequestRefused: When the host is not allowed, the fetch fails, or the answer is too large.
+    """
+    return await fetch(reference, settings)
+
+
+def _malformed(detail: str) -> RequestRefused:
+    message = f"the data: URL is malformed: {detail}. Remedy: send data:image/png;base64,<image>."
+    return RequestRefused(message, code="image_reference_invalid")
+
+
+def _read_data(reference: str, settings: MediaSettings) -> bytes:
+    comma = reference.find(",", 0, _DATA_HEADER_CHARACTERS_MAX)
+    if comma < 0:
+        raise _malformed("no comma after a short media type")
+    mime, _, encoding = reference[len("data:") : comma].lower().partition(";")
+    if encoding != "base64":
+        raise _malformed("its encoding is not base64")
+    if mime not in _MIME_TYPES:
+        message = limit_message(
+            "the image's media type is not accepted",
+            value="another type",
+            limit="image/png, image/jpeg or image/webp",
+            remedy="convert the image to one of these",
+        )
+        raise RequestRefused(message, code="image_type_unsupported")
+    # The decoded length follows from the encoded one, so that an oversized image costs no decoding.
+    size = (len(reference) - comma - 1) // 4 * 3
+    if size > settings.image_bytes_max + 2:
+        raise refuse_size(size, settings.image_bytes_max)
+    try:
+        content = binascii.a2b_base64(reference[comma + 1 :].encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError):
+        raise _malformed("its base64 is not valid") from None
+    padding = len(reference) - len(reference.rstrip("="))
+    if not content or len(content) != size - padding:
+        # Python's strict mode still lets surplus padding pass.
+        raise _malformed("its base64 is empty or wrongly padded")
+    if len(content) > settings.image_bytes_max:
+        raise refuse_size(len(content), settings.image_bytes_max)
+    return content
+
+
+def _file_refused() -> RequestRefused:
+    # One text for "outside", "missing" and "not a file": a client learns nothing about the file system.
+    message = (
+        "the image file cannot be read. Remedy: name an existing file under the configured media directory, "
+        "or send the image as a data: URL."
+    )
+    return RequestRefused(message, code="image_file_refused")
+
+
+def _read_file(reference: str, settings: MediaSettings) -> bytes:
+    if not settings.directory:
+        message = limit_message(
+            "file: references are switched off",
+            value="file:",
+            limit="no media directory",
+            remedy="send the image as a data: URL or configure media.directory",
+        )
+        raise RequestRefused(message, code="image_file_refused")
+    try:
+        parts = urlsplit(reference)
+        path = unquote(parts.path, errors="strict")
+    except ValueError:
+        raise _file_refused() from None
+    if parts.netloc not in {"", "localhost"} or not path.startswith("/") or "\0" in path:
+        raise _file_refused()
+    root = os.path.realpath(settings.directory)
+    resolved = os.path.realpath(path)
+    if not _is_under(root, resolved):
+        raise _file_refused()
+    try:
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        raise _file_refused() from None
+    try:
+        # A directory on the way may have been swapped for a link since `realpath`; what was opened is what counts.
+        opened = os.readlink(f"/proc/self/fd/{descriptor}")
+        status = os.fstat(descriptor)
+        if not _is_under(root, opened) or not stat.S_ISREG(status.st_mode):
+            raise _file_refused()
+        if status.st_size > settings.image_bytes_max:
+            raise refuse_size(status.st_size, settings.image_bytes_max)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(settings.image_bytes_max + 1)
+    except OSError:
+        raise _file_refused() from None
+    finally:
+        os.close(descriptor)
+    if len(content) > settings.image_bytes_max:
+        raise refuse_size(f"over {settings.image_bytes_max}", settings.image_bytes_max)
+    return content
+
+
+def _is_under(root: str, path: str) -> bool:
+    return os.path.commonpath([root, path]) == root and path != root

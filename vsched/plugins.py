@@ -1,0 +1,293 @@
+"""Find policies and workers by name, check them against their contracts, and build them from configuration tables.
+
+A name is that of an entry point, or `my_pkg.module:Class` for a class that nobody has registered. Only what is named is
+imported. Everything that is wrong with a class is found here, when it registers, and not while requests are served.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+import msgspec
+
+from vsched.errors import ConfigError, PolicyError, limit_message
+from vsched.policy import CONTRACTS, Policy
+from vsched.worker.contract import WorkerPlugin
+
+WORKER_GROUP = "vsched.workers"
+WORKER_METHODS = ("inspect", "load_preprocessor", "load_encoder", "load_generator")
+
+
+class PolicyField(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration field of a policy; `default` is None for a required field too."""
+
+    name: str
+    type: str
+    required: bool
+    default: Any = None
+
+
+class RegisteredPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a registered policy; `error` says why it cannot be used, None where it can."""
+
+    kind: str
+    name: str
+    target: str
+    fields: tuple[PolicyField, ...] = ()
+    summary: str = ""
+    error: str | None = None
+
+
+def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Policy:
+    """Build the policy that a configuration table `{use = "...", **fields}` describes.
+
+    Raises:
+        ConfigError: When the name is unknown, a field is unknown or a value has the wrong type; the message starts with
+            the key's path, `path` being that of the table.
+        PolicyError: When the class does not meet the contract of its kind.
+    """
+    path = path or kind
+    name = table.get("use")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{path}.use: no policy is named. {_known(_group(kind))}")
+    cls = load_policy_class(kind, name, path=f"{path}.use")
+    fields = {key: value for key, value in table.items() if key != "use"}
+    known = {field.encode_name: field for field in msgspec.structs.fields(cls)}
+    for key, value in fields.items():
+        if key not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"{path}.{key}: unknown field of {name!r}. Its fields: {listed}.")
+        convert_value(value, known[key].type, path=f"{path}.{key}")
+    try:
+        return msgspec.convert(fields, cls)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy]:
+    """Import the class that a name stands for, and check it against the contract of its kind.
+
+    Raises:
+        ConfigError: When there is no such name, or its module cannot be imported.
+        PolicyError: When the class does not meet the contract.
+    """
+    target = _load(_group(kind), name, path=path)
+    return check_contract(target, CONTRACTS[kind])
+
+
+def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") -> Any:
+    """Convert one configuration value strictly.
+
+    Raises:
+        ConfigError: When it does not fit; the message gives the key's path, value, limit and remedy.
+    """
+    try:
+        converted = msgspec.convert(value, wanted)
+        if not isinstance(converted, float) or math.isfinite(converted):
+            return converted
+    except msgspec.ValidationError:
+        pass
+    message = limit_message(
+        f"{path}{f' (from {origin})' if origin else ''} is not valid",
+        value=repr(value),
+        limit=type_text(wanted),
+        remedy=f"set {path} within the limit, or leave it out for the default",
+    )
+    raise ConfigError(message)
+
+
+def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
+    """Return the class if it meets its contract.
+
+    Raises:
+        PolicyError: Names the class, the method and the difference.
+    """
+    wanted = f"{base.__module__}.{base.__qualname__}"
+    if not isinstance(cls, type):
+        raise PolicyError(f"{cls!r}: not a class; {base.kind} policies subclass {wanted}")
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if not issubclass(cls, base):
+        parents = ", ".join(parent.__qualname__ for parent in cls.__bases__)
+        raise PolicyError(f"{name}: not a subclass of {wanted} (its bases: {parents})")
+    if not cls.__struct_config__.frozen:
+        raise PolicyError(
+            f"{name}: not frozen; declare it `class {cls.__name__}(..., frozen=True)`"
+        )
+    if cls.api_version != base.api_version:
+        raise PolicyError(
+            f"{name}: made for version {cls.api_version} of the {base.kind} contract, "
+            f"this is version {base.api_version}"
+        )
+    _check_method(cls, base, name)
+    return cls
+
+
+def load_worker(name: str, *, path: str = "plugin") -> WorkerPlugin:
+    """Import the worker plug-in that a name stands for.
+
+    Raises:
+        ConfigError: When there is no such name, it cannot be imported, or methods are missing.
+    """
+    plugin = _load(WORKER_GROUP, name, path=path)
+    missing = [method for method in WORKER_METHODS if not callable(getattr(plugin, method, None))]
+    if missing:
+        raise ConfigError(f"{path}: worker plug-in {name!r} lacks {', '.join(missing)}")
+    return cast("WorkerPlugin", plugin)
+
+
+def check_worker_name(name: str, *, path: str = "plugin") -> None:
+    """Check that a worker plug-in of this name is registered, without importing it.
+
+    Raises:
+        ConfigError: When there is no such name.
+    """
+    if ":" not in name:
+        _find(WORKER_GROUP, name, path=path)
+
+
+def list_policies() -> list[RegisteredPolicy]:
+    """Return every registered policy, by kind in the order of the contracts, then by name."""
+    listed = []
+    for kind, base in CONTRACTS.items():
+        for point in _registered(_group(kind)):
+            try:
+                cls = check_contract(_import(point.value), base)
+            except Exception as error:  # noqa: BLE001 - a broken package must not hide the others
+                reason = f"{type(error).__name__}: {error}"
+                found = RegisteredPolicy(
+                    kind=kind, name=point.name, target=point.value, error=reason
+                )
+            else:
+                found = RegisteredPolicy(
+                    kind=kind,
+                    name=point.name,
+                    target=point.value,
+                    fields=tuple(policy_fields(cls)),
+                    summary=(inspect.getdoc(cls) or "").partition("\n")[0],
+                )
+            listed.append(found)
+    return listed
+
+
+def policy_fields(cls: type[Policy]) -> list[PolicyField]:
+    """Return the configuration fields of a policy class, in order of declaration."""
+    return [
+        PolicyField(
+            name=field.encode_name,
+            type=type_text(field.type),
+            required=field.required,
+            default=_default(field),
+        )
+        for field in msgspec.structs.fields(cls)
+    ]
+
+
+def type_text(annotation: Any) -> str:
+    """Word a type and its bounds for people: `int, 1 or more`."""
+    try:
+        schema = msgspec.json.schema(annotation)
+    except TypeError:
+        return str(annotation)
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    texts = []
+    for option in options:
+        if "enum" in option:
+            texts.append(" or ".join(repr(value) for value in option["enum"]))
+            continue
+        text = str(option.get("type", "any")).replace("integer", "int").replace("boolean", "bool")
+        lower, upper = option.get("minimum"), option.get("maximum")
+        if lower is not None and upper is not None:
+            text += f", {lower} to {upper}"
+        elif lower is not None:
+            text += f", {lower} or more"
+        if "exclusiveMinimum" in option:
+            text += f", above {option['exclusiveMinimum']:g}"
+        if upper is not None and lower is None:
+            text += f", at most {upper:g}"
+        texts.append(text)
+    return "; ".join(texts)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        return cast("Callable[[], Any]", field.default_factory)()
+    return None
+
+
+def _check_method(cls: type[Policy], base: type[Policy], name: str) -> None:
+    wanted = inspect.signature(getattr(base, base.method))
+    method = inspect.getattr_static(cls, base.method)
+    label = f"{name}.{base.method}"
+    if method is inspect.getattr_static(base, base.method):
+        raise PolicyError(
+            f"{name}: method `{base.method}` is missing; define `{base.method}{wanted}`"
+        )
+    if not inspect.isfunction(method):
+        raise PolicyError(
+            f"{label}: a {type(method).__name__}, not a method; define `{base.method}{wanted}`"
+        )
+    found = inspect.signature(method)
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        raise PolicyError(f"{label}: must return a plain value, not a coroutine or a generator")
+    try:
+        # Called by position, so that a class may name its view as it likes.
+        found.bind(*wanted.parameters)
+    except TypeError as error:
+        raise PolicyError(
+            f"{label}: takes `{found}`, the contract calls `{wanted}` ({error})"
+        ) from error
+
+
+@cache
+def _registered(group: str) -> tuple[EntryPoint, ...]:
+    # The scan of every installed package takes milliseconds, and nothing gets installed while this process runs.
+    return tuple(sorted(entry_points(group=group)))
+
+
+def _group(kind: str) -> str:
+    assert kind in CONTRACTS, f"no policy kind {kind!r}"
+    return f"vsched.{kind}"
+
+
+def _known(group: str) -> str:
+    names = ", ".join(point.name for point in _registered(group))
+    return f"Known in {group}: {names or 'none (is vsched installed?)'}; or name a class as `package.module:Class`."
+
+
+def _find(group: str, name: str, *, path: str) -> EntryPoint:
+    points = {point.value: point for point in _registered(group) if point.name == name}
+    if not points:
+        raise ConfigError(f"{path}: {name!r} is unknown. {_known(group)}")
+    if len(points) > 1:
+        targets = " and ".join(sorted(points))
+        raise ConfigError(
+            f"{path}: {name!r} is registered twice, as {targets}; name one of them in full."
+        )
+    return next(iter(points.values()))
+
+
+def _load(group: str, name: str, *, path: str) -> object:
+    target = name if ":" in name else _find(group, name, path=path).value
+    try:
+        return _import(target)
+    except ModuleNotFoundError as error:
+        hint = " (pip install 'vsched[workers]')" if group == WORKER_GROUP else ""
+        raise ConfigError(f"{path}: cannot import {target!r}: {error}{hint}") from error
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
+
+
+def _import(target: str) -> object:
+    module, _, attribute = target.partition(":")
+    found: object = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found

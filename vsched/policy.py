@@ -1,0 +1,287 @@
+"""The six policy contracts: base classes, the read-only views they get, the plain values they return.
+
+A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
+of the six, adds fields, and overrides one method. Policies do no I/O and hold no clock, no randomness and no state: the
+view carries `now_ns` and whatever history the decision needs. The kernel validates what a policy proposes and enacts it;
+a proposal that is out of range, or a policy that raises, is counted and logged, and the built-in default decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, ClassVar, Protocol, TypeVar
+
+import msgspec
+
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields are configuration; `kind` and `method` name the contract and the one method to override."""
+
+    api_version: ClassVar[int] = 1
+    kind: ClassVar[str] = ""
+    method: ClassVar[str] = ""
+
+
+# --- admission ---------------------------------------------------------------------------------------------------
+
+
+class Entry(Protocol):
+    """One waiting entry: an item in the encode stage, a request in the generate stage.
+
+    `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
+    the size is not known; such an entry is never counted as 0. `blocks` is the KV blocks it needs (0 for items).
+    """
+
+    @property
+    def tokens(self) -> int | None: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def arrived_ns(self) -> int: ...
+
+
+class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
+    """What an admission policy sees.
+
+    Attributes:
+        stage: `encode` or `generate`.
+        waiting: Entries in queue order; the first is the front.
+        tokens_free: Tokens that the step still has room for.
+        entries_free: Slots or permits that are free: no more entries than this can join.
+        blocks_free: KV blocks that are free or evictable; 0 in the encode stage.
+        running: Entries already in progress in this stage.
+        divisible: Whether an entry may join with a part of its tokens (chunked prefill).
+        default_tokens: The stage's default token budget, derived from the generate stage's batch budget.
+    """
+
+    stage: str
+    now_ns: int
+    waiting: Sequence[Entry]
+    tokens_free: int
+    entries_free: int
+    blocks_free: int
+    running: int
+    divisible: bool
+    default_tokens: int
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """Indices into `view.waiting` that join now, in this order; or hold everything until a time."""
+
+    indices: Sequence[int] = ()
+    hold_until_ns: int | None = None
+
+
+class AdmissionPolicy(Policy, frozen=True, kw_only=True):
+    """Decides which waiting entries join the next step, or until when to hold."""
+
+    kind: ClassVar[str] = "admission"
+    method: ClassVar[str] = "admit"
+
+    def admit(self, view: AdmissionView) -> Admission:
+        """Return the entries that join the next step.
+
+        The kernel takes them in the given order and stops before the first that does not fit; refused entries keep
+        their places.
+        """
+        raise NotImplementedError
+
+
+# --- encoding ----------------------------------------------------------------------------------------------------
+
+
+class ItemSpan(msgspec.Struct, frozen=True):
+    """Where an item lies in its prompt: [start, stop), and whether its embedding is ready."""
+
+    start: int
+    stop: int
+    ready: bool
+
+
+class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What an encoding policy sees of one request.
+
+    `[chunk_start, chunk_stop)` is the prefill chunk that comes next; `arriving` is True when the request is new.
+    """
+
+    items: Sequence[ItemSpan]
+    chunk_start: int
+    chunk_stop: int
+    chunk_tokens: int
+    prompt_tokens: int
+    arriving: bool
+
+
+class EncodingPolicy(Policy, frozen=True, kw_only=True):
+    """Decides which items of a request to encode now."""
+
+    kind: ClassVar[str] = "encoding"
+    method: ClassVar[str] = "select"
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        """Return indices into `view.items` to encode now; those that the chunk needs are always added."""
+        raise NotImplementedError
+
+
+# --- eviction ----------------------------------------------------------------------------------------------------
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class EvictionOrder(Protocol[Key]):
+    """The evictable entries of one cache, in the order that a policy wants them gone.
+
+    Only entries that nobody uses are in it, so whatever `victim` names may go at once.
+    """
+
+    def add(self, key: Key, size: int) -> bool:
+        """Take an entry that has just become evictable; False drops it from the cache at once."""
+        ...
+
+    def reuse(self, key: Key) -> None:
+        """Forget an entry because it is in use again (a hit)."""
+        ...
+
+    def drop(self, key: Key) -> None:
+        """Forget an entry because it left the cache."""
+        ...
+
+    def victim(self) -> Key:
+        """Name the next entry to go, without removing it; the order is not empty."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Key]: ...
+
+
+class EvictionPolicy(Policy, frozen=True, kw_only=True):
+    """Decides which cached embeddings or prefix blocks go."""
+
+    kind: ClassVar[str] = "eviction"
+    method: ClassVar[str] = "build_order"
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        """Return a fresh, empty order for one cache."""
+        raise NotImplementedError
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured on one device before the KV cache is sized; bytes, unless the name says otherwise."""
+
+    device: str
+    total_bytes: int
+    available_bytes: int
+    weights_bytes: int
+    bytes_per_token: int
+    tokens_min: int
+
+
+class Build(msgspec.Struct, frozen=True):
+    """Build a KV cache of this many tokens."""
+
+    tokens: int
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """Refuse to start; the message gives value, limit and remedy."""
+
+    message: str
+
+
+class MemoryPolicy(Policy, frozen=True, kw_only=True):
+    """Decides the size of the KV cache from measurements."""
+
+    kind: ClassVar[str] = "memory"
+    method: ClassVar[str] = "plan"
+
+    mem_fraction: Fraction = 0.95
+    """Share of the device's memory that weights, activations and KV may take together, in (0, 1]."""
+
+    def plan(self, view: MemoryView) -> Build | Fail:
+        """Return the size to build, or the reason not to start."""
+        raise NotImplementedError
+
+
+# --- routing -----------------------------------------------------------------------------------------------------
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one replica, in tokens: not yet pulled, waiting and running."""
+
+    index: int
+    load_tokens: int
+    healthy: bool
+
+
+class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a routing policy sees: the replicas, the request, and how many requests were routed before it."""
+
+    replicas: Sequence[ReplicaView]
+    prompt_tokens: int
+    item_keys: Sequence[bytes]
+    routed: int
+
+
+class RoutingPolicy(Policy, frozen=True, kw_only=True):
+    """Decides the replica of a request."""
+
+    kind: ClassVar[str] = "routing"
+    method: ClassVar[str] = "choose"
+
+    def choose(self, view: RoutingView) -> int:
+        """Return an index into `view.replicas`."""
+        raise NotImplementedError
+
+
+# --- preemption --------------------------------------------------------------------------------------------------
+
+
+class RunningView(msgspec.Struct, frozen=True, kw_only=True):
+    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted."""
+
+    tokens: int
+    blocks: int
+    outputs: int
+    priority: int
+    arrived_ns: int
+
+
+class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
+    """The running requests, oldest first, when KV blocks ran out."""
+
+    now_ns: int
+    running: Sequence[RunningView]
+
+
+class PreemptionPolicy(Policy, frozen=True, kw_only=True):
+    """Decides the victim when KV blocks run out; it is recomputed later."""
+
+    kind: ClassVar[str] = "preemption"
+    method: ClassVar[str] = "victim"
+
+    def victim(self, view: PreemptionView) -> int:
+        """Return an index into `view.running`."""
+        raise NotImplementedError
+
+
+CONTRACTS: dict[str, type[Policy]] = {
+    base.kind: base
+    for base in (
+        AdmissionPolicy,
+        EncodingPolicy,
+        EvictionPolicy,
+        MemoryPolicy,
+        RoutingPolicy,
+        PreemptionPolicy,
+    )
+}

@@ -1,0 +1,277 @@
+"""A rank process: `python -m vsched.rank`, started by an engine and never by hand.
+
+Its specification comes as one line on standard input, which then stays open: when it ends, the engine is gone, however
+it went, and the rank exits. Between decisions a rank blocks; if it hears nothing for the timeout, not even a heartbeat,
+it stops with an error. It computes nothing that a checked log entry did not tell it to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, RankDesync, VschedError
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.plugins import load_worker, resolve_policy
+from vsched.policy import Fail, MemoryPolicy
+from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import RankLink, wait_readable
+from vsched.types import Extent
+from vsched.wire import (
+    Beat,
+    EncodeResult,
+    Failure,
+    FollowerLog,
+    GenerateResult,
+    Heartbeat,
+    Hello,
+    Loading,
+    Ready,
+    Report,
+    Stop,
+    encode_report,
+)
+from vsched.worker.contract import GenerateWorker
+from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+logger = logging.getLogger("vsched.rank")
+
+
+class Role(Protocol):
+    """One group that this process belongs to."""
+
+    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> Report:
+        """Carry out a decision."""
+        ...
+
+
+class EncodeSide:
+    """The encode group's part of this process."""
+
+    def __init__(self, rank: EncodeRank) -> None:
+        self._rank = rank
+
+    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> EncodeResult:
+        """Carry out a decision of the encode group."""
+        if not isinstance(entry, EncodeDecision):
+            raise RankDesync("an encode rank heard a decision of a generate group")
+        return self._rank.apply(entry)
+
+
+class GenerateSide:
+    """The generate group's part of this process."""
+
+    def __init__(self, rank: GenerateRank) -> None:
+        self._rank = rank
+
+    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> GenerateResult:
+        """Carry out a decision of the generate group."""
+        if not isinstance(entry, GenerateDecision):
+            raise RankDesync("a generate rank heard a decision of an encode group")
+        return self._rank.apply(entry)
+
+
+class Member:
+    """A link to one leader, the log heard over it, and the side that carries it out."""
+
+    def __init__(self, spec: RankSpec, address: str) -> None:
+        self.link = RankLink(address, spec.rank)
+        self.log = FollowerLog()
+        self.side: Role | None = None
+        self.heard_s = time.monotonic()
+        self.link.send(encode_report(Hello(spec.rank, spec.secret)))
+
+    def report(self, report: Report) -> None:
+        """Send a report to the leader."""
+        self.link.send(encode_report(report))
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Report progress of loading."""
+        self.report(Loading(what, fraction))
+
+    def turn(self) -> bool | None:
+        """Carry out the next entry: True when there was one, None when it was the last."""
+        frames = self.link.receive()
+        if frames is None:
+            return False
+        self.heard_s = time.monotonic()
+        match self.log.accept(frames):
+            case Heartbeat():
+                self.report(Beat(self.log.seq, process_memory()))
+            case Stop():
+                return None
+            case entry:
+                assert self.side is not None
+                start_ns = time.perf_counter_ns()
+                result = self.side.carry_out(entry)
+                busy_ns = time.perf_counter_ns() - start_ns
+                self.report(msgspec.structs.replace(result, busy_ns=busy_ns))
+        # A step can take longer than the timeout: what came meanwhile was heard, only not read.
+        self.heard_s = time.monotonic()
+        return True
+
+
+def process_memory() -> dict[str, int]:
+    """Return this process's resident bytes, now and at their peak."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status if line.startswith("Vm"))
+    return {
+        "resident": int(fields["VmRSS"].split()[0]) * 1024,
+        "peak": int(fields["VmHWM"].split()[0]) * 1024,
+    }
+
+
+def run(spec: RankSpec) -> None:
+    """Load what the roles need, report ready, and follow the logs until told to stop.
+
+    Raises:
+        RankDesync: When a log has a gap or differs.
+        GroupLost: When a leader is silent for longer than the timeout.
+        DeviceOutOfMemory: When a generate step ran out of memory.
+    """
+    arena = Arena(spec.arena_fd, spec.layout)
+    members: list[Member] = []
+    try:
+        if spec.encode is not None:
+            members.append(Member(spec, spec.encode.address))
+        if spec.generate is not None:
+            members.append(Member(spec, spec.generate.address))
+        try:
+            ready = _load(spec, arena, members)
+            for member, report in zip(members, ready, strict=True):
+                member.report(report)
+            _follow(members, spec.timeout_s)
+        except VschedError as error:
+            for member in members:
+                member.report(Failure(type(error).__name__, str(error)))
+            raise
+    finally:
+        for member in members:
+            member.link.close()
+
+
+def _load(spec: RankSpec, arena: Arena, members: list[Member]) -> list[Ready]:
+    ready: list[Ready] = []
+    sides = iter(members)
+    if spec.encode is not None:
+        member = next(sides)
+        member.side = _load_encoder(spec, spec.encode, arena, member.progress)
+        ready.append(Ready(0, process_memory()))
+    if spec.generate is not None:
+        member = next(sides)
+        member.side, blocks, memory = _load_generator(spec, spec.generate, arena, member.progress)
+        ready.append(Ready(blocks, memory))
+    return ready
+
+
+def _load_encoder(
+    spec: RankSpec, role: EncodeRole, arena: Arena, progress: Callable[[str, float], None]
+) -> EncodeSide:
+    worker = load_worker(role.plugin).load_encoder(spec.info, role.settings, progress)
+
+    def pixel_values(extent: Extent) -> object:
+        return arena.pixel_values(extent, spec.info.patch_values)
+
+    return EncodeSide(EncodeRank(worker, arena.embeddings, pixel_values))  # type: ignore[arg-type]
+
+
+def _load_generator(
+    spec: RankSpec, role: GenerateRole, arena: Arena, progress: Callable[[str, float], None]
+) -> tuple[GenerateSide, int, dict[str, int]]:
+    worker = load_worker(role.plugin).load_generator(spec.info, role.settings, progress)
+    blocks, memory = size_kv(worker, role, spec.info.kv_bytes_per_token)
+    rank = GenerateRank(
+        worker,
+        arena.embeddings,
+        slots=role.slots,
+        context_tokens=role.context_tokens,
+        block_size=role.block_size,
+    )
+    return GenerateSide(rank), blocks, memory
+
+
+def size_kv(
+    worker: GenerateWorker, role: GenerateRole, kv_bytes_per_token: int
+) -> tuple[int, dict[str, int]]:
+    """Ask the memory policy for the size of the KV cache, and build it.
+
+    Raises:
+        DeviceOutOfMemory: When the policy refuses, or the cache does not fit after all.
+    """
+    policy = resolve_policy("memory", role.memory, path="generate.memory")
+    assert isinstance(policy, MemoryPolicy)
+    view = msgspec.structs.replace(worker.memory(), tokens_min=role.tokens_min)
+    plan = policy.plan(view)
+    if isinstance(plan, Fail):
+        raise DeviceOutOfMemory(plan.message)
+    blocks = plan.tokens // role.block_size
+    worker.build_kv(blocks=blocks, block_size=role.block_size)
+    kv_bytes = blocks * role.block_size * kv_bytes_per_token
+    memory = {"weights": view.weights_bytes, "kv": kv_bytes, **process_memory()}
+    return blocks, memory
+
+
+def _follow(members: list[Member], timeout_s: float) -> None:
+    """Take turns between the logs until one says stop."""
+    while True:
+        turns = [member.turn() for member in members]
+        if None in turns:
+            return
+        if any(turns):
+            continue
+        deadline_s = min(member.heard_s for member in members) + timeout_s
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not wait_readable([member.link for member in members], left_s):
+            raise GroupLost(
+                f"heard nothing from the engine for {timeout_s:g} s (deadlines.rank_timeout_s); "
+                "a living engine sends a heartbeat every deadlines.heartbeat_s"
+            )
+
+
+def _exit_with_parent(run_dir: str) -> None:
+    """Wait for the end of standard input, then end this process and remove what the engine left."""
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os._exit(3)
+
+
+def main() -> int:
+    """Read the specification and run the rank."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1)
+        if not piece:
+            return 3
+        line += piece
+    spec = msgspec.json.decode(bytes(line), type=RankSpec)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when ranks stop
+    watcher = threading.Thread(
+        target=_exit_with_parent, args=(spec.run_dir,), name="lifeline", daemon=True
+    )
+    watcher.start()
+    try:
+        run(spec)
+    except (CheckpointError, DeviceOutOfMemory) as error:
+        logger.error("rank %d stops: %s", spec.rank, error)  # noqa: TRY400 - the message says it all
+        return 2
+    except VschedError:
+        logger.exception("rank %d stops", spec.rank)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

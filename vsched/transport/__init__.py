@@ -1,0 +1,1 @@
+"""Carrying decisions and reports between processes, and the shared memory beside them."""

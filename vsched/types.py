@@ -1,0 +1,165 @@
+"""The nouns that every part of vsched shares: requests, items, sampling parameters, model facts.
+
+All are immutable msgspec structs, so that they travel over a wire and into a log exactly as they are in memory.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen and when it ends.
+
+    `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
+    batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
+    added unless `ignore_eos`. `logprobs` is the number of alternatives to report a token, None for none at all.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the argmax of the raw logits is the answer."""
+        return (
+            self.temperature == 0.0
+            and self.repetition_penalty == 1.0
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.logprobs is None
+            and self.min_tokens == 0
+        )
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """A byte range of the arena's pixel region."""
+
+    offset: int
+    size: int
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a request.
+
+    Attributes:
+        key: 32-byte digest over content, shape, dtype and processor settings: equal content, equal key.
+        tokens: Encoder output tokens after the spatial merge; also the placeholders it fills in the prompt.
+        offset: Index of its first placeholder in the prompt.
+        grid: Patches in time, height and width, before the merge.
+        pixels: Where its pixels lie in the arena, float32 of shape [t*h*w, patch values].
+    """
+
+    key: bytes
+    tokens: int
+    offset: int
+    grid: tuple[int, int, int]
+    pixels: Extent | None = None
+
+    @property
+    def end(self) -> int:
+        """Index just past its last placeholder."""
+        return self.offset + self.tokens
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the engine submits it to a replica.
+
+    `items` are in prompt order and do not overlap. `arrived_ns` is the shell's clock at submission. `cache_salt`
+    separates the prefix and embedding caches of tenants.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    items: tuple[MediaItem, ...] = ()
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+    arrived_ns: int = 0
+    cache_salt: str = ""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the first two are what OpenAI clients know."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rest of the system must know of a checkpoint without loading it.
+
+    Attributes:
+        family: The model family's name, such as `qwen2_5_vl`.
+        dtype: `float32`, `bfloat16` or `float16`: weights, KV cache and embeddings alike.
+        embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
+        kv_bytes_per_token: Bytes of K and V of one token over all layers.
+        patch_values: Values of one patch: channels x temporal patch x patch x patch.
+        item_tokens_max: Most tokens that one image may have after the clamp.
+        stop_token_ids: End-of-sequence tokens of the checkpoint.
+    """
+
+    family: str
+    path: str
+    dtype: str
+    hidden_size: int
+    embedding_levels: int
+    vocab_size: int
+    context_tokens: int
+    kv_bytes_per_token: int
+    patch_values: int
+    item_tokens_max: int
+    image_token_id: int
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value of `dtype`."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def embedding_row_bytes(self) -> int:
+        """Bytes of one token's embedding, every level included."""
+        return self.hidden_size * self.embedding_levels * self.itemsize
+
+
+ARENA_ALIGNMENT = 64
+
+
+class ArenaLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where things lie in the shared arena: pixels first, then pages of embedding rows."""
+
+    pixel_bytes: int
+    pages: int
+    page_rows: int
+    row_bytes: int
+
+    @property
+    def embedding_offset(self) -> int:
+        """First byte of the embedding region."""
+        return -(-self.pixel_bytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the embedding region."""
+        return self.pages * self.page_rows * self.row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return self.embedding_offset + self.embedding_bytes

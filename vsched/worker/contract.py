@@ -1,0 +1,307 @@
+"""What a worker plug-in implements, and the batches it is handed.
+
+A plug-in executes; it never decides. `vsched.worker.rank` follows the decision log, keeps slots, block tables and
+sequences, and hands complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is buffers.
+
+A plug-in is one module-level object that the entry-point group `vsched.workers` names; it implements `WorkerPlugin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.policy import MemoryView
+from vsched.types import ModelInfo, SamplingParams
+
+Progress = Callable[[str, float], None]
+"""Called while loading with what is being done and the fraction done, 0 to 1."""
+
+
+# --- encode ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """One item to encode.
+
+    Shape: `pixels` is float32 [t*h*w, patch values], a view of the arena (read-only, valid during the call).
+    `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be partly filled.
+    """
+
+    key: bytes
+    grid: tuple[int, int, int]
+    tokens: int
+    pixels: npt.NDArray[np.float32]
+    pages: Sequence[int]
+
+
+class EncodeWorker(Protocol):
+    """The vision tower of one rank."""
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Encode the jobs in one batch and write their rows.
+
+        Shape: `embeddings` is the arena's embedding region, uint8 [pages, rows a page, bytes a row]. A row holds the
+        embedding levels of one token one after the other: the main embedding first, then each deepstack level.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
+        """
+        ...
+
+
+# --- generate ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRows:
+    """The embedding rows of one item that a chunk covers.
+
+    `chunk_start` is the index, within the chunk, of the first placeholder covered; rows [row_start, row_stop) of the
+    item, found in arena `pages`, fill the placeholders from there on.
+    """
+
+    chunk_start: int
+    row_start: int
+    row_stop: int
+    pages: Sequence[int]
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """A request as a rank keeps it, from its first decision to its release.
+
+    Attributes:
+        number: The kernel's number of the request.
+        tokens: Prompt and output tokens so far; int32, `length` of them valid.
+        prompt_length: How many of them are the prompt.
+        items: (offset, tokens, grid) of each image, in prompt order.
+        state: What the plug-in keeps of it (positions, rope delta, sampler state); set by `GenerateWorker.prepare`.
+    """
+
+    number: int
+    tokens: npt.NDArray[np.int32]
+    length: int
+    prompt_length: int
+    items: list[tuple[int, int, tuple[int, int, int]]]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    state: Any = None
+
+    @property
+    def outputs(self) -> npt.NDArray[np.int32]:
+        """Output tokens so far, int32 [length - prompt_length]."""
+        return self.tokens[self.prompt_length : self.length]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one prompt, positions [start, stop), to prefill in this step.
+
+    `samples` is True when the chunk ends the known tokens, so that its last row yields a token.
+    """
+
+    slot: int
+    sequence: SequenceState
+    start: int
+    stop: int
+    samples: bool
+    items: Sequence[ItemRows]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step of the generate stage.
+
+    Rows that yield a token are, in order: the decode rows, then each chunk with `samples`.
+
+    Shape:
+        decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot.
+        decode_positions: int32 [D], the KV position that this step writes: tokens before it.
+        block_tables: int32 [slots, blocks a sequence]; row = slot; only the first blocks of a row are meaningful.
+        embeddings: uint8 [pages, rows a page, bytes a row], the arena's embedding region (read only).
+        special: (row, sequence) of the rows that need more than the argmax of their raw logits.
+    """
+
+    decode_slots: npt.NDArray[np.int32]
+    decode_tokens: npt.NDArray[np.int32]
+    decode_positions: npt.NDArray[np.int32]
+    decode_sequences: Sequence[SequenceState]
+    block_tables: npt.NDArray[np.int32]
+    embeddings: npt.NDArray[np.uint8]
+    chunks: list[Chunk] = field(default_factory=list)
+    special: list[tuple[int, SequenceState]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one sampled token and of the most likely alternatives, best first."""
+
+    row: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens of a step, int32 [rows], and log-probabilities for the rows that asked for them."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class GenerateWorker(Protocol):
+    """The language model of one rank."""
+
+    def memory(self) -> MemoryView:
+        """Return what is measured on the device now, before the KV cache is built."""
+        ...
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:
+        """Allocate a KV cache of this many blocks.
+
+        Raises:
+            DeviceOutOfMemory: When it does not fit.
+        """
+        ...
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Set `sequence.state`: positions and the like; called once, before its first chunk."""
+        ...
+
+    def step(self, batch: Batch) -> Sampled:
+        """Run one step and sample.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        ...
+
+
+# --- front end and plug-in ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """What an image becomes once resized: patch grid and tokens."""
+
+    grid: tuple[int, int, int]
+    tokens: int
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one request into text as they come; never emits half a character."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make certain."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        ...
+
+
+class Preprocessor(Protocol):
+    """The checkpoint's tokenizer, chat template and image processor; thread-safe, torch-free while it runs."""
+
+    info: ModelInfo
+    settings_digest: bytes
+    """Digest over everything but the image that the pixels depend on (D14, G9)."""
+
+    def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
+        """Render OpenAI-shaped messages with the chat template, one placeholder an image.
+
+        Raises:
+            RequestRefused: When the template rejects the messages.
+        """
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return token ids, special tokens recognised, none added."""
+        ...
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, special tokens skipped."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for (for log-probabilities)."""
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a fresh incremental detokenizer for one request."""
+        ...
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Return grid and tokens of an image of this size.
+
+        Raises:
+            RequestRefused: When the checkpoint's processor cannot take such a size (aspect ratio, tokens).
+        """
+        ...
+
+    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells."""
+        ...
+
+    def expand(self, token_ids: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Replace the i-th image placeholder by `tokens[i]` of them; return the ids and the items' offsets.
+
+        Raises:
+            RequestRefused: When placeholders and images differ in number.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a rank runs its model. `encode_tokens_max` caps the tokens of one encode batch."""
+
+    device: str = "cpu"
+    threads: int = 1
+    attention: str = "auto"
+    encode_tokens_max: int = 0
+
+
+class WorkerPlugin(Protocol):
+    """What an entry point in `vsched.workers` names."""
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+        """Read the checkpoint's facts without loading weights.
+
+        `dtype` is `auto` or a name; `item_tokens_max` is the per-image token cap, 0 for none.
+
+        Raises:
+            CheckpointError: When there is no such checkpoint, its family is unsupported, or files are missing.
+        """
+        ...
+
+    def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
+        """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
+        ...
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> EncodeWorker:
+        """Load the vision tower alone.
+
+        Raises:
+            CheckpointError: When weights are missing or a file is corrupt.
+        """
+        ...
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> GenerateWorker:
+        """Load the language model alone.
+
+        Raises:
+            CheckpointError: When weights are missing or a file is corrupt.
+        """
+        ...

@@ -1,0 +1,255 @@
+"""Attention over a paged KV cache.
+
+The modelling code calls `attend` through transformers' table of attention functions, once a layer, with the queries, keys
+and values of one packed row: first the decode rows, one token each, then the tokens of each prefill chunk. `attend` writes
+keys and values into their slots of the cache and reads each sequence's context back through its block table.
+
+No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since what
+a token may see follows from its place in its sequence.
+
+What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function as a
+keyword argument of the model's call, so that no state is global and two models can run in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "vsched_paged"
+KERNELS = ("auto", "exact", "numba")
+
+
+class DecodeKernel(Protocol):
+    """Attention of single query rows over contexts in the cache."""
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        ...
+
+
+class KvCache:
+    """Keys and values of every layer, [blocks * block_size, kv heads, head dim] each."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self.block_size = block_size
+        shape = (blocks * block_size, kv_heads, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """The same memory as numpy arrays; bfloat16, which numpy does not know, as uint16."""
+
+        def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+            half = tensor.dtype == torch.bfloat16
+            found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
+            return found
+
+        return [(array(key), array(value)) for key, value in zip(self.keys, self.values, strict=True)]
+
+
+@dataclass(slots=True)
+class Segment:
+    """One chunk of the packed row: rows [start, stop), whose last token has `context` tokens up to itself.
+
+    `slots` are the cache slots of the whole context, None where the chunk is all of it.
+    `mask` is True where a row may look, None where the plain causal rule holds.
+    """
+
+    start: int
+    stop: int
+    context: int
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """What the layers of one step share.
+
+    Shape:
+        slots: int64 [rows], where each row's key and value go.
+        tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
+        contexts: int32 [decode rows], tokens that each decode row sees, itself included.
+    """
+
+    cache: KvCache
+    decode: DecodeKernel
+    slots: torch.Tensor
+    decode_rows: int
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    segments: list[Segment]
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+
+def context_slots(
+    table: npt.NDArray[np.int32], length: int, block_size: int
+) -> npt.NDArray[np.int64]:
+    """Return the cache slots of the first `length` tokens of a sequence."""
+    blocks = table[: -(-length // block_size)].astype(np.int64)
+    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
+
+
+def make_segment(
+    table: npt.NDArray[np.int32], *, start: int, first: int, last: int, block_size: int, device: str
+) -> Segment:
+    """Describe a chunk of positions [first, last) that lies at row `start` of the packed row."""
+    count = last - first
+    if first == 0:
+        return Segment(start, start + count, last, None, None)
+    slots = torch.from_numpy(context_slots(table, last, block_size)).to(device)
+    mask = None
+    if count > 1:
+        mask = torch.ones(count, last, dtype=torch.bool, device=device).tril(first)
+    return Segment(start, start + count, last, slots, mask)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_step: PagedStep,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend for one layer of a packed row.
+
+    Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns
+    [1, rows, heads, head dim].
+    """
+    layer: Any = module.layer_idx
+    keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
+    queries = query[0].transpose(0, 1)
+    keys.index_copy_(0, paged_step.slots, key[0].transpose(0, 1))
+    values.index_copy_(0, paged_step.slots, value[0].transpose(0, 1))
+    rows = paged_step.decode_rows
+    if not paged_step.segments:
+        return paged_step.decode(queries, layer, paged_step, scaling)[None], None
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    if rows:
+        out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
+    for segment in paged_step.segments:
+        part = slice(segment.start, segment.stop)
+        if segment.slots is None:
+            seen_keys, seen_values = key[:, :, part], value[:, :, part]
+        else:
+            seen_keys = keys.index_select(0, segment.slots).transpose(0, 1)[None]
+            seen_values = values.index_select(0, segment.slots).transpose(0, 1)[None]
+        attended = functional.scaled_dot_product_attention(
+            query[:, :, part],
+            seen_keys,
+            seen_values,
+            attn_mask=segment.mask,
+            is_causal=segment.slots is None and segment.stop - segment.start > 1,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out[part] = attended[0].transpose(0, 1)
+    return out[None], None
+
+
+def decode_by_gather(
+    query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+) -> torch.Tensor:
+    """Gather every context and let torch attend: works on every device and for every type.
+
+    The query heads that share a key head are laid out as its query rows, so that no key is repeated.
+    """
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    gather, mask = _gather_index(step, query.device)
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    attended = functional.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, heads // kv_heads, head_dim),
+        keys[gather].transpose(1, 2),
+        values[gather].transpose(1, 2),
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return attended.reshape(rows, heads, head_dim)
+
+
+def _gather_index(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of all contexts, [rows, longest], and where they are real; once a step."""
+    found = step.scratch.get("gather")
+    if found is None:
+        size = step.cache.block_size
+        longest = int(step.contexts.max())
+        blocks = step.tables[:, : -(-longest // size)].astype(np.int64)
+        slots = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)[:, :longest]
+        seen = np.arange(longest)[None] < step.contexts[:, None]
+        # A table's unused entries may hold anything; slot 0 is always there to be read and masked.
+        slots = np.where(seen, slots, 0)
+        found = (
+            torch.from_numpy(slots).to(device),
+            torch.from_numpy(seen[:, None, None]).to(device),
+        )
+        step.scratch["gather"] = found
+    gather, mask = found
+    return gather, mask
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `NAME`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
+    """Return the decode kernel that `settings.attention` asks for; `auto` takes the fastest that runs here.
+
+    Raises:
+        ConfigError: When there is no such kernel, or it cannot run here.
+    """
+    choice = settings.attention
+    if choice not in KERNELS:
+        raise ConfigError(
+            f"generate.attention: unknown kernel {choice!r}. Known: {', '.join(KERNELS)}."
+        )
+    fits = settings.device == "cpu" and dtype in {torch.float32, torch.bfloat16}
+    if choice == "exact" or (choice == "auto" and not fits):
+        return decode_by_gather
+    if not fits:
+        raise ConfigError(
+            f"generate.attention: `numba` runs on cpu with float32 or bfloat16 only, not on {settings.device} with "
+            f"{dtype}. Remedy: use `auto`."
+        )
+    try:
+        from vsched_workers.numba_attention import NumbaDecode
+    except ImportError as error:
+        if choice == "auto":
+            return decode_by_gather
+        raise ConfigError(
+            "generate.attention: `numba` is not installed. Remedy: install it, or use `auto`."
+        ) from error
+    return NumbaDecode(dtype, settings.threads)

@@ -1,0 +1,102 @@
+"""What a model family must tell: its sizes, its modules, its token counts and its positions.
+
+Everything that reads a plain `config.json` is torch-free, so that inspecting a checkpoint is quick; torch and
+transformers are imported by the methods that build or run a module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Grid = tuple[int, int, int]
+Items = Sequence[tuple[int, int, Grid]]
+
+
+class Family(ABC):
+    """One model family; stateless.
+
+    Attributes:
+        name: The `model_type` of its `config.json`.
+        language_prefixes: Where its language model's tensors lie in a checkpoint, newest layout first.
+        vision_prefixes: The same for its vision tower.
+        text_defaults: Sizes that a `config.json` may leave out of its text part.
+        vision_defaults: The same for its vision part.
+    """
+
+    name: ClassVar[str]
+    language_prefixes: ClassVar[tuple[str, ...]]
+    vision_prefixes: ClassVar[tuple[str, ...]]
+    text_defaults: ClassVar[Mapping[str, Any]]
+    vision_defaults: ClassVar[Mapping[str, Any]]
+
+    def text(self, config: Mapping[str, Any], key: str) -> Any:
+        """Return one entry of the text part; older checkpoints keep it at the top level."""
+        part = config.get("text_config")
+        found = part.get(key) if isinstance(part, Mapping) else None
+        if found is None and not isinstance(part, Mapping):
+            found = config.get(key)
+        return found if found is not None else self._default(self.text_defaults, key, "text_config")
+
+    def vision(self, config: Mapping[str, Any], key: str) -> Any:
+        """Return one entry of the vision part."""
+        part = config.get("vision_config")
+        found = part.get(key) if isinstance(part, Mapping) else None
+        return (
+            found
+            if found is not None
+            else self._default(self.vision_defaults, key, "vision_config")
+        )
+
+    def _default(self, defaults: Mapping[str, Any], key: str, part: str) -> Any:
+        if key not in defaults:
+            raise CheckpointError(
+                f"config.json: {part}.{key} is missing. Remedy: download the checkpoint again."
+            )
+        return defaults[key]
+
+    @abstractmethod
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        """Return the values of one attention head."""
+
+    @abstractmethod
+    def embedding_levels(self, config: Mapping[str, Any]) -> int:
+        """Return the rows that the encoder yields a token."""
+
+    @abstractmethod
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        """Build the language model without its head, on the current default device, uninitialised."""
+
+    @abstractmethod
+    def build_vision(self, path: str, attention: str) -> nn.Module:
+        """Build the vision tower on the current default device, uninitialised."""
+
+    @abstractmethod
+    def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Run the tower over the patches of several images.
+
+        Shape: `pixels` [sum of t*h*w, patch values]; `grids` int64 [images, 3]. Returns [tokens, levels * hidden].
+        """
+
+    @abstractmethod
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the M-RoPE positions of a prompt, int64 [3, tokens], and the delta of what follows it.
+
+        `config` is the module's own configuration object (that of the whole model).
+        """
+
+    @abstractmethod
+    def model_config(self, path: str) -> Any:
+        """Load the configuration object of the whole model."""

@@ -1,0 +1,74 @@
+"""Qwen2.5-VL: windowed vision attention, one embedding row a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.base import Family, Items
+from vsched_workers.families.qwen_positions import rope_positions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Qwen25Vl(Family):
+    """The family `qwen2_5_vl`."""
+
+    name: ClassVar[str] = "qwen2_5_vl"
+    language_prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.", "model.")
+    vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.", "visual.")
+    text_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+    }
+    vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    }
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        return int(self.text(config, "hidden_size")) // int(
+            self.text(config, "num_attention_heads")
+        )
+
+    def embedding_levels(self, config: Mapping[str, Any]) -> int:
+        return 1
+
+    def model_config(self, path: str) -> Any:
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
+
+        return Qwen2_5_VLConfig.from_pretrained(path, local_files_only=True)
+
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+        config = self.model_config(path).text_config
+        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        return Qwen2_5_VLTextModel(config)
+
+    def build_vision(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VisionTransformerPretrainedModel,
+        )
+
+        config = self.model_config(path).vision_config
+        config._attn_implementation = attention  # noqa: SLF001
+        return Qwen2_5_VisionTransformerPretrainedModel(config)
+
+    def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = tower(pixels, grid_thw=grids).pooler_output
+        return rows
+
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+        return rope_positions(Qwen2_5_VLModel, config, token_ids, items)

@@ -1,0 +1,74 @@
+"""Qwen3-VL: deepstack, so that a token has one embedding row and one more for each deepstack level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.base import Family, Items
+from vsched_workers.families.qwen_positions import rope_positions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Qwen3Vl(Family):
+    """The family `qwen3_vl`."""
+
+    name: ClassVar[str] = "qwen3_vl"
+    language_prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.",)
+    vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)
+    text_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 128000,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    }
+    vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "deepstack_visual_indexes": (8, 16, 24),
+    }
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        return int(self.text(config, "head_dim"))
+
+    def embedding_levels(self, config: Mapping[str, Any]) -> int:
+        return 1 + len(self.vision(config, "deepstack_visual_indexes"))
+
+    def model_config(self, path: str) -> Any:
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+
+        return Qwen3VLConfig.from_pretrained(path, local_files_only=True)
+
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
+
+        config = self.model_config(path).text_config
+        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        return Qwen3VLTextModel(config)
+
+    def build_vision(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        config = self.model_config(path).vision_config
+        config._attn_implementation = attention  # noqa: SLF001
+        return Qwen3VLVisionModel(config)
+
+    def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        out = tower(pixels, grid_thw=grids)
+        return torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
+
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+        return rope_positions(Qwen3VLModel, config, token_ids, items)

@@ -1,0 +1,143 @@
+"""How the Qwen-VL processors size an image, and the clamp that bounds it to a token budget.
+
+The processor resizes an image to multiples of one *factor* (patch x merge): one factor squared is one token. It rounds
+both sides; if the area is then above the maximum, it floors both, if below the minimum, it raises both to the ceiling.
+
+Neither bound holds for thin images, and that is the reason for this file:
+
+- Above the maximum each side is floored to at least one factor, so a 1 x r strip of N allowed tokens gets
+  floor(sqrt(N * r)) tokens: more than N while r > N, and r may be 200.
+- Below the minimum of M tokens the two ceilings give up to (sqrt(M / r) + 1) * (sqrt(M * r) + 1) tokens, so a minimum
+  that is just clamped to the maximum still escapes.
+
+The clamp therefore lowers the maximum to the budget, lowers the minimum so far that no legal aspect ratio escapes
+through it, and `Preprocessor.plan_image` refuses the thin images that the maximum still lets through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vsched.errors import ConfigError, limit_message
+
+ASPECT_RATIO_MAX = 200
+"""Longer side over shorter side that the processors still accept."""
+
+_RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """The area that a resized image may have; `maximum` is None where the processor sets none."""
+
+    minimum: int
+    maximum: int | None
+
+
+def resized(height: int, width: int, *, factor: int, limits: PixelLimits) -> tuple[int, int]:
+    """Return the height and width that the processor resizes an image to.
+
+    The arithmetic follows the processor's to the last rounding, since the two must agree on every size.
+    """
+    rows = round(height / factor) * factor
+    columns = round(width / factor) * factor
+    if limits.maximum is not None and rows * columns > limits.maximum:
+        shrink = math.sqrt((height * width) / limits.maximum)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < limits.minimum:
+        grow = math.sqrt(limits.minimum / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def pixel_limits(settings: Mapping[str, Any], default: PixelLimits) -> PixelLimits:
+    """Read the limits from processor settings: `min_pixels` and `max_pixels` win over `size`."""
+    size = settings.get("size")
+    minimum: int | None = default.minimum
+    maximum = default.maximum
+    if isinstance(size, Mapping):
+        minimum = size.get("shortest_edge")
+        maximum = size.get("longest_edge")
+    if settings.get("min_pixels") is not None:
+        minimum = settings["min_pixels"]
+    if settings.get("max_pixels") is not None:
+        maximum = settings["max_pixels"]
+    return PixelLimits(
+        minimum=int(minimum) if minimum else 1, maximum=int(maximum) if maximum else None
+    )
+
+
+def minimum_tokens_for(tokens: int) -> int:
+    """Return the largest minimum, in tokens, whose ceilings stay within `tokens` at every legal aspect ratio."""
+    # (sqrt(M / r) + 1) * (sqrt(M * r) + 1) <= N, solved for M at the extreme ratio.
+    root = (math.sqrt(_RATIO_TERM**2 + 4 * (tokens - 1)) - _RATIO_TERM) / 2
+    return max(1, math.floor(root * root))
+
+
+def clamp_limits(limits: PixelLimits, *, tokens: int, factor: int) -> PixelLimits:
+    """Bound the limits to a budget of tokens an image; 0 is no budget.
+
+    Raises:
+        ConfigError: When the budget is negative.
+    """
+    if tokens == 0:
+        return limits
+    if tokens < 0:
+        raise ConfigError(
+            limit_message(
+                "the token budget of one image is below 1",
+                value=tokens,
+                limit=1,
+                remedy="set a budget of at least 1, or 0 for none",
+            )
+        )
+    area = factor * factor
+    allowed = tokens * area
+    maximum = allowed if limits.maximum is None else min(limits.maximum, allowed)
+    minimum = min(limits.minimum, minimum_tokens_for(tokens) * area)
+    return PixelLimits(minimum=minimum, maximum=maximum)
+
+
+def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> dict[str, Any]:
+    """Return processor settings in which every limit that is there is bounded alike.
+
+    Other keys stay as they are and a missing key is not invented; a key that is there without a value means no limit.
+    """
+    clamped = dict(settings)
+    if tokens == 0:
+        return clamped
+
+    def bounded(limits: PixelLimits) -> PixelLimits:
+        return clamp_limits(limits, tokens=tokens, factor=factor)
+
+    def bound(table: dict[str, Any], low: str, high: str) -> None:
+        if high in table:
+            value = table[high]
+            table[high] = bounded(PixelLimits(1, None if value is None else int(value))).maximum
+        if table.get(low) is not None:
+            table[low] = bounded(PixelLimits(int(table[low]), None)).minimum
+
+    bounded(PixelLimits(1, None))
+    bound(clamped, "min_pixels", "max_pixels")
+    if isinstance(clamped.get("size"), Mapping):
+        size = dict(clamped["size"])
+        bound(size, "shortest_edge", "longest_edge")
+        clamped["size"] = size
+    return clamped
+
+
+def worst_tokens(limits: PixelLimits, *, factor: int) -> int | None:
+    """Return a bound on the tokens of any image within these limits; None where there is no maximum."""
+    if limits.maximum is None:
+        return None
+    area = factor * factor
+    most = max(1, limits.maximum // area)
+    strip = math.floor(math.sqrt(limits.maximum / area * ASPECT_RATIO_MAX))
+    least = limits.minimum / area
+    raised = math.floor(least + _RATIO_TERM * math.sqrt(least) + 1)
+    return max(most, strip if most < ASPECT_RATIO_MAX else 0, raised)

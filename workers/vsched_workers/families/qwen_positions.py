@@ -1,0 +1,45 @@
+"""M-RoPE positions by the model's own rule, without an instance of the model.
+
+`get_rope_index` needs of its instance the configuration and one sibling method only. The generate worker has no whole
+model (the vision tower is not there), so the rule is called on a stand-in that has just these two.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.base import Items
+
+
+def rope_positions(
+    model_class: Any, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Return positions, int64 [3, tokens], and the delta to add to a later token's index.
+
+    The items, not the token ids, say where the images are: a model may well sample a placeholder token.
+    """
+    length = len(token_ids)
+    if not items:
+        return np.broadcast_to(np.arange(length, dtype=np.int64), (3, length)), 0
+
+    import torch  # Here and below in this package: inspection stays torch-free.
+
+    stand_in = types.SimpleNamespace(config=config)
+    stand_in.get_vision_position_ids = functools.partial(
+        model_class.get_vision_position_ids, stand_in
+    )
+    kinds = np.zeros((1, length), dtype=np.int64)
+    for offset, tokens, _ in items:
+        kinds[0, offset : offset + tokens] = 1
+    positions, delta = model_class.get_rope_index(
+        stand_in,
+        torch.from_numpy(token_ids[None].astype(np.int64)),
+        torch.from_numpy(kinds),
+        image_grid_thw=torch.tensor([grid for _, _, grid in items], dtype=torch.int64),
+    )
+    return np.ascontiguousarray(positions[:, 0].numpy()), int(delta.item())

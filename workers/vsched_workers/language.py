@@ -1,0 +1,316 @@
+"""The generate worker: the language model alone, one packed row a step over a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+
+from vsched.policy import MemoryView
+from vsched.types import ModelInfo
+from vsched.worker.contract import Batch, Chunk, Progress, Sampled, SequenceState, WorkerSettings
+from vsched_workers import attention
+from vsched_workers.attention import KvCache, PagedStep, make_segment
+from vsched_workers.device_memory import (
+    open_device_memory,
+    require_available,
+    typed_out_of_memory,
+)
+from vsched_workers.sampling import SpecialRow, sample
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vsched_workers.families import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the worker keeps of a request.
+
+    `positions` are the M-RoPE positions of the prompt, int64 [3, prompt tokens]; a later token's is its index plus
+    `delta`, on all three axes.
+    """
+
+    positions: npt.NDArray[np.int64]
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The image rows of a packed row: where they are, and their embedding levels [levels, image rows, hidden]."""
+
+    rows: npt.NDArray[np.int64]
+    levels: torch.Tensor
+
+
+class LanguageWorker:
+    """The language model of one rank."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        family: Family,
+        model: nn.Module,
+        head: torch.Tensor,
+    ) -> None:
+        self._info = info
+        self._family = family
+        self._model: Any = model
+        self._head = head
+        self._device = settings.device
+        self._config = family.model_config(info.path)
+        self._memory = open_device_memory(settings.device)
+        self._decode = attention.choose_decode(settings, getattr(torch, info.dtype))
+        self._cache: KvCache | None = None
+        self._weights_bytes = sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in {id(each): each for each in (*model.parameters(), head)}.values()
+        )
+
+    def memory(self) -> MemoryView:
+        """Return what is measured on the device now, before the KV cache is built."""
+        return MemoryView(
+            device=self._device,
+            total_bytes=self._memory.total(),
+            available_bytes=self._memory.available(),
+            weights_bytes=self._weights_bytes,
+            bytes_per_token=self._info.kv_bytes_per_token,
+            tokens_min=1,
+        )
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:
+        """Allocate a KV cache of this many blocks; an older one is dropped first.
+
+        Raises:
+            DeviceOutOfMemory: When it does not fit.
+        """
+        self._cache = None
+        text = self._config.text_config
+        size = blocks * block_size * self._info.kv_bytes_per_token
+        require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
+        with typed_out_of_memory("building the KV cache"):
+            self._cache = KvCache(
+                layers=text.num_hidden_layers,
+                blocks=blocks,
+                block_size=block_size,
+                kv_heads=text.num_key_value_heads,
+                head_dim=self._info.kv_bytes_per_token
+                // (2 * text.num_hidden_layers * text.num_key_value_heads * self._info.itemsize),
+                dtype=getattr(torch, self._info.dtype),
+                device=self._device,
+            )
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Compute the positions of the prompt."""
+        prompt = sequence.tokens[: sequence.prompt_length]
+        positions, delta = self._family.positions(self._config, prompt, sequence.items)
+        sequence.state = Prepared(positions=positions, delta=delta)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> Sampled:
+        """Run one step and sample.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        with typed_out_of_memory("running a step"):
+            token_ids, positions, step = self._pack(batch)
+            hidden = self._forward(batch, token_ids, positions, step)
+            rows = _sampling_rows(batch)
+            if not len(rows):
+                return Sampled(tokens=np.empty(0, dtype=np.int32))
+            if len(rows) < len(hidden):
+                hidden = hidden[torch.from_numpy(rows).to(self._device)]
+            logits = functional.linear(hidden, self._head)
+            return sample(logits, _special_rows(batch))
+
+    def _pack(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
+        """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
+        cache = self._cache
+        assert cache is not None, "build_kv comes before the first step"
+        size = cache.block_size
+        decode_rows = len(batch.decode_slots)
+        tables = batch.block_tables[batch.decode_slots]
+        at = batch.decode_positions
+        total = decode_rows + sum(chunk.stop - chunk.start for chunk in batch.chunks)
+        ids = np.empty(total, dtype=np.int64)
+        slots = np.empty(total, dtype=np.int64)
+        positions = np.empty((4, 1, total), dtype=np.int64)
+        if decode_rows:
+            ids[:decode_rows] = batch.decode_tokens
+            blocks = tables[np.arange(decode_rows), at // size].astype(np.int64)
+            slots[:decode_rows] = blocks * size + at % size
+            positions[0, 0, :decode_rows] = at
+            deltas = [sequence.state.delta for sequence in batch.decode_sequences]
+            positions[1:, 0, :decode_rows] = at + np.array(deltas, dtype=np.int64)
+        segments = []
+        row = decode_rows
+        for chunk in batch.chunks:
+            end = row + chunk.stop - chunk.start
+            table = batch.block_tables[chunk.slot]
+            index = np.arange(chunk.start, chunk.stop)
+            ids[row:end] = chunk.sequence.tokens[chunk.start : chunk.stop]
+            slots[row:end] = table[index // size].astype(np.int64) * size + index % size
+            positions[0, 0, row:end] = index
+            positions[1:, 0, row:end] = _chunk_positions(chunk, index)
+            segments.append(
+                make_segment(
+                    table,
+                    start=row,
+                    first=chunk.start,
+                    last=chunk.stop,
+                    block_size=size,
+                    device=self._device,
+                )
+            )
+            row = end
+        step = PagedStep(
+            cache=cache,
+            decode=self._decode,
+            slots=torch.from_numpy(slots).to(self._device),
+            decode_rows=decode_rows,
+            tables=tables,
+            contexts=at + 1,
+            segments=segments,
+        )
+        return (
+            torch.from_numpy(ids).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            step,
+        )
+
+    def _forward(
+        self, batch: Batch, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep
+    ) -> torch.Tensor:
+        """Run the layers over the packed row; returns hidden states [rows, hidden]."""
+        embeds = self._model.embed_tokens(token_ids)
+        options: dict[str, Any] = {}
+        images = self._images(batch)
+        if images is not None:
+            rows = torch.from_numpy(images.rows).to(self._device)
+            embeds[rows] = images.levels[0]
+            if len(images.levels) > 1:
+                mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self._device)
+                mask[0, rows] = True
+                options["visual_pos_masks"] = mask
+                options["deepstack_visual_embeds"] = list(images.levels[1:])
+        out = self._model(
+            inputs_embeds=embeds[None],
+            position_ids=positions,
+            use_cache=False,
+            paged_step=step,
+            **options,
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _images(self, batch: Batch) -> Images | None:
+        """Copy the embedding rows that the chunks cover from the arena to the device, and only those."""
+        places: list[npt.NDArray[np.int64]] = []
+        sources: list[npt.NDArray[np.int64]] = []
+        per_page = batch.embeddings.shape[1]
+        row = len(batch.decode_slots)
+        for chunk in batch.chunks:
+            for item in chunk.items:
+                wanted = np.arange(item.row_start, item.row_stop)
+                pages = np.asarray(item.pages, dtype=np.int64)
+                sources.append(pages[wanted // per_page] * per_page + wanted % per_page)
+                first = row + item.chunk_start
+                places.append(np.arange(first, first + len(wanted)))
+            row += chunk.stop - chunk.start
+        if not sources:
+            return None
+        flat = batch.embeddings.reshape(-1, batch.embeddings.shape[2])
+        raw = torch.from_numpy(flat[np.concatenate(sources)])
+        levels = (
+            raw.view(getattr(torch, self._info.dtype))
+            .reshape(len(raw), self._info.embedding_levels, self._info.hidden_size)
+            .transpose(0, 1)
+        )
+        return Images(rows=np.concatenate(places), levels=levels.to(self._device))
+
+
+def _chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the M-RoPE positions [3, tokens] of a chunk, which may go on past the prompt after a recompute."""
+    state: Prepared = chunk.sequence.state
+    prompt = chunk.sequence.prompt_length
+    if chunk.stop <= prompt:
+        return state.positions[:, chunk.start : chunk.stop]
+    later = np.broadcast_to(index + state.delta, (3, len(index)))
+    if chunk.start >= prompt:
+        return later
+    inside = prompt - chunk.start
+    return np.concatenate([state.positions[:, chunk.start :], later[:, inside:]], axis=1)
+
+
+def _sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the packed rows that yield a token: the decode rows, then the last row of each chunk that samples."""
+    decode_rows = len(batch.decode_slots)
+    last: list[int] = []
+    row = decode_rows
+    for chunk in batch.chunks:
+        row += chunk.stop - chunk.start
+        if chunk.samples:
+            last.append(row - 1)
+    return np.concatenate([np.arange(decode_rows), np.array(last, dtype=np.int64)])
+
+
+def _special_rows(batch: Batch) -> list[SpecialRow]:
+    """Pair each special row with the index that its new token will have."""
+    if not batch.special:
+        return []
+    decode_rows = len(batch.decode_slots)
+    ends = [chunk.stop for chunk in batch.chunks if chunk.samples]
+    return [
+        SpecialRow(
+            row=row,
+            position=int(batch.decode_positions[row]) + 1
+            if row < decode_rows
+            else ends[row - decode_rows],
+            sequence=sequence,
+        )
+        for row, sequence in batch.special
+    ]
+
+
+def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:
+    """Load the language model alone.
+
+    Raises:
+        CheckpointError: When weights are missing or a file is corrupt.
+    """
+    from vsched_workers.checkpoint import checkpoint_directory
+    from vsched_workers.families import FAMILIES
+    from vsched_workers.weights import WeightIndex, fill_module, load_head
+
+    torch.set_num_threads(settings.threads)
+    attention.register()
+    family = FAMILIES[info.family]
+    index = WeightIndex.open(checkpoint_directory(info.path))
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    with torch.device("meta"):
+        model = family.build_language(info.path, attention.NAME)
+    with typed_out_of_memory("loading the language model"):
+        fill_module(
+            model,
+            index,
+            family.language_prefixes,
+            dtype=dtype,
+            device=settings.device,
+            label="language model",
+            progress=progress,
+        )
+        head = load_head(
+            model,
+            index,
+            tied=bool(family.model_config(info.path).tie_word_embeddings),
+            dtype=dtype,
+            device=settings.device,
+        )
+    return LanguageWorker(info, settings, family, model, head)

@@ -1,0 +1,219 @@
+"""Decode attention on the CPU that reads the paged cache where it lies.
+
+Gathering every context before attending costs more than attending. This kernel walks the block tables instead: for each
+row and each key head it scores all positions for all query heads that share the head, takes the softmax, and sums the
+values. Both inner loops run over the values of one head, which lie together, so that the compiler vectorises them.
+
+bfloat16 has no type in numpy; its values arrive as uint16 and are widened by a shift, which is what they are: the upper
+half of a float32. Sums are float32 in either case.
+
+The exponential is a polynomial: the compiler vectorises it, and does not vectorise a call of the C library.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from vsched_workers.attention import PagedStep
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LOWEST = np.float32(-126.0)
+
+
+def _compiled(**options: Any) -> Callable[[Any], Any]:
+    """Compile with a cache on disk where there is a place for one."""
+
+    def compile_function(function: Any) -> Any:
+        try:
+            return numba.njit(cache=True, fastmath=True, nogil=True, **options)(function)
+        except RuntimeError:
+            return numba.njit(fastmath=True, nogil=True, **options)(function)
+
+    return compile_function
+
+
+@_compiled()
+def _softmax(scores: Any, bits: Any, powers: Any, length: int) -> Any:
+    """Replace scores by exp(score - highest) and return their sum.
+
+    exp(x) = 2**n * 2**f with n whole and 0 <= f < 1; 2**f by its series, 2**n by writing the exponent bits.
+    """
+    highest = scores[0]
+    for index in range(1, length):
+        highest = max(highest, scores[index])
+    for index in range(length):
+        power = max((scores[index] - highest) * _LOG2_E, _LOWEST)
+        whole = np.floor(power)
+        rest = (power - whole) * np.float32(0.6931471805599453)
+        series = np.float32(1 / 5040)
+        series = series * rest + np.float32(1 / 720)
+        series = series * rest + np.float32(1 / 120)
+        series = series * rest + np.float32(1 / 24)
+        series = series * rest + np.float32(1 / 6)
+        series = series * rest + np.float32(0.5)
+        series = series * rest + np.float32(1.0)
+        series = series * rest + np.float32(1.0)
+        scores[index] = series
+        bits[index] = np.int32(whole + np.float32(127.0)) << np.int32(23)
+    total = np.float32(0.0)
+    for index in range(length):
+        scores[index] *= powers[index]
+        total += scores[index]
+    return total
+
+
+def _load(cache: Any, slot: int, head: int, bits: Any) -> None:
+    raise NotImplementedError
+
+
+@numba.extending.overload(_load)
+def _overload_load(cache: Any, slot: int, head: int, bits: Any) -> Any:
+    """Write one cached row, widened to float32, into `bits`."""
+    if cache.dtype == numba.types.uint16:
+
+        def widen(cache: Any, slot: int, head: int, bits: Any) -> None:
+            for value in range(bits.shape[0]):
+                bits[value] = np.uint32(cache[slot, head, value]) << np.uint32(16)
+
+        return widen
+
+    def copy(cache: Any, slot: int, head: int, bits: Any) -> None:
+        floats = bits.view(np.float32)
+        for value in range(bits.shape[0]):
+            floats[value] = cache[slot, head, value]
+
+    return copy
+
+
+@_compiled()
+def _attend_head(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    row: int,
+    kv_head: int,
+    length: int,
+    block_size: int,
+    scaling: Any,
+    out: Any,
+) -> None:
+    """Attend for the query heads of one row that share one key head.
+
+    Every array is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the vectors.
+    """
+    group, head_dim = query.shape[2], query.shape[3]
+    scores = np.empty((group, length), dtype=np.float32)
+    bits = np.empty(length, dtype=np.int32)
+    powers = bits.view(np.float32)
+    wide_bits = np.empty(head_dim, dtype=np.uint32)
+    wide = wide_bits.view(np.float32)
+    for index in range(length):
+        slot = tables[row, index // block_size] * block_size + index % block_size
+        _load(keys, slot, kv_head, wide_bits)
+        for head in range(group):
+            total = np.float32(0.0)
+            for value in range(head_dim):
+                total += query[row, kv_head, head, value] * wide[value]
+            scores[head, index] = total * scaling
+    for head in range(group):
+        total = _softmax(scores[head], bits, powers, length)
+        scale = np.float32(1.0) / total
+        for index in range(length):
+            scores[head, index] *= scale
+    summed = np.zeros((group, head_dim), dtype=np.float32)
+    for index in range(length):
+        slot = tables[row, index // block_size] * block_size + index % block_size
+        _load(values, slot, kv_head, wide_bits)
+        for head in range(group):
+            weight = scores[head, index]
+            for value in range(head_dim):
+                summed[head, value] += weight * wide[value]
+    for head in range(group):
+        for value in range(head_dim):
+            out[row, kv_head, head, value] = summed[head, value]
+
+
+def _attend_rows(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    scaling: Any,
+    out: Any,
+) -> None:
+    rows, kv_heads = query.shape[0], query.shape[1]
+    for task in numba.prange(rows * kv_heads):
+        row, head = task // kv_heads, task % kv_heads
+        _attend_head(
+            query, keys, values, tables, row, head, contexts[row], block_size, scaling, out
+        )
+
+
+_attend_serial = _compiled()(_attend_rows)
+_attend_parallel = _compiled(parallel=True)(_attend_rows)
+
+
+class NumbaDecode:
+    """The kernel, compiled for one type."""
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        self._dtype = dtype
+        self._attend = _attend_serial if threads == 1 else _attend_parallel
+        if threads > 1:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile now, so that the first request does not wait for it."""
+        cached = np.zeros((2, 1, 2), dtype=np.uint16 if self._is_half else np.float32)
+        query = np.zeros((1, 1, 1, 2), dtype=np.float32)
+        self._attend(
+            query,
+            cached,
+            cached,
+            np.zeros((1, 1), dtype=np.int32),
+            np.ones(1, dtype=np.int32),
+            2,
+            np.float32(1.0),
+            np.empty_like(query),
+        )
+
+    @property
+    def _is_half(self) -> bool:
+        return self._dtype == torch.bfloat16
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        keys, values = step.cache.arrays[layer]
+        rows, heads, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        grouped: npt.NDArray[np.float32] = (
+            query.float().contiguous().view(rows, kv_heads, heads // kv_heads, head_dim).numpy()
+        )
+        out = np.empty(grouped.shape, dtype=np.float32)
+        self._attend(
+            grouped,
+            keys,
+            values,
+            step.tables,
+            step.contexts,
+            step.cache.block_size,
+            np.float32(scaling),
+            out,
+        )
+        return torch.from_numpy(out).view(rows, heads, head_dim).to(self._dtype)

@@ -1,0 +1,67 @@
+"""The object that the entry-point group `vsched.workers` names.
+
+Torch and transformers are imported by the methods that need them: listing plug-ins and inspecting a checkpoint are quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vsched.types import ModelInfo
+from vsched.worker.contract import (
+    EncodeWorker,
+    GenerateWorker,
+    Preprocessor,
+    Progress,
+    WorkerPlugin,
+    WorkerSettings,
+)
+
+
+class TransformersPlugin:
+    """Workers over transformers modelling code; see `vsched.worker.contract.WorkerPlugin`."""
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+        """Read the checkpoint's facts without loading weights."""
+        from vsched_workers.checkpoint import inspect_checkpoint
+
+        return inspect_checkpoint(path, dtype=dtype, item_tokens_max=item_tokens_max)
+
+    def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
+        """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
+        from vsched_workers.preprocess import load_preprocessor
+
+        return load_preprocessor(info)
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> EncodeWorker:
+        """Load the vision tower alone."""
+        from vsched_workers.vision import load_encoder
+
+        return load_encoder(info, settings, progress)
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> GenerateWorker:
+        """Load the language model alone."""
+        from vsched_workers.language import load_generator
+
+        return load_generator(info, settings, progress)
+
+    def checkpoint_sizes(self) -> Mapping[str, str]:
+        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
+        from vsched_workers.make_checkpoint import SIZES
+
+        return {name: size.summary for name, size in SIZES.items()}
+
+    def make_checkpoint(
+        self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
+    ) -> int:
+        """Write a random-weight checkpoint of a named size; return its number of parameters."""
+        from vsched_workers.make_checkpoint import make_checkpoint
+
+        return make_checkpoint(path, size, dtype=dtype, seed=seed)
+
+
+plugin: WorkerPlugin = TransformersPlugin()

@@ -1,0 +1,118 @@
+"""The encode worker: the vision tower alone, writing embedding rows into arena pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.types import ModelInfo
+from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
+from vsched_workers.device_memory import typed_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vsched_workers.families import Family
+
+
+class VisionWorker:
+    """The vision tower of one rank."""
+
+    def __init__(
+        self, info: ModelInfo, settings: WorkerSettings, family: Family, tower: nn.Module
+    ) -> None:
+        import torch
+
+        self._info = info
+        self._family = family
+        self._tower = tower
+        self._device = settings.device
+        self._dtype: torch.dtype = getattr(torch, info.dtype)
+        self._tokens_max = settings.encode_tokens_max
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Encode the jobs and write their rows; one call of the tower unless they exceed the token cap.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
+        """
+        for part in self._parts(jobs):
+            self._encode(part, embeddings)
+
+    def _parts(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
+        start = tokens = 0
+        for index, job in enumerate(jobs):
+            if self._tokens_max and index > start and tokens + job.tokens > self._tokens_max:
+                yield jobs[start:index]
+                start, tokens = index, 0
+            tokens += job.tokens
+        if start < len(jobs):
+            yield jobs[start:]
+
+    def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        import torch
+
+        with typed_out_of_memory("encoding images"), torch.inference_mode():
+            # The copy also gives torch memory that it may call its own: the arena's view is read-only.
+            pixels = torch.from_numpy(np.concatenate([job.pixels for job in jobs]))
+            grids = torch.tensor([job.grid for job in jobs], dtype=torch.int64)
+            rows = self._family.encode(
+                self._tower,
+                pixels.to(device=self._device, dtype=self._dtype),
+                grids.to(self._device),
+            )
+            raw = rows.contiguous().cpu().view(torch.uint8).numpy()
+        expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
+        if raw.shape != expected:
+            raise ValueError(f"the encoder yields rows of shape {raw.shape}, expected {expected}")
+        start = 0
+        for job in jobs:
+            _write_pages(raw[start : start + job.tokens], job.pages, embeddings)
+            start += job.tokens
+
+
+def _write_pages(
+    rows: npt.NDArray[np.uint8], pages: Sequence[int], embeddings: npt.NDArray[np.uint8]
+) -> None:
+    per_page = embeddings.shape[1]
+    full = len(rows) // per_page
+    if full:
+        embeddings[list(pages[:full])] = rows[: full * per_page].reshape(
+            full, per_page, rows.shape[1]
+        )
+    rest = len(rows) - full * per_page
+    if rest:
+        embeddings[pages[full], :rest] = rows[full * per_page :]
+
+
+def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
+    """Load the vision tower alone.
+
+    Raises:
+        CheckpointError: When weights are missing or a file is corrupt.
+    """
+    import torch
+
+    from vsched_workers.checkpoint import checkpoint_directory
+    from vsched_workers.families import FAMILIES
+    from vsched_workers.weights import WeightIndex, fill_module
+
+    torch.set_num_threads(settings.threads)
+    family = FAMILIES[info.family]
+    index = WeightIndex.open(checkpoint_directory(info.path))
+    with torch.device("meta"):
+        tower = family.build_vision(info.path, "sdpa")
+    with typed_out_of_memory("loading the vision tower"):
+        fill_module(
+            tower,
+            index,
+            family.vision_prefixes,
+            dtype=getattr(torch, info.dtype),
+            device=settings.device,
+            label="vision tower",
+            progress=progress,
+        )
+    return VisionWorker(info, settings, family, tower)
