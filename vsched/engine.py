@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -86,7 +86,7 @@ class Engine:
 
     # --- life ---
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -145,8 +145,7 @@ class Engine:
         self._state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.deadlines.drain_s):
-                while any(replica.live for replica in self._replicas):
-                    await asyncio.sleep(0.02)
+                await asyncio.gather(*(replica.wait_idle() for replica in self._replicas))
 
     async def stop(self) -> None:
         """End every request, stop every rank and give everything back; may be called twice."""

@@ -2,8 +2,8 @@
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
 of the six, adds fields, and overrides one method. Policies do no I/O and hold no clock, no randomness and no state: the
-view carries `now_ns` and whatever history the decision needs. The kernel validates what a policy proposes and enacts it;
-a proposal that is out of range, or a policy that raises, is counted and logged, and the built-in default decides.
+view carries `now_ns` and whatever history the decision needs. The kernel validates what a policy proposes and enacts
+it; a proposal that is out of range, or a policy that raises, is counted and logged, and the built-in default decides.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     method: ClassVar[str] = "plan"
 
     mem_fraction: Fraction = 0.95
-    """Share of the device's memory that weights, activations and KV may take together, in (0, 1]."""
+    """Share of the measured budget (total less weights and other processes) to use, in (0, 1]."""
 
     def plan(self, view: MemoryView) -> Build | Fail:
         """Return the size to build, or the reason not to start."""

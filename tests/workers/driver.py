@@ -113,8 +113,10 @@ class Driver:
             (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes), dtype=np.uint8
         )
 
-    def run(self, questions: Sequence[Question], *, arrivals: int = 0) -> list[Running]:
-        """Run all; `arrivals` starts one question every so many steps, 0 all at once."""
+    def run(
+        self, questions: Sequence[Question], *, arrivals: int = 0, preempts: int = 0
+    ) -> list[Running]:
+        """Run all; every `arrivals` steps one question starts, every `preempts` steps one is preempted; 0 is never."""
         waiting = [self.start(number, question) for number, question in enumerate(questions)]
         every = list(waiting)
         active: list[Running] = []
@@ -124,6 +126,8 @@ class Driver:
                 active, waiting = active + waiting, []
             elif waiting and step % arrivals == 0:
                 active.append(waiting.pop(0))
+            if preempts and active and step % preempts == preempts - 1:
+                self.preempt(active[-1])
             self.step(active)
             active = [each for each in active if len(each.sequence.outputs) < each.budget]
             step += 1

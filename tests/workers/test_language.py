@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
+from tests.workers.driver import BLOCK_SIZE, Driver, Question, Running, Stage, drawn_image
 from tests.workers.reference import Reference
+from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.plugin import plugin
 
 Stages = Callable[..., Stage]
 References = Callable[[str], Reference]
 
 
-def crowd() -> list[Question]:
+def crowd(sampling: SamplingParams | None = None) -> list[Question]:
     """Return questions of none to three images of different sizes."""
+    chosen = sampling or SamplingParams(temperature=0.0)
     return [
-        Question("What is in the image?", [drawn_image(1, 90, 60)]),
-        Question("How many objects are there in the picture? Answer with a single word."),
+        Question("What is in the image?", [drawn_image(1, 90, 60)], sampling=chosen),
+        Question("How many objects are there? Answer with a single word.", sampling=chosen),
         Question(
             "Compare the two images.",
             [drawn_image(2, 64, 64), drawn_image(3, 200, 70), drawn_image(4, 31, 150)],
+            sampling=chosen,
         ),
-        Question("", [drawn_image(5, 140, 140)]),
+        Question("", [drawn_image(5, 140, 140)], sampling=chosen),
     ]
 
 
@@ -37,6 +47,7 @@ def outputs(running: list[Running]) -> list[list[int]]:
     return [each.output for each in running]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [5, 48, 1000])
 @pytest.mark.parametrize("attention", ["exact", "auto"])
 def test_step_equals_generate(
@@ -47,3 +58,152 @@ def test_step_equals_generate(
     questions = crowd()
     found = Driver(stage, chunk=chunk, seed=chunk).run(questions, arrivals=2)
     assert outputs(found) == expected(stage, references(size), questions)
+
+
+@pytest.mark.slow
+def test_step_equals_generate_after_preemption(
+    stages: Stages, references: References, size: str
+) -> None:
+    """F6: a request that is computed again from its tokens, output included, goes on as if nothing had happened."""
+    stage = stages(size)
+    questions = crowd()
+    found = Driver(stage, chunk=40).run(questions, preempts=5)
+    assert outputs(found) == expected(stage, references(size), questions)
+
+
+def test_step_answers_depend_on_the_images(stages: Stages, size: str) -> None:
+    """Two images, two answers: without it the comparisons with `generate` would prove little."""
+    questions = [Question("What is it?", [drawn_image(seed, 90, 60)]) for seed in range(4)]
+    found = outputs(Driver(stages(size), chunk=64).run(questions))
+    assert len({tuple(each) for each in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(seed=7),
+        SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5),
+        SamplingParams(seed=9, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3),
+    ],
+    ids=["plain", "nucleus", "top-k"],
+)
+def test_step_samples_the_same_alone_and_in_a_crowd(
+    stages: Stages, size: str, sampling: SamplingParams
+) -> None:
+    """A seeded request draws the same tokens whatever runs beside it, preemption included."""
+    stage = stages(size)
+    questions = crowd(sampling)
+    together = Driver(stage, chunk=40, seed=3).run(questions, arrivals=1, preempts=6)
+    alone = [Driver(stage, chunk=1000).run([question])[0] for question in questions]
+    assert outputs(together) == outputs(alone)
+
+
+def test_step_draws_differ_by_seed(stages: Stages) -> None:
+    stage = stages("nano25")
+    questions = [
+        dataclasses.replace(crowd()[1], sampling=SamplingParams(seed=seed)) for seed in range(3)
+    ]
+    found = outputs(Driver(stage, chunk=64).run(questions))
+    assert len({tuple(each) for each in found}) == 3
+
+
+@pytest.mark.slow
+def test_step_repetition_penalty_equals_generate(
+    stages: Stages, references: References, size: str
+) -> None:
+    stage = stages(size)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.4)
+    questions = crowd(sampling)
+    found = Driver(stage, chunk=40).run(questions)
+    reference = references(size)
+    assert outputs(found) == [
+        reference.generate(
+            stage.prompt(question)[0], question.images, question.count, repetition_penalty=1.4
+        )
+        for question in questions
+    ]
+
+
+def test_step_reports_logprobs_for_the_rows_that_ask(stages: Stages) -> None:
+    stage = stages("nano25")
+    asking = SamplingParams(temperature=0.0, logprobs=3)
+    questions = [crowd()[1], dataclasses.replace(crowd()[0], sampling=asking)]
+    plain, reporting = Driver(stage, chunk=64).run(questions)
+    assert plain.logprobs == []
+    assert len(reporting.logprobs) == len(reporting.output)
+    for token, entry in zip(reporting.output, reporting.logprobs, strict=True):
+        values = [value for _, value in entry.top]
+        assert entry.top[0] == (token, entry.logprob)
+        assert values == sorted(values, reverse=True)
+        assert sum(np.exp(values)) <= 1.0
+
+
+def test_step_without_a_sampling_chunk_returns_no_tokens(stages: Stages) -> None:
+    stage = stages("nano25")
+    driver = Driver(stage, chunk=4)
+    running = driver.start(0, crowd()[1])
+    driver.step([running])
+    assert running.output == []
+    assert running.computed == 4
+
+
+@pytest.mark.parametrize("attention", ["exact", "numba"])
+def test_step_runs_in_bfloat16(stages: Stages, size: str, attention: str) -> None:
+    stage = stages(size, attention, "bfloat16")
+    found = Driver(stage, chunk=48).run(crowd())
+    assert [len(each.output) for each in found] == [12] * 4
+
+
+def test_memory_counts_tied_weights_once(stages: Stages, size: str) -> None:
+    stage = stages(size)
+    view = stage.generator.memory()
+    model = stage.generator._model  # type: ignore[attr-defined]
+    assert view.weights_bytes == sum(each.numel() * 4 for each in model.parameters())
+    assert view.bytes_per_token == stage.info.kv_bytes_per_token
+    assert 0 < view.available_bytes <= view.total_bytes
+
+
+def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
+    """B7's wording: value, limit and remedy; and nothing was allocated."""
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    worker = plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+    with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):
+        worker.build_kv(blocks=1 << 34, block_size=BLOCK_SIZE)
+
+
+def test_load_refuses_an_unknown_kernel(checkpoints: Callable[[str], Path]) -> None:
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    settings = WorkerSettings(attention="fastest")
+    with pytest.raises(ConfigError, match="'fastest'.*auto, exact, numba"):
+        plugin.load_generator(info, settings, lambda _label, _fraction: None)
+
+
+def test_load_reports_progress_and_holds_no_vision_weights(
+    checkpoints: Callable[[str], Path], size: str
+) -> None:
+    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+    heard: list[tuple[str, float]] = []
+    worker = plugin.load_generator(
+        info, WorkerSettings(), lambda label, fraction: heard.append((label, fraction))
+    )
+    fractions = [fraction for _, fraction in heard]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    names = [name for name, _ in worker._model.named_parameters()]  # type: ignore[attr-defined]
+    assert not any("visual" in name or "merger" in name for name in names)
+
+
+def test_positions_equal_those_of_the_model(
+    stages: Stages, references: References, size: str
+) -> None:
+    """The stand-in gives what the whole model gives, for several images of different sizes."""
+    stage = stages(size)
+    running = Driver(stage, chunk=64).start(0, crowd()[2])
+    sequence = running.sequence
+    ids = torch.from_numpy(sequence.tokens[: sequence.prompt_length][None].astype(np.int64))
+    grids = torch.tensor([grid for _, _, grid in sequence.items])
+    model = references(size).model.model
+    kinds = (ids == stage.info.image_token_id).int()
+    positions, delta = model.get_rope_index(ids, kinds, image_grid_thw=grids)
+    assert np.array_equal(sequence.state.positions, positions[:, 0].numpy())
+    assert sequence.state.delta == int(delta)

@@ -170,7 +170,9 @@ class Leader:
         if self._steps_out:
             waited_s = now_s - self._steps_out[0]
             if waited_s > limits.step_s:
-                self.lose(f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)")
+                self.lose(
+                    f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)"
+                )
                 return
         else:
             for rank, heard_s in self._heard_s.items():

@@ -26,7 +26,7 @@ class RankProcess:
 
     def __init__(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> None:
         environment = {**os.environ, **RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "vsched.rank"],
             stdin=subprocess.PIPE,
             pass_fds=(spec.arena_fd,),

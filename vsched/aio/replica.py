@@ -81,6 +81,8 @@ class Replica:
         self._streams: dict[str, Generation] = {}
         self._by_number: dict[int, Generation] = {}
         self._refused: Refuse | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._down: set[str] = set()
         self._stopping = False
@@ -135,6 +137,7 @@ class Replica:
             RequestRefused: When the kernel refuses it.
         """
         self._streams[request.request_id] = generation
+        self._idle.clear()
         self._refused = None
         self.handle(Submitted(request, stop_token_ids))
         self._raise_refused(request.request_id)
@@ -142,13 +145,26 @@ class Replica:
     def _raise_refused(self, request_id: str) -> None:
         refused = self._refused
         if refused is not None:
-            del self._streams[request_id]
+            self._drop(request_id)
             raise RequestRefused(
                 refused.message,
                 code=refused.code,
                 status=refused.status,
                 retry_after_s=refused.retry_after_s,
             )
+
+    def _drop(self, request_id: str) -> Generation:
+        generation = self._streams.pop(request_id)
+        if not self._streams:
+            self._idle.set()
+        return generation
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live.
+
+        Blocks: without limit; wrap it in `asyncio.timeout`.
+        """
+        await self._idle.wait()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """End a request early: its client left, or a stop string was found."""
@@ -185,7 +201,7 @@ class Replica:
                     self._emit()
                 case Finish():
                     self._by_number.pop(command.number)
-                    self._streams.pop(command.request_id).finish(command)
+                    self._drop(command.request_id).finish(command)
                 case Accept(request_id, number):
                     self._by_number[number] = self._streams[request_id]
                 case Refuse():
@@ -202,9 +218,7 @@ class Replica:
         """Hand the tokens of a step to their streams."""
         result = self._result
         assert result is not None
-        logprobs = {
-            one.slot: TokenLogprob(0, one.logprob, one.top) for one in result.logprobs
-        }
+        logprobs = {one.slot: TokenLogprob(0, one.logprob, one.top) for one in result.logprobs}
         pairs = zip(_int32(result.numbers), _int32(result.tokens), strict=True)
         for slot, (number, token) in enumerate(pairs):
             if token < 0:
@@ -267,11 +281,6 @@ class Replica:
     def healthy(self) -> bool:
         """Whether every group is up."""
         return self._kernel is not None and not self._down
-
-    @property
-    def live(self) -> int:
-        """Requests without a terminal reply."""
-        return len(self._streams)
 
     @property
     def sizes(self) -> Sizes:

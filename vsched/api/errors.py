@@ -14,7 +14,7 @@ _TYPES = {
 }
 
 
-class ClientDisconnected(Exception):  # noqa: N818 - an event rather than a fault
+class ClientDisconnected(Exception):
     """The client went away."""
 
 

@@ -73,9 +73,10 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
         return ParameterRefused(message, param=name, code="unknown_parameter")
     found = _FIELD.search(text)
     path = found["path"] if found is not None else ""
-    if path == "messages[...].role":
+    if path.endswith("].role"):
         text = "expected one of system, developer, user, assistant"
-    elif path.startswith("messages[...].content[...]") and path.endswith(".type"):
+    elif path.endswith("].type"):
+        # msgspec would quote the value, which may be a whole image.
         text = "expected a content part of type text or image_url"
     elif found is not None:
         text = text[: found.start()]

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from vsched.cli import app, config_commands, policy_commands
+from vsched.cli import (
+    app,
+    checkpoint_command,
+    config_commands,
+    demo_command,
+    policy_commands,
+    serve_command,
+)
 from vsched.errors import VschedError
 
-COMMANDS = (config_commands, policy_commands)
+COMMANDS = (
+    demo_command,
+    serve_command,
+    checkpoint_command,
+    config_commands,
+    policy_commands,
+)
 """The modules whose import has added commands to `app`."""
 
 

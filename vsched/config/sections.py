@@ -48,6 +48,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Annotated[
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     ] = 8000
+    api_key_variable: Annotated[
+        str,
+        Meta(description="Environment variable that holds the API key; empty to ask for none."),
+    ] = ""
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 32 << 20
     max_connections: Annotated[int, Meta(ge=1, description="Most connections at a time.")] = 1024
 

@@ -51,6 +51,11 @@ def chain_hashes(
     return hashes
 
 
+def root_hash(cache_salt: str) -> bytes:
+    """Return the parent of a sequence's first block: tenants with different salts share nothing."""
+    return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
+
+
 class BlockPool:
     """Blocks 0 to `count` - 1, each free, held (counted), or cached (published and held by nobody)."""
 

@@ -72,8 +72,8 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """One step of the generate group.
 
-    Order: `left` applies first, then `forgotten`, then `joined`, then `grown` (slot, block, slot, block, …), then the step
-    runs: one token for every decoding slot, and the chunks.
+    Order: `left` applies first, then `forgotten`, then `joined`, then `grown` (slot, block, slot, block, …), then the
+    step runs: one token for every decoding slot, and the chunks.
     """
 
     step: int

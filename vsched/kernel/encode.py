@@ -13,74 +13,19 @@ be taken for it. An item larger than the whole region is refused at submission.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator
 
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.kernel.embedding import EmbeddingEntry, EntryPhase
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission
 from vsched.kernel.queue import OrderedQueue
+from vsched.kernel.request import RequestState
 from vsched.kernel.sizes import Sizes
 from vsched.policy import AdmissionPolicy, AdmissionView, EvictionPolicy
 from vsched.types import MediaItem
 
 ATTEMPTS_MAX = 2
 """An item that fails this often when encoded alone is refused for good."""
-
-
-class EntryPhase(enum.Enum):
-    """The life of an embedding."""
-
-    QUEUED = "queued"
-    ENCODING = "encoding"
-    READY = "ready"
-
-
-class EmbeddingEntry:
-    """One item's embedding; also what an admission policy sees of it.
-
-    `tainted`: everybody who wanted it left while it was being encoded. Its pixels may have been overwritten meanwhile,
-    so the result is thrown away.
-    """
-
-    __slots__ = (
-        "alone",
-        "arrived_ns",
-        "attempts",
-        "item",
-        "order",
-        "pages",
-        "phase",
-        "priority",
-        "readers",
-        "tainted",
-        "users",
-    )
-
-    def __init__(self, item: MediaItem, order: tuple[int, int], *, now_ns: int, priority: int) -> None:
-        self.item = item
-        self.order = order
-        self.phase = EntryPhase.QUEUED
-        self.pages: list[int] = []
-        self.users: dict[int, tuple[int, int]] = {}
-        self.readers = 0
-        self.attempts = 0
-        self.alone = False
-        self.tainted = False
-        self.arrived_ns = now_ns
-        self.priority = priority
-
-    @property
-    def tokens(self) -> int | None:
-        """Encoder output tokens; None (runs alone) once it was part of a batch that failed."""
-        return None if self.alone else self.item.tokens
-
-    @property
-    def blocks(self) -> int:
-        """Items need no KV blocks."""
-        return 0
-
-    def __repr__(self) -> str:
-        return f"<item {self.item.key.hex()[:8]}: {self.item.tokens} tokens>"
 
 
 class EncodeStage:
@@ -114,7 +59,9 @@ class EncodeStage:
 
     # --- what requests ask for ---
 
-    def want(self, item: MediaItem, user: int, order: tuple[int, int], *, now_ns: int, priority: int) -> bool:
+    def want(
+        self, item: MediaItem, user: int, order: tuple[int, int], *, now_ns: int, priority: int
+    ) -> bool:
         """Claim an item for a request; return whether its embedding is ready."""
         entry = self._entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and self._is_idle(entry):
@@ -141,11 +88,7 @@ class EncodeStage:
         """Return whether the entry of a wanted item has the item's own length (D13)."""
         return self._entries[item.key].item.tokens == item.tokens
 
-    def defer(self, key: bytes, user: int, order: tuple[int, int]) -> None:
-        """Move a request's claim to a later item of the same content: the earlier was consumed."""
-        self._entries[key].users[user] = order
-
-    def release(self, key: bytes, user: int) -> None:
+    def _release(self, key: bytes, user: int) -> None:
         """Drop a request's claim; what nobody else claims may go."""
         entry = self._entries[key]
         del entry.users[user]
@@ -172,12 +115,23 @@ class EncodeStage:
         entry.readers += 1
         return entry.pages
 
-    def done_reading(self, key: bytes) -> None:
-        """Unpin an entry: the step that read it is over."""
-        entry = self._entries[key]
-        entry.readers -= 1
-        if not entry.users:
-            self._idle(entry)
+    def done_reading(self, state: RequestState, start: int, stop: int) -> None:
+        """Unpin the items that a chunk over [start, stop) read: its step is over."""
+        for item in state.items:
+            if item.offset < stop and item.end > start:
+                entry = self._entries[item.key]
+                entry.readers -= 1
+                if not entry.users:
+                    self._idle(entry)
+
+    def consume(self, state: RequestState, index: int) -> None:
+        """Drop a request's claim on one item; another of its items may have the same content."""
+        key = state.items[index].key
+        others = [other for other in sorted(state.wanted) if state.items[other].key == key]
+        if others:
+            self._entries[key].users[state.number] = (state.number, others[0])
+        else:
+            self._release(key, state.number)
 
     # --- steps ---
 

@@ -1,10 +1,9 @@
 """The generate stage: slots, KV blocks, chunked prefill, continuous batching, preemption by recompute.
 
 **Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel touches a decoding
-request only when something about it changes. The one thing that changes by itself is its length: every `block_size`
-steps it grows into a new block. Which step that is follows from its length when it began to decode, so requests stand
-in `block_size` buckets by the step (modulo `block_size`) in which they need a block, and a step looks at one bucket.
-Tokens go into a log unread (`TokenLog`); ranks, which know their own last token, say who finished.
+request only when something about it changes. The one thing that changes by itself is its length, and `RunningSet`
+knows in which step that needs a block. Tokens go into a log unread; ranks, which know their own last token, say who
+finished.
 
 **One step ahead.** A decision may go out while the step before is still running. So a request may have finished in a
 step that is out: the rank skips it by itself, and the kernel frees its slot when it hears. A preempted request has a
@@ -21,24 +20,22 @@ OSDI 2024). Rejected: planning every running request in every step (12 ms a step
 from __future__ import annotations
 
 from array import array
-from hashlib import blake2b
 
-from vsched.kernel.blocks import BlockPool, chain_hashes
+from vsched.kernel.blocks import BlockPool, chain_hashes, root_hash
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
     GenerateDecision,
-    ItemPlace,
     Join,
-    Leave,
-    RequestData,
 )
 from vsched.kernel.encode import EncodeStage
+from vsched.kernel.flight import Flight
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
 from vsched.kernel.queue import OrderedQueue
-from vsched.kernel.request import Phase, ReadyEntry, RequestState, TokenLog
+from vsched.kernel.request import Phase, ReadyEntry, RequestState
+from vsched.kernel.running import RunningSet, order_of
 from vsched.kernel.sizes import KernelPolicies, Sizes
-from vsched.policy import AdmissionView, PreemptionView, RunningView
+from vsched.policy import AdmissionView, PreemptionView
 
 
 class GenerateStage:
@@ -53,8 +50,7 @@ class GenerateStage:
         self._faults = faults
         self.ready = False
         self.hold_until_ns: int | None = None
-        self.planned = 0
-        self.done = 0
+        self.flight = Flight(0)
         self.tokens_prefilled = 0
         self.tokens_decoded = 0
         self.tokens_cached = 0
@@ -66,23 +62,11 @@ class GenerateStage:
 
     def _reset(self) -> None:
         """Start with an empty group: no slot, block or step."""
-        size = self._sizes.block_size
-        self.pool = BlockPool(
-            self._sizes.blocks, GuardedOrder(self._policies.prefix_eviction, self._faults)
-        )
-        self.slots: list[RequestState | None] = [None] * self._sizes.slots
-        self._free_slots = list(range(self._sizes.slots - 1, -1, -1))
-        self.prefilling: dict[int, RequestState] = {}
-        self.decoding: dict[int, RequestState] = {}
-        self._growth: list[dict[int, RequestState]] = [{} for _ in range(size)]
-        self.settling: dict[int, tuple[RequestState, int, int]] = {}
-        self._leaves: list[Leave] = []
-        self._forgotten: list[int] = []
-        self._reads: dict[int, list[tuple[RequestState, ChunkPlan]]] = {}
-        self._firsts: dict[int, list[RequestState]] = {}
-        self.log = TokenLog()
+        order: GuardedOrder[int] = GuardedOrder(self._policies.prefix_eviction, self._faults)
+        self.pool = BlockPool(self._sizes.blocks, order)
+        self.running = RunningSet(self._sizes, self.pool)
+        self.flight = Flight(self.flight.planned)
         self._blocked = False
-        self.done = self.planned
         self.fallen: list[RequestState] = []
 
     # --- the waiting line ---
@@ -100,32 +84,17 @@ class GenerateStage:
         self._queue.remove(self._entries.pop(state.number))
         self._blocked = False
 
-    @property
-    def waiting(self) -> int:
-        """Requests in line."""
-        return len(self._queue)
-
-    @property
-    def running(self) -> int:
-        """Requests that hold a slot."""
-        return len(self.prefilling) + len(self.decoding)
-
     def stands_in_line(self, state: RequestState) -> bool:
         """Return whether a request is in the waiting line."""
         entry = self._entries.get(state.number)
         return entry is not None and entry in self._queue
 
-    @property
-    def in_flight(self) -> int:
-        """Steps whose results are not back."""
-        return self.planned - self.done
-
-    def hash_prompt(self, state: RequestState) -> None:
+    def hash_tokens(self, state: RequestState) -> None:
         """Compute the block hashes of a request's known tokens that it does not have yet."""
         if not self._sizes.prefix_cache:
             return
         hashes = state.hashes
-        parent = hashes[-1] if hashes else _salt(state.request.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
         hashes += chain_hashes(
             state.tokens,
             state.items,
@@ -164,38 +133,35 @@ class GenerateStage:
 
     def plan(self, now_ns: int) -> GenerateDecision | None:
         """Form the next step, or return None when there is nothing to run or enough is out already."""
-        if not self.ready or self.in_flight >= self._sizes.generate_depth:
+        if not self.ready or self.flight.out >= self._sizes.generate_depth:
             return None
-        if not (self.decoding or self.prefilling or self._queue):
+        running = self.running
+        if not (running.decoding or running.prefilling or self._queue):
             return None
-        step = self.planned + 1
+        step = self.flight.planned + 1
         grown = self._grow(step, now_ns)
         joined: list[Join] = []
         chunks: list[ChunkPlan] = []
-        if self.prefilling or self._queue:
-            budget = self._sizes.batch_tokens - len(self.decoding)
-            runners = sorted(self.prefilling.values(), key=_order_of)
-            for state in runners:
+        if running.prefilling or self._queue:
+            budget = self._sizes.batch_tokens - len(running.decoding)
+            for state in sorted(running.prefilling.values(), key=order_of):
                 budget -= self._chunk(state, step, budget, chunks)
             if self._queue and budget > 0 and not self._blocked:
                 self._admit(step, budget, now_ns, joined, chunks)
-        decodes = len(self.decoding) - len(self._firsts.get(step, ()))
+        decodes = len(running.decoding) - self.flight.firsts(step)
         if not decodes and not chunks:
             return None
-        self.planned = step
+        self.flight.planned = step
         self.tokens_decoded += decodes
-        decision = GenerateDecision(step, self._forgotten, self._leaves, joined, grown, chunks)
-        self._leaves, self._forgotten = [], []  # the decision owns the old lists now
-        return decision
+        forgotten, left = running.take_changes()
+        return GenerateDecision(step, forgotten, left, joined, grown, chunks)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
-        bucket = self._growth[step % self._sizes.block_size]
-        if not bucket:
-            return []
         grown: list[int] = []
         pool = self.pool
-        for state in list(bucket.values()):
+        preempted = self.preemptions
+        for state in self.running.due(step):
             if state.slot < 0:
                 continue  # preempted for one before it
             if pool.available == 0 and not self._make_room(state, now_ns):
@@ -204,17 +170,17 @@ class GenerateStage:
             state.blocks.append(block)
             grown.append(state.slot)
             grown.append(block)
-        if self._leaves:
-            gone = {leave.slot for leave in self._leaves}
+        if self.preemptions > preempted:
+            # One that had grown already may have been preempted for one after it.
             pairs = zip(grown[::2], grown[1::2], strict=True)
-            grown = [value for pair in pairs if pair[0] not in gone for value in pair]
+            grown = [one for pair in pairs if not self.running.left_since(pair[0]) for one in pair]
         return grown
 
     def _make_room(self, state: RequestState, now_ns: int) -> bool:
         """Preempt until a block is available; return False when `state` itself had to go."""
         while self.pool.available == 0:
-            running = sorted([*self.prefilling.values(), *self.decoding.values()], key=_order_of)
-            views = [self._running_view(other) for other in running]
+            running = self.running.in_order()
+            views = [self.running.view(other, self.flight.planned) for other in running]
             view = PreemptionView(now_ns=now_ns, running=views)
             victim = running[ask_preemption(self._policies.preemption, view, self._faults)]
             if victim.order < state.order:
@@ -224,19 +190,7 @@ class GenerateStage:
                 return False
         return True
 
-    def _running_view(self, state: RequestState) -> RunningView:
-        decoded = self.planned - state.first_step + 1 if state.first_step >= 0 else 0
-        return RunningView(
-            tokens=state.computed + decoded,
-            blocks=len(state.blocks),
-            outputs=len(state.tokens) - state.prompt_length + decoded,
-            priority=state.request.priority,
-            arrived_ns=state.submitted_ns,
-        )
-
-    def _chunk(
-        self, state: RequestState, step: int, budget: int, chunks: list[ChunkPlan]
-    ) -> int:
+    def _chunk(self, state: RequestState, step: int, budget: int, chunks: list[ChunkPlan]) -> int:
         """Plan the next chunk of a prefilling request, if it can go on; return its tokens."""
         start = state.computed
         stop = self.chunk_stop(state, start, budget)
@@ -250,7 +204,7 @@ class GenerateStage:
         plan = ChunkPlan(state.slot, start, stop, items)
         chunks.append(plan)
         if items:
-            self._reads.setdefault(step, []).append((state, plan))
+            self.flight.note_read(step, state, plan)
         state.computed = stop
         size = self._sizes.block_size
         first, last = start // size, stop // size
@@ -258,18 +212,9 @@ class GenerateStage:
             self.pool.publish(state.blocks[first:last], state.hashes[first:last])
         self.tokens_prefilled += stop - start
         if stop == len(state.tokens):
-            self._start_decoding(state, step)
+            self.running.start_decoding(state, step)
+            self.flight.note_first(step, state)
         return stop - start
-
-    def _start_decoding(self, state: RequestState, step: int) -> None:
-        del self.prefilling[state.number]
-        state.phase = Phase.DECODE
-        state.first_step = step
-        self.decoding[state.number] = state
-        self._firsts.setdefault(step, []).append(state)
-        # In step `step + j` it writes position `len(tokens) + j - 1`: a block's first when that is 0 modulo the size.
-        state.bucket = (step + 1 - len(state.tokens)) % self._sizes.block_size
-        self._growth[state.bucket][state.number] = state
 
     def _admit(
         self, step: int, budget: int, now_ns: int, joined: list[Join], chunks: list[ChunkPlan]
@@ -277,7 +222,7 @@ class GenerateStage:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return
-        if not self._free_slots:
+        if not self.running.slots_free:
             self._blocked = True
             return
         waiting = self._queue.entries
@@ -286,16 +231,16 @@ class GenerateStage:
             now_ns=now_ns,
             waiting=waiting,
             tokens_free=budget,
-            entries_free=len(self._free_slots),
+            entries_free=self.running.slots_free,
             blocks_free=self.pool.available,
-            running=self.running,
+            running=len(self.running),
             divisible=True,
             default_tokens=self._sizes.batch_tokens,
         )
         admission = ask_admission(self._policies.generate_admission, view, self._faults)
         self.hold_until_ns = admission.hold_until_ns
         for entry in [waiting[index] for index in admission.indices]:
-            if budget <= 0 or not self._free_slots:
+            if budget <= 0 or not self.running.slots_free:
                 return
             join = self._join(entry.state, budget, now_ns)
             if join is None:
@@ -321,23 +266,17 @@ class GenerateStage:
             return None
         self.dequeue(state)
         self.pool.hold(prefix)
-        state.blocks = prefix + [self.pool.allocate() for _ in range(missing)]
-        state.slot = self._free_slots.pop()
-        state.computed = computed
-        state.phase = Phase.PREFILL
-        self.slots[state.slot] = state
-        self.prefilling[state.number] = state
+        blocks = prefix + [self.pool.allocate() for _ in range(missing)]
+        self.running.seat(state, blocks, computed)
         self.tokens_cached += computed
         self.admitted_total += 1
         if not state.admitted_ns:
             state.admitted_ns = now_ns
             state.cached_tokens = computed
         self.drop_claims_before(state, computed)
-        data = None if state.known else _request_data(state)
+        data = None if state.known else state.data()
         state.known = True
-        return Join(
-            state.number, state.slot, computed, len(state.tokens), list(state.blocks), data
-        )
+        return Join(state.number, state.slot, computed, len(state.tokens), list(state.blocks), data)
 
     def drop_claims_before(self, state: RequestState, computed: int) -> None:
         """The items before `computed` lie in the KV cache: their embeddings are not needed."""
@@ -346,43 +285,22 @@ class GenerateStage:
                 break
             if index in state.wanted:
                 state.wanted.discard(index)
-                release_item(self._encode, state, index)
+                self._encode.consume(state, index)
 
     # --- results ---
 
     def finish_step(self, step: int, tokens: array[int], now_ns: int) -> list[RequestState]:
-        """Take the batch of the oldest step that is out; return preempted requests that have settled by it."""
-        assert step == self.done + 1, f"step {step} came back, {self.done + 1} was due"
-        assert step <= self.planned, f"step {step} came back, {self.planned} is the last decided"
-        self.done = step
-        self.log.append(step, tokens)
-        for state in self._firsts.pop(step, ()):
-            if not state.first_token_ns:
-                state.first_token_ns = now_ns
-        for state, plan in self._reads.pop(step, ()):
-            self._done_reading(state, plan)
+        """Take the batch of the oldest step that is out; return preempted requests that it settles."""
+        for state, plan in self.flight.land(step, tokens, now_ns):
+            self._encode.done_reading(state, plan.start, plan.stop)
             self.drop_claims_before(state, min(plan.stop, state.computed))
-        settled = []
-        if self.settling:
-            for state, slot, last_step in list(self.settling.values()):
-                if last_step <= step:
-                    del self.settling[state.number]
-                    self._gather(state, slot, last_step)
-                    settled.append(state)
-            self._trim_log()
+        if not self.flight.settling:
+            return []
+        settled = self.flight.take_settled()
+        for state in settled:
+            self.hash_tokens(state)
+        self._trim_log()
         return settled
-
-    def _done_reading(self, state: RequestState, plan: ChunkPlan) -> None:
-        for item in state.items:
-            if item.offset < plan.stop and item.end > plan.start:
-                self._encode.done_reading(item.key)
-
-    def _gather(self, state: RequestState, slot: int, last_step: int) -> None:
-        """Add the outputs of the life that ends with `last_step` to a request's known tokens."""
-        if state.first_step >= 0:
-            state.tokens.extend(self.log.gather(slot, state.first_step, last_step))
-            state.first_step = -1
-        self.hash_prompt(state)
 
     # --- leaving ---
 
@@ -391,14 +309,16 @@ class GenerateStage:
         if state.slot >= 0:
             slot, computed = state.slot, state.computed
             if state.first_step >= 0:
-                self._gather(state, slot, self.done)
+                self.flight.gather(state, slot)
+                self.hash_tokens(state)
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._sizes.block_size, len(state.hashes))
                 self.pool.publish(state.blocks[:full], state.hashes[:full])
-            self._vacate(state, keep=False)
+            self.running.vacate(state, keep=False)
+            self._blocked = False
         elif state.known:
-            self._forgotten.append(state.number)
-        self.settling.pop(state.number, None)
+            self.running.forget(state)
+        self.flight.unsettle(state)
         self._trim_log()
 
     def preempt(self, state: RequestState) -> None:
@@ -406,12 +326,14 @@ class GenerateStage:
         slot = state.slot
         self.preemptions += 1
         state.preemptions += 1
-        self._vacate(state, keep=True)
+        self.running.vacate(state, keep=True)
+        self._blocked = False
         state.phase = Phase.SETTLING
-        if self.in_flight:
-            self.settling[state.number] = (state, slot, self.planned)
+        if self.flight.out:
+            self.flight.settle(state, slot)
         else:
-            self._gather(state, slot, self.done)
+            self.flight.gather(state, slot)
+            self.hash_tokens(state)
             self.fallen.append(state)
 
     def yield_to_older(self) -> bool:
@@ -420,52 +342,34 @@ class GenerateStage:
         Called when nothing moves. The prefill holds blocks and waits for an embedding whose pages
         the older request claims, which waits for the blocks: the younger must let go.
         """
-        if not self._queue or not self.prefilling:
+        prefilling = self.running.prefilling
+        if not self._queue or not prefilling:
             return False
-        youngest = max(self.prefilling.values(), key=_order_of)
+        youngest = max(prefilling.values(), key=order_of)
         if youngest.order < self._queue.entries[0].order:
             return False
         self.preempt(youngest)
         return True
 
-    def _vacate(self, state: RequestState, *, keep: bool) -> None:
-        if state.phase is Phase.DECODE:
-            del self._growth[state.bucket][state.number]
-            del self.decoding[state.number]
-        else:
-            del self.prefilling[state.number]
-        self._leaves.append(Leave(state.number, state.slot, keep))
-        self.slots[state.slot] = None
-        self._free_slots.append(state.slot)
-        self.pool.release(state.blocks)
-        state.blocks = []
-        state.slot = -1
-        state.computed = 0
-        self._blocked = False
-
     def _trim_log(self) -> None:
-        """Forget the token batches that no request needs; the first decoding request is the oldest."""
-        needed = [state.first_step for state, _, _ in self.settling.values() if state.first_step >= 0]
-        oldest = next(iter(self.decoding.values()), None)
-        needed.append(self.done + 1 if oldest is None else oldest.first_step)
-        self.log.forget_before(min(needed))
+        # Requests begin to decode in order of steps, so the first in the set is the oldest.
+        self.flight.trim(next(iter(self.running.decoding.values()), None))
 
     def lose(self) -> list[RequestState]:
         """The group is gone with all it held: return every request that it knew, oldest first."""
         self.ready = False
-        for reads in self._reads.values():
-            for state, plan in reads:
-                self._done_reading(state, plan)
-        lost = sorted([*self.prefilling.values(), *self.decoding.values()], key=_order_of)
+        for state, plan in self.flight.crash():
+            self._encode.done_reading(state, plan.start, plan.stop)
+        lost = self.running.in_order()
         for state in lost:
             state.losses += 1
-            self._gather(state, state.slot, self.done)
+            self.flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
-        for state, slot, _ in list(self.settling.values()):
-            self._gather(state, slot, self.done)
-            lost.append(state)
+        lost += self.flight.take_settled(crashed=True)
+        for state in lost:
+            self.hash_tokens(state)
         self._reset()
-        return sorted(lost, key=_order_of)
+        return sorted(lost, key=order_of)
 
     # --- views ---
 
@@ -473,11 +377,11 @@ class GenerateStage:
         """Return counters and gauges of the stage."""
         return {
             "waiting": len(self._queue),
-            "prefilling": len(self.prefilling),
-            "decoding": len(self.decoding),
-            "preempted": len(self.settling),
-            "steps": self.done,
-            "steps_in_flight": self.in_flight,
+            "prefilling": len(self.running.prefilling),
+            "decoding": len(self.running.decoding),
+            "preempted": self.flight.settling,
+            "steps": self.flight.done,
+            "steps_in_flight": self.flight.out,
             "tokens_prefilled": self.tokens_prefilled,
             "tokens_decoded": self.tokens_decoded,
             "tokens_cached": self.tokens_cached,
@@ -491,45 +395,5 @@ class GenerateStage:
         }
 
     def check(self) -> None:
-        """Assert that blocks and slots are conserved and that buckets hold just the decoding requests."""
-        running = [*self.prefilling.values(), *self.decoding.values()]
-        self.pool.check(state.blocks for state in running)
-        for state in running:
-            assert self.slots[state.slot] is state, "a slot and its request disagree"
-        assert len(self._free_slots) + len(running) == len(self.slots), "a slot is lost"
-        bucketed = sorted(number for bucket in self._growth for number in bucket)
-        assert bucketed == sorted(self.decoding), "growth buckets and decoding requests disagree"
-        for state in self.prefilling.values():
-            assert len(state.blocks) == self._sizes.blocks_for(len(state.tokens))
-        for state in self.decoding.values():
-            decoded = self.planned - state.first_step
-            written = len(state.tokens) + decoded
-            assert len(state.blocks) == self._sizes.blocks_for(written), "blocks and length disagree"
-
-
-def release_item(encode: EncodeStage, state: RequestState, index: int) -> None:
-    """Drop a request's claim on one item; another of its items may have the same content."""
-    key = state.items[index].key
-    others = [other for other in sorted(state.wanted) if state.items[other].key == key]
-    if others:
-        encode.defer(key, state.number, (state.number, others[0]))
-    else:
-        encode.release(key, state.number)
-
-
-def _order_of(state: RequestState) -> tuple[int, int]:
-    return state.order
-
-
-def _salt(cache_salt: str) -> bytes:
-    return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
-
-
-def _request_data(state: RequestState) -> RequestData:
-    return RequestData(
-        tokens=state.tokens.tobytes(),
-        prompt_length=state.prompt_length,
-        items=[ItemPlace(item.offset, item.tokens, item.grid) for item in state.items],
-        sampling=state.request.sampling,
-        stop_token_ids=state.stop_token_ids,
-    )
+        """Assert that the running set is consistent."""
+        self.running.check(self.flight.planned)

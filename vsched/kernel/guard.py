@@ -100,7 +100,7 @@ class InsertionOrder(Generic[Key]):
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
 
-    def add(self, key: Key, size: int) -> bool:  # noqa: ARG002
+    def add(self, key: Key, size: int) -> bool:
         """Take an entry as the most recent."""
         self._keys[key] = None
         return True

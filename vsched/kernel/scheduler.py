@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vsched.errors import limit_message
 from vsched.kernel.commands import (
     Accept,
     Command,
@@ -17,7 +16,6 @@ from vsched.kernel.commands import (
     EmitTokens,
     Finish,
     Notice,
-    Refuse,
     RequestTimes,
     RestartGroup,
     SetTimer,
@@ -35,12 +33,13 @@ from vsched.kernel.events import (
     Submitted,
     Timer,
 )
-from vsched.kernel.generate import GenerateStage, release_item
+from vsched.kernel.generate import GenerateStage
 from vsched.kernel.guard import PolicyFaults, ask_encoding
+from vsched.kernel.refusals import refuse_duplicate, refuse_full, refuse_impossible
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.policy import EncodingView, ItemSpan
-from vsched.types import FinishReason, MediaItem, Request
+from vsched.types import FinishReason, Request
 
 LOSSES_MAX = 2
 """A request in flight in so many group losses is taken for their cause and ended."""
@@ -99,7 +98,12 @@ class Scheduler:
     # --- arrivals ---
 
     def _on_submitted(self, request: Request, stop_token_ids: tuple[int, ...]) -> None:
-        refusal = self._impossible(request)
+        waiting = len(self._requests) - len(self.generate.running)
+        refusal = refuse_impossible(request, self.sizes)
+        if refusal is None and request.request_id in self._numbers:
+            refusal = refuse_duplicate(request)
+        if refusal is None and waiting >= self.sizes.waiting:
+            refusal = refuse_full(request, waiting, self.sizes)
         if refusal is not None:
             self.refused[refusal.code] = self.refused.get(refusal.code, 0) + 1
             self._commands.append(refusal)
@@ -109,60 +113,8 @@ class Scheduler:
         self._requests[state.number] = state
         self._numbers[request.request_id] = state.number
         self._commands.append(Accept(request.request_id, state.number))
-        self.generate.hash_prompt(state)
+        self.generate.hash_tokens(state)
         self._stand_in_line(state, arriving=True)
-
-    def _impossible(self, request: Request) -> Refuse | None:
-        """Return why a request can never be served as configured, or cannot now; None when it can."""
-        sizes, prompt = self.sizes, len(request.prompt_token_ids)
-        total = prompt + request.sampling.max_tokens
-        if request.request_id in self._numbers:
-            return Refuse(request.request_id, "duplicate_id", 409, "this request id is in use")
-        if not prompt or request.sampling.max_tokens < 1:
-            return Refuse(
-                request.request_id, "empty", 400, "the prompt and max_tokens must be at least 1"
-            )
-        if not _items_fit(request.items, prompt):
-            return Refuse(
-                request.request_id, "bad_items", 400, "items overlap or lie outside the prompt"
-            )
-        refuse = _Refusals(request.request_id)
-        if total > sizes.context_tokens:
-            return refuse(
-                "context_exceeded",
-                "prompt plus max_tokens exceeds the context",
-                total,
-                f"{sizes.context_tokens} tokens",
-                "shorten the prompt or lower max_tokens",
-            )
-        if sizes.blocks_for(total) > sizes.blocks:
-            return refuse(
-                "kv_exceeded",
-                "prompt plus max_tokens can never fit the KV cache",
-                total,
-                f"{sizes.blocks * sizes.block_size} tokens",
-                "lower max_tokens, or give the server a larger KV cache (generate.memory)",
-            )
-        for item in request.items:
-            if sizes.pages_for(item.tokens) > sizes.pages:
-                return refuse(
-                    "image_exceeds_cache",
-                    "an image can never fit the embedding cache",
-                    item.tokens,
-                    f"{sizes.pages * sizes.page_rows} tokens",
-                    "send a smaller image, or raise arena.embedding_bytes",
-                )
-        waiting = len(self._requests) - self.generate.running
-        if waiting >= sizes.waiting:
-            return refuse(
-                "queue_full",
-                "too many requests wait",
-                waiting + 1,
-                sizes.waiting,
-                "try again later, or raise generate.max_waiting",
-                status=429,
-            )
-        return None
 
     # --- the way into the line ---
 
@@ -275,14 +227,16 @@ class Scheduler:
     def _drop_claims(self, state: RequestState) -> None:
         for index in sorted(state.wanted):
             state.wanted.discard(index)
-            release_item(self.encode, state, index)
+            self.encode.consume(state, index)
 
     # --- loss and recovery ---
 
     def _on_group_lost(self, event: GroupLost) -> None:
         self._commands.append(Notice(f"the {event.group} group was lost: {event.reason}"))
         if event.group == "encode":
-            message = "an image could not be encoded: the encoder was lost twice while working on it"
+            message = (
+                "an image could not be encoded: the encoder was lost twice while working on it"
+            )
             self._fail_all(self.encode.lose(), message, code="encode_failed")
         else:
             lost = self.generate.lose()
@@ -334,7 +288,7 @@ class Scheduler:
         A request may wait for an item behind a prefix that was evicted meanwhile, and could start
         with an earlier item now; or a younger one may hold what an older one needs.
         """
-        resting = not self.generate.in_flight and not self.encode.in_flight
+        resting = not self.generate.flight.out and not self.encode.in_flight
         if not (resting and self.generate.ready and self.encode.ready):
             return False
         waiting = [state for state in self._requests.values() if state.phase is Phase.ITEMS]
@@ -346,7 +300,7 @@ class Scheduler:
 
     def _claim_next(self, slot: int) -> None:
         """While a chunk runs, the encoder works on the items of the next one."""
-        state = self.generate.slots[slot]
+        state = self.generate.running.slots[slot]
         if state is not None and state.phase is Phase.PREFILL:
             self._claim(state, state.computed)
 
@@ -371,7 +325,8 @@ class Scheduler:
         match state.phase:
             case Phase.ITEMS:
                 missing = [
-                    index for index in sorted(state.wanted)
+                    index
+                    for index in sorted(state.wanted)
                     if not self.encode.is_ready(state.items[index].key)
                 ]
                 return f"{state.phase}: items {missing} of {len(state.items)} are not encoded yet"
@@ -381,7 +336,7 @@ class Scheduler:
             case Phase.PREFILL:
                 return f"{state.phase}: {state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
             case Phase.DECODE:
-                outputs = max(0, self.generate.done - state.first_step + 1)
+                outputs = max(0, self.generate.flight.done - state.first_step + 1)
                 return f"{state.phase}: {outputs} tokens since it joined slot {state.slot}"
             case Phase.SETTLING:
                 return str(state.phase)
@@ -389,8 +344,8 @@ class Scheduler:
     def statistics(self) -> dict[str, object]:
         """Return counters and gauges of both stages and of the request traffic."""
         return {
-            "running": self.generate.running,
-            "waiting": len(self._requests) - self.generate.running,
+            "running": len(self.generate.running),
+            "waiting": len(self._requests) - len(self.generate.running),
             "finished": dict(self.finished),
             "refused": dict(self.refused),
             "policy_faults": dict(self._faults.counts),
@@ -405,38 +360,7 @@ class Scheduler:
         for state in self._requests.values():
             if state.phase is Phase.READY:
                 assert self.generate.stands_in_line(state), "a ready request is not in line"
-        at_rest = not self.generate.in_flight and not self.encode.in_flight
+        at_rest = not self.generate.flight.out and not self.encode.in_flight
         both_ready = self.generate.ready and self.encode.ready
         if at_rest and both_ready and self._timer_ns is None:
             assert not self._requests, f"stuck: {[self.explain(name) for name in self._numbers]}"
-
-
-class _Refusals:
-    """Words refusals of one request."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def __call__(
-        self,
-        code: str,
-        what: str,
-        value: object,
-        limit: object,
-        remedy: str,
-        *,
-        status: int = 400,
-    ) -> Refuse:
-        message = limit_message(what, value=value, limit=limit, remedy=remedy)
-        retry = 1 if status == 429 else None
-        return Refuse(self._request_id, code, status, message, retry)
-
-
-def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
-    """Return whether items are in order, do not overlap, hold tokens, and lie within the prompt."""
-    position = 0
-    for item in items:
-        if item.tokens < 1 or item.offset < position or item.end > prompt_tokens:
-            return False
-        position = item.end
-    return True

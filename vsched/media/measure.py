@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.decode import inspect
+from vsched.media.decode import PixelLimits, inspect
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import read_local
 from vsched.worker.contract import ImagePlan, Preprocessor
@@ -52,6 +52,11 @@ def blame(error: RequestRefused, index: int) -> RequestRefused:
     )
 
 
+def pixel_limits(settings: MediaSettings) -> PixelLimits:
+    """Return the part of the settings that the decoder keeps."""
+    return PixelLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
+
+
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
@@ -64,6 +69,7 @@ class Measurer:
         self._preprocessor = preprocessor
         self._settings = settings
         self._plans = plans
+        self._limits = pixel_limits(settings)
 
     def measure(
         self, references: Sequence[str], fetched: Mapping[str, bytes], cache_salt: str
@@ -104,7 +110,7 @@ class Measurer:
         )
         plan = self._plans.get(key)
         if plan is None:
-            header = inspect(encoded, pixels_max=self._settings.image_pixels_max)
+            header = inspect(encoded, self._limits)
             plan = self._preprocessor.plan_image(header.width, header.height)
         limit = self._preprocessor.info.item_tokens_max
         if plan.tokens > limit:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media.decode import decode
-from vsched.media.measure import Measured, Measurer, blame, check_total
+from vsched.media.measure import Measured, Measurer, blame, check_total, pixel_limits
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_local, read_remote
@@ -100,6 +100,7 @@ class MediaPipeline:
         self._settings = settings
         self._plans: OrderedDict[bytes, ImagePlan] = OrderedDict()
         self._measurer = Measurer(preprocessor, settings, self._plans)
+        self._limits = pixel_limits(settings)
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="media")
         self._fills: dict[bytes, _Fill] = {}
         self._preparing = 0
@@ -330,7 +331,7 @@ class MediaPipeline:
 
     def _process(self, image: Measured, view: npt.NDArray[np.float32]) -> None:
         """Decode and process one image into its extent; runs in the pool."""
-        picture = decode(image.encoded, pixels_max=self._settings.image_pixels_max)
+        picture = decode(image.encoded, self._limits)
         pixels = self._preprocessor.process_image(picture)
         expected = (int(np.prod(image.plan.grid)), self._preprocessor.info.patch_values)
         if pixels.shape != expected:

@@ -16,7 +16,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         image_bytes_max: Bytes of one encoded image, however it arrives.
         image_pixels_max: Width times height of one image, read from its header before any pixel is decoded.
-        images_max: Images of one request.
+        webp_pixels_max: The same for WEBP, whose decoder stalls the event loop while it copies pixels.
+        images_max: Images of one request; 0 refuses them all.
         request_bytes_max: Bytes of all encoded images of one request.
         directory: The only directory that `file:` references may lie under; empty refuses them all.
         hosts: Hosts that `http(s):` references may name, each `host` or `host:port`; empty refuses them all.
@@ -31,7 +32,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     image_bytes_max: _Positive = 20 * 1024 * 1024
     image_pixels_max: _Positive = 64_000_000
-    images_max: _Positive = 64
+    webp_pixels_max: _Positive = 16_000_000
+    images_max: Annotated[int, msgspec.Meta(ge=0)] = 64
     request_bytes_max: _Positive = 64 * 1024 * 1024
     directory: str = ""
     hosts: tuple[str, ...] = ()

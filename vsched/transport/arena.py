@@ -16,6 +16,7 @@ import numpy.typing as npt
 from vsched.errors import ConfigError, limit_message
 from vsched.types import ArenaLayout, Extent
 
+
 class Arena:
     """A mapping of the arena in this process."""
 

@@ -8,9 +8,9 @@ A plug-in is one module-level object that the entry-point group `vsched.workers`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -250,7 +250,9 @@ class Preprocessor(Protocol):
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells."""
         ...
 
-    def expand(self, token_ids: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    def expand(
+        self, token_ids: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
         """Replace the i-th image placeholder by `tokens[i]` of them; return the ids and the items' offsets.
 
         Raises:
@@ -304,4 +306,19 @@ class WorkerPlugin(Protocol):
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
         """
+        ...
+
+
+@runtime_checkable
+class CheckpointMaker(Protocol):
+    """A plug-in that can also write random-weight checkpoints, for demonstrations and tests."""
+
+    def checkpoint_sizes(self) -> Mapping[str, str]:
+        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
+        ...
+
+    def make_checkpoint(
+        self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
+    ) -> int:
+        """Write a checkpoint of a named size; return its number of parameters."""
         ...

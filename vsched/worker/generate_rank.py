@@ -87,7 +87,9 @@ class GenerateRank:
             self._sequences[join.number] = sequence
         if sequence is None or sequence.length != join.length:
             known = "unknown here" if sequence is None else f"{sequence.length} tokens long here"
-            raise RankDesync(f"request {join.number} joins with {join.length} tokens; it is {known}")
+            raise RankDesync(
+                f"request {join.number} joins with {join.length} tokens; it is {known}"
+            )
         table, slot, sampling = self._table, join.slot, sequence.sampling
         table.number[slot] = join.number
         table.length[slot] = join.length
@@ -181,7 +183,9 @@ class GenerateRank:
             tokens=by_slot.tobytes(),
             numbers=table.number.tobytes(),
             finished=finished,
-            logprobs=[TokenLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs],
+            logprobs=[
+                TokenLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs
+            ],
             busy_ns=0,
         )
 

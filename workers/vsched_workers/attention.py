@@ -1,11 +1,12 @@
 """Attention over a paged KV cache.
 
-The modelling code calls `attend` through transformers' table of attention functions, once a layer, with the queries, keys
-and values of one packed row: first the decode rows, one token each, then the tokens of each prefill chunk. `attend` writes
-keys and values into their slots of the cache and reads each sequence's context back through its block table.
+The modelling code calls `attend` through transformers' table of attention functions, once a layer, with the
+queries, keys and values of one packed row: first the decode rows, one token each, then the tokens of each prefill
+chunk. `attend` writes keys and values into their slots of the cache and reads each sequence's context back through
+its block table.
 
-No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since what
-a token may see follows from its place in its sequence.
+No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since
+what a token may see follows from its place in its sequence.
 
 What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function as a
 keyword argument of the model's call, so that no state is global and two models can run in one process.
@@ -70,7 +71,9 @@ class KvCache:
             found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
             return found
 
-        return [(array(key), array(value)) for key, value in zip(self.keys, self.values, strict=True)]
+        return [
+            (array(key), array(value)) for key, value in zip(self.keys, self.values, strict=True)
+        ]
 
 
 @dataclass(slots=True)

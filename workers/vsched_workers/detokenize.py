@@ -1,8 +1,9 @@
 """Turns token ids into text as they come, in constant time a token.
 
-A byte-level tokenizer writes each byte of the text as one character of its vocabulary, so a token *is* a byte string and
-the text of a sequence is the concatenation, decoded as UTF-8. An incremental decoder therefore holds back at most three
-bytes; nothing is ever decoded twice, unlike in the usual scheme that decodes a window of tokens at each step.
+A byte-level tokenizer writes each byte of the text as one character of its vocabulary, so a token *is* a byte
+string and the text of a sequence is the concatenation, decoded as UTF-8. An incremental decoder therefore holds
+back at most three bytes; nothing is ever decoded twice, unlike in the usual scheme that decodes a window of tokens
+at each step.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def typed_out_of_memory(doing: str) -> Iterator[None]:
 
 def _message(doing: str) -> str:
     return (
-        f"memory ran out while {doing}. Remedy: make the KV cache smaller (generate.memory), or lower the token budgets "
-        "of a step (encode.admission.max_tokens, generate.max_batch_tokens)."
+        f"memory ran out while {doing}. Remedy: make the KV cache smaller (generate.memory), or lower the token "
+        "budgets of a step (encode.admission.max_tokens, generate.max_batch_tokens)."
     )
 
 

@@ -1,7 +1,7 @@
 """Makes random-weight checkpoints of named sizes, offline.
 
-They have everything a published checkpoint has (weights, tokenizer, chat template, processor settings), so that the whole
-path can be run and tested without a download. Their answers mean nothing.
+They have everything a published checkpoint has (weights, tokenizer, chat template, processor settings), so that the
+whole path can be run and tested without a download. Their answers mean nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ CHAT_TEMPLATE = (
 )
 
 SMALL_TEXT = """
-What is in the image? Describe the image in one sentence. The picture shows a red square on a blue field, a green circle
-and some text. How many objects are there? There are three objects in the picture: one is large and two are small. You
-are a helpful assistant. Answer the question with a single word. The first image is brighter than the second image.
-Compare the two images and tell me what changed. Nothing has changed between them, except the colour of the sky. Please
-read the words on the sign. The sign says: stop here. Is this a photograph or a drawing? It is a drawing of a house, with
-a door, a roof and four windows. Thank you; that was all. 0 1 2 3 4 5 6 7 8 9 10 11 12 100 1000, naïve café, größer.
+What is in the image? Describe the image in one sentence. The picture shows a red square on a blue field, a green
+circle and some text. How many objects are there? There are three objects in the picture: one is large and two are
+small. You are a helpful assistant. Answer the question with a single word. The first image is brighter than the
+second image. Compare the two images and tell me what changed. Nothing has changed between them, except the colour
+of the sky. Please read the words on the sign. The sign says: stop here. Is this a photograph or a drawing? It is a
+drawing of a house, with a door, a roof and four windows. Thank you; that was all. 0 1 2 3 4 5 6 7 8 9 10 11 12 100
+1000, naïve café, größer.
 """
 
 
@@ -182,8 +183,8 @@ def _library_text() -> Iterator[str]:
 
 
 def _make_tokenizer(size: Size) -> Any:
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -196,7 +197,8 @@ def _make_tokenizer(size: Size) -> Any:
     )
     text = _library_text() if size.learns_from_library else iter([SMALL_TEXT])
     tokenizer.train_from_iterator(text, trainer)
-    wrapped = PreTrainedTokenizerFast(
+    make: Any = transformers.PreTrainedTokenizerFast
+    wrapped = make(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",  # noqa: S106  # a token of text, not a secret
         pad_token="<|endoftext|>",  # noqa: S106
@@ -238,8 +240,7 @@ def _write_processor(directory: Path, size: Size) -> None:
 
 def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: int) -> int:
     import torch
-    from transformers import GenerationConfig
-    from transformers.utils import logging
+    import transformers
 
     def token(text: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(text))
@@ -258,15 +259,9 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
         "tie_word_embeddings": True,
         "initializer_range": size.spread,
     }
-    if is_qwen3:
-        from transformers import Qwen3VLConfig as Config
-        from transformers import Qwen3VLForConditionalGeneration as Model
-    else:
-        from transformers import Qwen2_5_VLConfig as Config  # type: ignore[assignment]
-        from transformers import (  # type: ignore[assignment]
-            Qwen2_5_VLForConditionalGeneration as Model,
-        )
-    config = Config(
+    library: Any = transformers
+    name = "Qwen3VL" if is_qwen3 else "Qwen2_5_VL"
+    config = getattr(library, f"{name}Config")(
         text_config=text,
         vision_config=size.vision | {"initializer_range": size.spread},
         tie_word_embeddings=True,
@@ -277,13 +272,15 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Model(config).to(getattr(torch, dtype))
-    model.generation_config = GenerationConfig(
+        model = getattr(library, f"{name}ForConditionalGeneration")(config).to(
+            getattr(torch, dtype)
+        )
+    model.generation_config = library.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    logging.disable_progress_bar()
+    library.logging.disable_progress_bar()
     try:
         model.save_pretrained(directory)
     finally:
-        logging.enable_progress_bar()
+        library.logging.enable_progress_bar()
     return sum(parameter.numel() for parameter in model.parameters())

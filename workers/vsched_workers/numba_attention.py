@@ -173,7 +173,8 @@ class NumbaDecode:
         self._dtype = dtype
         self._attend = _attend_serial if threads == 1 else _attend_parallel
         if threads > 1:
-            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+            limits: Any = numba.config
+            numba.set_num_threads(min(threads, limits.NUMBA_NUM_THREADS))
         self._warm_up()
 
     def _warm_up(self) -> None:

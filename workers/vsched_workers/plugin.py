@@ -1,6 +1,7 @@
 """The object that the entry-point group `vsched.workers` names.
 
-Torch and transformers are imported by the methods that need them: listing plug-ins and inspecting a checkpoint are quick.
+Torch and transformers are imported by the methods that need them: listing plug-ins and inspecting a checkpoint are
+quick.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ to the bit, without the float64 intermediate of eight times the image's size, an
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -203,7 +204,7 @@ class QwenPreprocessor:
                 ),
                 code="image_count_mismatch",
             )
-        if any(second == first + 1 for first, second in zip(places, places[1:], strict=False)):
+        if any(second == first + 1 for first, second in itertools.pairwise(places)):
             raise RequestRefused(
                 "two image placeholders stand side by side. Remedy: separate them as the chat template does.",
                 code="image_placeholders_touch",

@@ -1,12 +1,12 @@
 """Chooses tokens from logits.
 
-Most rows want the argmax; it is one call for all of them. The others are few or at least independent of each other: what
-is drawn for a row depends on its own logits, its own history, its seed and its position, never on the rows beside it. The
-uniform number of a draw is the first of a Philox stream keyed by (seed, position): no state has to be kept, restored or
-moved, and a request that is recomputed after a preemption draws what it drew before.
+Most rows want the argmax; it is one call for all of them. The others are few or at least independent of each other:
+what is drawn for a row depends on its own logits, its own history, its seed and its position, never on the rows
+beside it. The uniform number of a draw is the first of a Philox stream keyed by (seed, position): no state has to
+be kept, restored or moved, and a request that is recomputed after a preemption draws what it drew before.
 
-Order of the steps: penalties, minimum length, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
-raw logits.
+Order of the steps: penalties, minimum length, temperature, top-k, top-p, min-p, draw. Log-probabilities are those
+of the raw logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads the tensors of one module from safetensors files, and no others.
 
-A stage builds its module on the meta device, which costs nothing, and fills it tensor by tensor through the checkpoint's
-index: the encode worker never touches the language model's weights, nor the other way round. Only safetensors is read:
-the older formats are pickles, and loading one runs whatever it says.
+A stage builds its module on the meta device, which costs nothing, and fills it tensor by tensor through the
+checkpoint's index: the encode worker never touches the language model's weights, nor the other way round. Only
+safetensors is read: the older formats are pickles, and loading one runs whatever it says.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _make_buffers(module: nn.Module, device: str) -> None:
         buffers = dict(child.named_buffers(recurse=False))
         if not any(buffer.is_meta for buffer in buffers.values()):
             continue
-        fresh: Any = type(child)(child.config)  # type: ignore[call-arg]
+        fresh: Any = type(child)(child.config)
         for name, buffer in fresh.named_buffers(recurse=False):
             setattr(child, name, buffer.to(device))
 

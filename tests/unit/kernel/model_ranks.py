@@ -226,9 +226,7 @@ class Cluster:
                 data = join.data
                 known = array("i")
                 known.frombytes(data.tokens)
-                sequence = ModelSequence(
-                    list(known), data.prompt_length, data.sampling.max_tokens
-                )
+                sequence = ModelSequence(list(known), data.prompt_length, data.sampling.max_tokens)
                 request = self.requests[self.names[join.number]]
                 sequence.items = [(i.offset, i.tokens, i.key) for i in request.items]
                 self.sequences[join.number] = sequence
@@ -311,7 +309,9 @@ class Cluster:
         return [output_token(seed, len(prompt) + index) for index in range(count)]
 
 
-def random_request(rng: random.Random, name: str, *, image_tokens_max: int, length_max: int) -> Request:
+def random_request(
+    rng: random.Random, name: str, *, image_tokens_max: int, length_max: int
+) -> Request:
     """Return a request with a random text (often a shared prefix) and some images from a small set."""
     text = [(7 * i) % 50 + 10 for i in range(rng.randint(1, length_max))]
     if rng.random() < 0.5:

@@ -124,7 +124,8 @@ def image_bytes(
     width: int = 16, height: int = 8, *, value: int = 7, mode: str = "RGB", kind: str = "PNG"
 ) -> bytes:
     buffer = io.BytesIO()
-    Image.new(mode, (width, height), (value,) * 3 if mode == "RGB" else value).save(buffer, kind)
+    color = {"RGB": (value,) * 3, "RGBA": (value, value, value, 128)}.get(mode, value)
+    Image.new(mode, (width, height), color).save(buffer, kind)
     return buffer.getvalue()
 
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
-from vsched.media.decode import Header, decode, inspect
+from vsched.media.decode import Header, PixelLimits, decode, inspect
 
-PIXELS_MAX = 1_000_000
+LIMITS = PixelLimits(image=1_000_000, webp=10_000)
 
 
 def png_with_size(width: int, height: int) -> bytes:
@@ -33,8 +33,8 @@ def png_with_size(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_decode_reads_the_three_formats(kind: str) -> None:
     encoded = image_bytes(24, 16, value=200, kind=kind)
-    assert inspect(encoded, pixels_max=PIXELS_MAX) == Header(24, 16)
-    image = decode(encoded, pixels_max=PIXELS_MAX)
+    assert inspect(encoded, LIMITS) == Header(24, 16)
+    image = decode(encoded, LIMITS)
     assert (image.mode, image.size) == ("RGB", (24, 16))
     assert abs(int(np.asarray(image)[0, 0, 0]) - 200) < 4
 
@@ -43,7 +43,7 @@ def test_decode_reads_the_three_formats(kind: str) -> None:
 def test_decode_refuses_other_formats(kind: str) -> None:
     """G6: PNG, JPEG and WEBP only."""
     with pytest.raises(RequestRefused, match="not a PNG, JPEG or WEBP"):
-        inspect(image_bytes(16, 16, kind=kind), pixels_max=PIXELS_MAX)
+        inspect(image_bytes(16, 16, kind=kind), LIMITS)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
@@ -51,7 +51,7 @@ def test_decode_turns_odd_modes_into_rgb(mode: str) -> None:
     """G7: odd modes are served."""
     buffer = io.BytesIO()
     Image.new(mode, (9, 5)).save(buffer, "PNG")
-    image = decode(buffer.getvalue(), pixels_max=PIXELS_MAX)
+    image = decode(buffer.getvalue(), LIMITS)
     assert (image.mode, image.size) == ("RGB", (9, 5))
 
 
@@ -60,7 +60,7 @@ def test_decode_composites_transparency_on_white() -> None:
     picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     picture.putpixel((1, 0), (10, 20, 30, 255))
     picture.save(buffer, "PNG")
-    pixels = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
     assert pixels.tolist() == [[[255, 255, 255], [10, 20, 30]]]
 
 
@@ -70,7 +70,7 @@ def test_decode_composites_palette_transparency_on_white() -> None:
     picture.putpalette([0, 0, 0, 9, 9, 9])
     picture.putpixel((1, 0), 1)
     picture.save(buffer, "PNG", transparency=0)
-    pixels = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
     assert pixels.tolist() == [[[255, 255, 255], [9, 9, 9]]]
 
 
@@ -82,8 +82,8 @@ def test_decode_turns_the_image_upright(kind: str) -> None:
     exif[0x0112] = 6
     buffer = io.BytesIO()
     picture.save(buffer, kind, exif=exif)
-    assert inspect(buffer.getvalue(), pixels_max=PIXELS_MAX) == Header(16, 32)
-    image = np.asarray(decode(buffer.getvalue(), pixels_max=PIXELS_MAX))
+    assert inspect(buffer.getvalue(), LIMITS) == Header(16, 32)
+    image = np.asarray(decode(buffer.getvalue(), LIMITS))
     assert image.shape == (32, 16, 3)
     assert image[:12].mean() > 240
     assert image[20:].mean() < 15
@@ -93,7 +93,7 @@ def test_decode_turns_the_image_upright(kind: str) -> None:
 def test_decode_ignores_damaged_metadata() -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "JPEG", exif=b"Exif\0\0MM\0*garbage")
-    assert decode(buffer.getvalue(), pixels_max=PIXELS_MAX).size == (8, 8)
+    assert decode(buffer.getvalue(), LIMITS).size == (8, 8)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -104,7 +104,7 @@ def test_decode_refuses_truncated_images(kind: str) -> None:
     Image.fromarray(noise).save(buffer, kind)
     encoded = buffer.getvalue()
     with pytest.raises(RequestRefused) as caught:
-        decode(encoded[: len(encoded) // 2], pixels_max=PIXELS_MAX)
+        decode(encoded[: len(encoded) // 2], LIMITS)
     assert caught.value.status == 400
     assert "0x" not in caught.value.message
 
@@ -114,7 +114,7 @@ def test_decode_refuses_truncated_images(kind: str) -> None:
 )
 def test_inspect_refuses_what_is_no_image(encoded: bytes) -> None:
     with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
-        inspect(encoded, pixels_max=PIXELS_MAX)
+        inspect(encoded, LIMITS)
     assert caught.value.status == 400
 
 
@@ -122,13 +122,13 @@ def test_inspect_refuses_what_is_no_image(encoded: bytes) -> None:
 def test_inspect_refuses_empty_images(width: int, height: int) -> None:
     """G7: 0xN is a 400."""
     with pytest.raises(RequestRefused) as caught:
-        inspect(png_with_size(width, height), pixels_max=PIXELS_MAX)
+        inspect(png_with_size(width, height), LIMITS)
     assert caught.value.status == 400
 
 
 def test_decode_accepts_one_pixel() -> None:
     """G7: 1x1 is an image."""
-    assert decode(image_bytes(1, 1), pixels_max=PIXELS_MAX).size == (1, 1)
+    assert decode(image_bytes(1, 1), LIMITS).size == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
@@ -138,16 +138,34 @@ def test_inspect_refuses_animations(kind: str) -> None:
     buffer = io.BytesIO()
     frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
     with pytest.raises(RequestRefused, match="animated"):
-        inspect(buffer.getvalue(), pixels_max=PIXELS_MAX)
+        inspect(buffer.getvalue(), LIMITS)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 1001), (20_000, 10_000), (60_000, 60_000)])
 def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
     """G6: the size is judged before any pixel; the decoder's own warning is an error too."""
     with pytest.raises(RequestRefused, match=r"limit 1000000 pixels.*image_pixels_max") as caught:
-        inspect(png_with_size(width, height), pixels_max=PIXELS_MAX)
+        inspect(png_with_size(width, height), LIMITS)
     assert caught.value.status == 413
 
 
 def test_inspect_accepts_exactly_the_limit() -> None:
-    assert inspect(png_with_size(1000, 1000), pixels_max=PIXELS_MAX) == Header(1000, 1000)
+    assert inspect(png_with_size(1000, 1000), LIMITS) == Header(1000, 1000)
+
+
+def test_inspect_holds_webp_to_its_own_limit() -> None:
+    assert inspect(image_bytes(100, 100, kind="WEBP"), LIMITS) == Header(100, 100)
+    with pytest.raises(RequestRefused, match=r"value 101x100, limit 10000.*webp_pixels_max"):
+        inspect(image_bytes(101, 100, kind="WEBP"), LIMITS)
+
+
+def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (37, 13, 4), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    whole = np.asarray(decode(buffer.getvalue(), LIMITS))
+    monkeypatch.setattr("vsched.media.decode._STRIP_PIXELS", 40)
+    assert np.array_equal(np.asarray(decode(buffer.getvalue(), LIMITS)), whole)
+    background = Image.new("RGBA", (13, 37), (255, 255, 255, 255))
+    expected = Image.alpha_composite(background, Image.fromarray(noise)).convert("RGB")
+    assert np.array_equal(whole, np.asarray(expected))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, mode
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.measure import item_key
+from vsched.worker.contract import ImagePlan
 
 ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
 
@@ -35,11 +37,16 @@ async def entered(bench: Bench) -> None:
     assert await asyncio.to_thread(bench.preprocessor.entered.wait, 10)
 
 
-async def settled(bench: Bench, *, held: int = 0) -> None:
-    """Wait until the thread's own holds are back."""
+async def until(condition: Callable[[], bool]) -> None:
+    """Give way until a condition holds; threads are at work, so there is no event to wait for."""
     async with asyncio.timeout(10):
-        while bench.store.statistics().bytes_held > held:
+        while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)
+
+
+async def settled(bench: Bench) -> None:
+    """Wait until the thread's own holds are back."""
+    await until(lambda: bench.store.statistics().bytes_held == 0)
 
 
 async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
@@ -242,9 +249,7 @@ async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> No
     first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
     await entered(bench)
     second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
-    async with asyncio.timeout(10):
-        while bench.pipeline.statistics().repeated == 0:
-            await asyncio.sleep(0)
+    await until(lambda: bench.pipeline.statistics().repeated == 1)
     first.cancel()
     await asyncio.sleep(0)
     bench.preprocessor.gate.set()
@@ -257,9 +262,7 @@ async def test_waits_for_space_and_goes_on() -> None:
     bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
     first = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
     second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))]))
-    async with asyncio.timeout(10):
-        while bench.store.statistics().waiting == 0:
-            await asyncio.sleep(0)
+    await until(lambda: bench.store.statistics().waiting == 1)
     first.lease.release()
     (await second).lease.release()
     with pytest.raises(RequestRefused, match="pixel space"):
@@ -329,11 +332,32 @@ async def test_close_fails_what_still_waits() -> None:
     task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
     await entered(bench)
     closing = asyncio.ensure_future(asyncio.to_thread(bench.pipeline.close))
-    async with asyncio.timeout(10):
-        while len(bench.pipeline._fills) > 1:
-            await asyncio.sleep(0)
+    await until(lambda: len(bench.pipeline._fills) == 1)
     bench.preprocessor.gate.set()
     with pytest.raises(RequestFailed, match="stopping"):
         await task
     await closing
     assert bench.store.statistics().bytes_held == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode"), [("PNG", "RGBA"), ("JPEG", "RGB"), ("WEBP", "RGB")])
+async def test_event_loop_turns_during_a_bomb(bench: Bench, kind: str, mode: str) -> None:
+    """G6: decoding is off the loop, and lets go of the interpreter often enough."""
+    bench.preprocessor.info = model_info(item_tokens_max=10**9, context_tokens=10**9)
+    bench.preprocessor.plan_image = lambda width, height: ImagePlan((1, 2, 4), 2)  # type: ignore[method-assign]
+    worst: list[float] = []
+    for value in range(3):
+        content = image_bytes(3500, 3500, mode=mode, value=value, kind=kind)
+        bomb = data_url(content, f"image/{kind.lower()}")
+        task = asyncio.ensure_future(bench.pipeline.prepare("\x01", [bomb]))
+        worst.append(0.0)
+        before = time.perf_counter()
+        while not task.done():
+            await asyncio.sleep(0)
+            before, last = time.perf_counter(), before
+            worst[-1] = max(worst[-1], before - last)
+        task.result().lease.release()
+    assert bench.preprocessor.processed == 3
+    # The machine may be busy with others for a moment; decoding would be in the way every time.
+    assert min(worst) < 0.05

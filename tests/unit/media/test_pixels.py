@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import numpy as np
@@ -218,7 +219,7 @@ def test_random_use_never_overlaps_and_returns_everything(seed: int) -> None:
                 for extent in lease.extents.values()
             }
         )
-        assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
         statistics = store.statistics()
         assert statistics.bytes_held + statistics.bytes_kept <= statistics.bytes_total
     for lease in leases:

@@ -1,0 +1,181 @@
+"""What clients ask, and how an answer is read: shared by all end-to-end tests."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vsched import Engine, SamplingParams
+from vsched.aio.stream import Generation, OutputDelta, TokenLogprob
+from vsched.worker.contract import Preprocessor
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+WAIT_S = 30.0
+
+SIZES = [(90, 60), (33, 33), (140, 100), (60, 170), (200, 70), (112, 112), (64, 40)]
+TEXTS = [
+    "What is in the image?",
+    "Describe the picture in one sentence, please: the colour of the sky, and what the sign says.",
+    "How many objects are there? Answer with a single word.",
+    "Tell me what changed between the images. " * 5,
+    "0 1 2 3 4 5 6 7 8 9 10",
+]
+
+
+def drawn_image(seed: int, size: tuple[int, int] = (90, 60)) -> Image.Image:
+    """Return a picture with some structure, so that images differ in more than noise."""
+    noise = np.random.default_rng(seed).integers(0, 255, (7, 5, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def data_url(image: Image.Image) -> str:
+    """Return an image as a client sends it, without loss."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question: text, images before it, and how many tokens to answer with."""
+
+    text: str = TEXTS[0]
+    images: Sequence[Image.Image] = ()
+    count: int = 24
+    system: str = ""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in self.images]
+        asked: list[dict[str, Any]] = [
+            {"role": "user", "content": [*urls, {"type": "text", "text": self.text}]}
+        ]
+        return [{"role": "system", "content": self.system}, *asked] if self.system else asked
+
+    def prompt(self, preprocessor: Preprocessor) -> list[int]:
+        """Return the prompt as transformers takes it: placeholders expanded."""
+        plans = [preprocessor.plan_image(*image.size) for image in self.images]
+        token_ids = preprocessor.tokenize(preprocessor.render(self.messages))
+        return preprocessor.expand(token_ids, [plan.tokens for plan in plans])[0]
+
+
+def crowd() -> list[Ask]:
+    """Return 24 questions with 0 to 4 images of mixed sizes; some share a beginning, some an image."""
+    asks = []
+    for number in range(24):
+        images = [
+            drawn_image((3 * number + index) % 19, SIZES[(number + 2 * index) % len(SIZES)])
+            for index in range(number % 5)
+        ]
+        system = "You are a helpful assistant. Answer in a word." if number % 3 == 0 else ""
+        text = TEXTS[(number + number // 5) % len(TEXTS)]
+        asks.append(Ask(text, images, count=24 + 5 * (number % 7), system=system))
+    return asks
+
+
+@dataclass
+class Answer:
+    """All that came back for one request."""
+
+    deltas: list[OutputDelta] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [one for delta in self.deltas for one in delta.logprobs or ()]
+
+    @property
+    def finish_reason(self) -> str | None:
+        assert all(delta.finish_reason is None for delta in self.deltas[:-1])
+        return self.deltas[-1].finish_reason
+
+
+_numbers = iter(range(1 << 30))
+
+
+async def begin(
+    engine: Engine, ask: Ask, sampling: SamplingParams | None = None, request_id: str = ""
+) -> Generation:
+    """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
+    chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
+    return await engine.generate(
+        prompt=engine.preprocessor.render(ask.messages),
+        images=[data_url(image) for image in ask.images],
+        sampling=chosen,
+        request_id=request_id or f"ask-{next(_numbers)}",
+    )
+
+
+async def read(generation: Generation) -> Answer:
+    """Read a generation to its end."""
+    return Answer([delta async for delta in generation])
+
+
+async def answer(
+    engine: Engine, ask: Ask, sampling: SamplingParams | None = None, request_id: str = ""
+) -> Answer:
+    """Ask and read the whole answer."""
+    return await read(await begin(engine, ask, sampling, request_id))
+
+
+async def answers(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[Answer]:
+    """Answer all, so many at a time; in order."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(ask: Ask) -> Answer:
+        async with gate:
+            return await answer(engine, ask)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask)) for ask in asks]
+    return [task.result() for task in tasks]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Let the engine work until a condition holds; fail when it does not come true."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"in vain for {WAIT_S:g} s: {what}"
+        await asyncio.sleep(0.001)
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Return what requests hold at this moment, by name; all 0 when nobody is served."""
+    now = engine.statistics()
+    encode, generate, media = now["encode"], now["generate"], now["media"]
+    return {
+        "running": now["running"],
+        "waiting": now["waiting"],
+        "blocks_held": generate["blocks_held"],
+        "preempted": generate["preempted"],
+        "waiting_items": encode["waiting_items"],
+        "pixel_bytes": media["pixels"]["bytes_held"],
+        "preparing": media["preparing"],
+    }
+
+
+def in_flight(engine: Engine) -> dict[str, int]:
+    """Return what steps that are out still use; 0 once their results are in."""
+    now = engine.statistics()
+    encode, generate = now["encode"], now["generate"]
+    used = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
+    return {
+        "steps_in_flight": generate["steps_in_flight"],
+        "running_items": encode["running_items"],
+        "pages_used": used,
+    }

@@ -1,0 +1,103 @@
+"""The main claim: whatever is batched, chunked, cached or preempted, each client gets the tokens of `generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from tests.e2e.asking import Ask, answers, crowd, data_url
+from tests.e2e.conftest import assert_idle
+from vsched import Config, Engine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(90)]
+
+SERVED = {
+    "qwen2.5-vl": ("nano25", ()),
+    "qwen2.5-vl-no-prefix-cache": ("nano25", ("generate.prefix_cache=false",)),
+    "qwen3-vl": ("nano3", ()),
+    # Five pages of embeddings for eight requests: each waits for, loses and re-encodes images.
+    "qwen3-vl-no-prefix-cache": (
+        "nano3",
+        ("generate.prefix_cache=false", "arena.embedding_bytes=262144"),
+    ),
+    "qwen3-vl-together": ("nano3", ("placement=together",)),
+}
+
+
+@pytest_asyncio.fixture(loop_scope="session", params=list(SERVED))
+async def served(
+    request: pytest.FixtureRequest, configure: Callable[..., Config], shared_engine: Engine
+) -> AsyncIterator[Engine]:
+    size, settings = SERVED[request.param]
+    if not settings and size == "nano25":
+        yield shared_engine
+        return
+    async with Engine(configure(size, *settings)) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+async def test_engine_equals_generate(
+    served: Engine, expected: Callable[[str], list[list[int]]]
+) -> None:
+    """E4, E19, F4: 24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
+    before = served.statistics()["generate"]
+    found = await answers(served, crowd(), at_once=8)
+    statistics = served.statistics()
+    after, encode = statistics["generate"], statistics["encode"]
+    wanted = expected(served.model_name)
+    assert [each.token_ids for each in found] == wanted
+    assert [each.finish_reason for each in found] == ["length"] * len(wanted)
+    assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"
+    cached = after["tokens_cached"] - before["tokens_cached"]
+    assert (cached > 0) == served.config.generate.prefix_cache
+    assert (encode["cache_evictions"] > 0) == (encode["pages_total"] < 10)
+    await assert_idle(served)
+
+
+async def test_answers_differ(expected: Callable[[str], list[list[int]]]) -> None:
+    """Without this, equality would prove little."""
+    for size in ("nano25", "nano3"):
+        wanted = expected(size)
+        assert len({tuple(each[:16]) for each in wanted}) == len(wanted)
+
+
+async def test_preparation_equals_transformers(
+    engine: Engine, checkpoints: Callable[[str], Path]
+) -> None:
+    """Token ids, grids and pixels in the arena are those of transformers' own tokenizer and image processor."""
+    path = checkpoints("nano25")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+    image_token = json.loads((path / "config.json").read_text())["image_token_id"]
+    asks: list[Ask] = [ask for ask in crowd() if ask.images][:8]
+    assert engine._media is not None
+    assert engine._arena is not None
+    for ask in asks:
+        urls = [data_url(image) for image in ask.images]
+        prompt = engine.preprocessor.render(ask.messages)
+        prepared = await engine._media.prepare(prompt, urls)
+        try:
+            made = processor(list(ask.images), return_tensors="np")
+            grids = [tuple(int(side) for side in grid) for grid in made["image_grid_thw"]]
+            assert [item.grid for item in prepared.items] == grids
+            counts = iter([rows * columns // 4 for _, rows, columns in grids])
+            text = tokenizer.apply_chat_template(
+                ask.messages, tokenize=False, add_generation_prompt=True
+            )
+            wanted: list[int] = []
+            for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+                wanted += [token] * (next(counts) if token == image_token else 1)
+            assert list(prepared.token_ids) == wanted
+            values = engine.info.patch_values
+            extents = [item.pixels for item in prepared.items]
+            found = [engine._arena.pixel_values(one, values) for one in extents if one is not None]
+            np.testing.assert_array_equal(np.concatenate(found), made["pixel_values"])
+        finally:
+            prepared.lease.release()

@@ -1,0 +1,103 @@
+"""What was computed once is not computed again: conversations, and the same image from many."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
+from vsched import Engine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+BLOCK = 16
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    now: dict[str, Any] = engine.statistics()
+    return {
+        "items_encoded": now["encode"]["items_encoded"],
+        "tokens_encoded": now["encode"]["tokens_encoded"],
+        "tokens_prefilled": now["generate"]["tokens_prefilled"],
+        "processed": now["media"]["processed"],
+        "repeated": now["media"]["repeated"],
+    }
+
+
+def grown(engine: Engine, before: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in counters(engine).items()}
+
+
+@pytest.mark.slow
+async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engine: Engine) -> None:
+    """D2: turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
+    preprocessor = engine.preprocessor
+    images = [drawn_image(300 + turn, (112, 84)) for turn in range(4)]
+    tokens_each = [preprocessor.plan_image(*image.size).tokens for image in images]
+    prompt: list[int] = []
+    computed = 0  # tokens whose KV the turns before left behind
+    for turn, image in enumerate(images):
+        text = preprocessor.render(Ask(TEXTS[turn], [image]).messages)
+        prompt += preprocessor.tokenize(text if turn == 0 else "<|im_end|>\n" + text)
+        before = counters(engine)
+        generation = await engine.generate(
+            prompt=list(prompt),
+            images=[data_url(one) for one in images[: turn + 1]],
+            sampling=GREEDY,
+            request_id=f"turn-{turn}",
+        )
+        found = await read(generation)
+        cached = computed // BLOCK * BLOCK
+        assert grown(engine, before) == {
+            "items_encoded": 1,
+            "tokens_encoded": tokens_each[turn],
+            "tokens_prefilled": generation.prompt_tokens - cached,
+            "processed": 1,
+            "repeated": turn,
+        }
+        assert generation.cached_tokens == cached
+        assert generation.times.encoded_items == 1
+        prompt += found.token_ids
+        computed = generation.prompt_tokens + len(found.token_ids) - 1  # the last was only sampled
+
+
+async def test_conversation_gives_the_tokens_of_a_fresh_start(engine: Engine) -> None:
+    """A cached prefix changes no token: another tenant's salt finds none of it."""
+    ask = Ask(TEXTS[3], [drawn_image(311), drawn_image(312)])
+    urls = [data_url(image) for image in ask.images]
+    prompt = engine.preprocessor.render(ask.messages)
+    found = []
+    for salt in ("", "", "other"):
+        generation = await engine.generate(
+            prompt=prompt,
+            images=urls,
+            sampling=GREEDY,
+            request_id=f"salted-{len(found)}",
+            cache_salt=salt,
+        )
+        found.append(((await read(generation)).token_ids, generation.cached_tokens))
+    first, again, other = found
+    assert first[0] == again[0] == other[0]
+    assert first[1] == other[1] == 0
+    assert again[1] > 0
+
+
+async def test_one_image_from_eight_clients_is_encoded_once(engine: Engine) -> None:
+    """D8: eight ask different things about the same image at the same time; one decode, one encode."""
+    image = drawn_image(320, (140, 112))
+    asks = [Ask(f"{TEXTS[number % 5]} {number}", [image], count=8) for number in range(8)]
+    before = counters(engine)
+    await asyncio.gather(*(answer(engine, ask) for ask in asks))
+    after = grown(engine, before)
+    assert after["items_encoded"] == 1
+    assert after["tokens_encoded"] == engine.preprocessor.plan_image(*image.size).tokens
+    assert (after["processed"], after["repeated"]) == (1, 7)
+
+
+async def test_one_image_twice_in_a_request_is_encoded_once(engine: Engine) -> None:
+    image = drawn_image(330)
+    before = counters(engine)
+    await answer(engine, Ask("Compare the two images.", [image, image], count=4))
+    assert grown(engine, before)["items_encoded"] == 1

@@ -1,0 +1,73 @@
+"""A seeded request draws the same tokens alone, in a crowd, and after it was preempted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
+from vsched import Engine, SamplingParams
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+ASK = Ask(TEXTS[1], [drawn_image(101), drawn_image(102, (64, 64))], count=100)
+OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)]) for number in range(3)]
+"""Three long answers fill the KV cache, so a younger request beside them has to give way."""
+
+SAMPLINGS = {
+    "temperature": {"temperature": 1.3, "seed": 1},
+    "nucleus": {"temperature": 0.9, "top_p": 0.8, "seed": 2},
+    "top-k": {"temperature": 1.1, "top_k": 12, "seed": 3},
+    "min-p": {"temperature": 1.5, "min_p": 0.02, "seed": 4},
+    "repetition": {"temperature": 0.8, "repetition_penalty": 1.3, "seed": 5},
+    "counted": {"temperature": 0.7, "presence_penalty": 0.6, "frequency_penalty": 0.4, "seed": 6},
+    "all": {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 50,
+        "min_p": 0.005,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "seed": 7,
+    },
+    "greedy-penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "seed": 8},
+}
+
+
+def sampling(name: str, **changes: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": ASK.count, "ignore_eos": True, **SAMPLINGS[name], **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
+    engine: Engine, name: str
+) -> None:
+    """F6: neither neighbours nor a forced preemption change what a seed gives."""
+    alone = await answer(engine, ASK, sampling(name))
+    older = [
+        await begin(engine, ask, SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True))
+        for ask in OLDER
+    ]
+    request_id = f"sampled-{name}"
+    sampled = await begin(engine, ASK, sampling(name), request_id)
+    beside = await asyncio.gather(read(sampled), *(read(one) for one in older))
+    preemptions = sampled.times.preemptions
+    assert preemptions > 0, "nothing was put to the test"
+    assert beside[0].token_ids == alone.token_ids
+    assert beside[0].text == alone.text
+    assert len(alone.token_ids) == ASK.count
+
+
+async def test_seeds_give_different_answers(engine: Engine) -> None:
+    tasks = [answer(engine, ASK, sampling("temperature", seed=seed)) for seed in range(6)]
+    found = await asyncio.gather(*tasks)
+    assert len({each.text for each in found}) == 6
+
+
+async def test_penalties_change_the_greedy_answer(engine: Engine) -> None:
+    plain = await answer(engine, ASK, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    penalised = await answer(engine, ASK, sampling("greedy-penalised", max_tokens=60))
+    assert len(set(penalised.token_ids)) > len(set(plain.token_ids))

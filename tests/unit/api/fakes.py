@@ -1,0 +1,216 @@
+"""A fake engine, and a driver that speaks ASGI without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from tests.unit.media.fakes import FakePreprocessor
+from vsched.types import ModelInfo, SamplingParams
+
+
+@dataclass
+class Logprob:
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class Delta:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] | None = None
+    finish_reason: str | None = None
+
+
+class FakeGeneration:
+    """Yields what it was given; an Exception is raised, an Event is waited for."""
+
+    def __init__(
+        self, script: Sequence[Delta | Exception | asyncio.Event], request_id: str
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = 7
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.aborted = 0
+        self.waiting = asyncio.Event()
+        self._script = list(script)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._script:
+            raise StopAsyncIteration
+        step = self._script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        if isinstance(step, asyncio.Event):
+            self.waiting.set()
+            await step.wait()
+            return await self.__anext__()
+        self.cached_tokens = 4
+        self.output_tokens += len(step.token_ids)
+        return step
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+class FakeEngine:
+    """Answers every request with `script`; `refusal` refuses, `entering` holds `generate` itself up."""
+
+    def __init__(self, *script: Delta | Exception | asyncio.Event) -> None:
+        self.preprocessor = FakePreprocessor()
+        self.model_name = "demo"
+        self.state = "ready"
+        self.script: Sequence[Delta | Exception | asyncio.Event] = script or (
+            Delta("Hel", [72, 101, 108]),
+            Delta("", [108]),
+            Delta("lo", [111], finish_reason="stop"),
+        )
+        self.refusal: Exception | None = None
+        self.entering: asyncio.Event | None = None
+        self.entered = asyncio.Event()
+        self.cancelled = False
+        self.calls: list[dict[str, Any]] = []
+        self.generations: list[FakeGeneration] = []
+        self.numbers: dict[str, Any] = {"queue": {"waiting": 3}, "kv": {"blocks-free": 2.5}}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.preprocessor.info
+
+    @property
+    def sampling(self) -> SamplingParams:
+        sampling = self.calls[-1]["sampling"]
+        assert isinstance(sampling, SamplingParams)
+        return sampling
+
+    async def generate(self, *, request_id: str, **call: Any) -> FakeGeneration:
+        self.calls.append(call)
+        self.entered.set()
+        if self.entering is not None:
+            try:
+                await self.entering.wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+        if self.refusal is not None:
+            raise self.refusal
+        generation = FakeGeneration(self.script, request_id)
+        self.generations.append(generation)
+        return generation
+
+    def statistics(self) -> dict[str, Any]:
+        return self.numbers
+
+    async def clear(self) -> dict[str, int]:
+        return {"running": 0, "waiting": 0}
+
+
+@dataclass
+class Reply:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    pieces: list[bytes] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error, dict)
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The decoded events of a stream, whose last is `[DONE]`."""
+        lines = self.body.decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+class Client:
+    """One HTTP exchange with an ASGI application; `leave` disconnects."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._left = asyncio.Event()
+        self._completed = asyncio.Event()
+        self.receives = 0
+        self.concurrent_receives = 0
+        self.begun = asyncio.Event()
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: object = b"",
+        *,
+        headers: dict[str, str] | None = None,
+        pieces: Sequence[bytes] | None = None,
+    ) -> Reply:
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        incoming = list(pieces) if pieces is not None else [raw]
+        reply = Reply()
+
+        async def receive() -> dict[str, Any]:
+            assert self.concurrent_receives == 0, "receive() has one owner"
+            self.receives += 1
+            if incoming:
+                piece = incoming.pop(0)
+                return {"type": "http.request", "body": piece, "more_body": bool(incoming)}
+            self.concurrent_receives += 1
+            try:
+                await self._left.wait()
+            finally:
+                self.concurrent_receives -= 1
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            assert not self._completed.is_set(), "nothing may follow the end of a response"
+            if message["type"] == "http.response.start":
+                assert reply.status == 0, "one response"
+                reply.status = message["status"]
+                reply.headers = {key.decode(): value.decode() for key, value in message["headers"]}
+                return
+            if message.get("body"):
+                reply.pieces.append(message["body"])
+                self.begun.set()
+            if not message.get("more_body", False):
+                self._completed.set()
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        await self._app(scope, receive, send)
+        return reply

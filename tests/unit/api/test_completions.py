@@ -1,0 +1,506 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.api.fakes import Client, Delta, FakeEngine, Logprob, Reply
+from vsched.api import ApiSettings, create_app
+from vsched.errors import RequestFailed, RequestRefused
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+async def post(
+    engine: FakeEngine, path: str, body: object, settings: ApiSettings | None = None
+) -> Reply:
+    return await Client(create_app(engine, settings or ApiSettings())).send("POST", path, body)
+
+
+async def test_chat_whole_response() -> None:
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, chat(max_tokens=9))
+    assert reply.status == 200
+    assert reply.json["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello", "refusal": None},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+    assert reply.json["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert reply.json["object"] == "chat.completion"
+    assert reply.json["id"] == reply.headers["x-request-id"]
+    assert engine.generations[0].request_id == reply.json["id"]
+    assert engine.calls[0]["prompt"] == "user:hi"
+    assert engine.sampling.max_tokens == 9
+
+
+async def test_chat_stream() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(stream=True))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    deltas = [event["choices"][0] for event in reply.events]
+    assert [choice["delta"] for choice in deltas] == [
+        {"role": "assistant", "content": "Hel"},
+        {"content": "lo"},
+    ]
+    assert [choice["finish_reason"] for choice in deltas] == [None, "stop"]
+    assert all("usage" not in event for event in reply.events)
+    assert len({event["id"] for event in reply.events}) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_stream_ends_with_usage_when_asked(path: str) -> None:
+    body = {**chat(), "prompt": "x"} if path == PLAIN else chat()
+    if path == PLAIN:
+        del body["messages"]
+    reply = await post(
+        FakeEngine(), path, {**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    last = reply.events[-1]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert all("usage" not in event for event in reply.events[:-1])
+
+
+async def test_stream_sends_one_piece_a_delta() -> None:
+    """One encode and one write for however many tokens a delta has."""
+    engine = FakeEngine(Delta("ab", [1, 2]), Delta("", [3]), Delta("c", [4], None, "length"))
+    reply = await post(engine, CHAT, chat(stream=True))
+    assert len(reply.pieces) == 3
+
+
+async def test_plain_completion_whole_and_streamed() -> None:
+    reply = await post(FakeEngine(), PLAIN, {"model": "demo", "prompt": "abc"})
+    choice = {"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}
+    assert reply.json["choices"] == [choice]
+    assert reply.json["object"] == "text_completion"
+    streamed = await post(FakeEngine(), PLAIN, {"prompt": "abc", "stream": True})
+    assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "lo"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("ab", "ab"), (["ab"], "ab"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
+)
+async def test_plain_completion_prompt_forms(prompt: object, expected: object) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, PLAIN, {"prompt": prompt})).status == 200
+    assert engine.calls[0]["prompt"] == expected
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], [[]], [1, "a"], [256], [-1]])
+async def test_plain_completion_refuses_other_prompts(prompt: object) -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
+    assert reply.status == 400
+    assert "Remedy" in reply.error["message"]
+
+
+async def test_images_keep_their_order_and_leave_the_template() -> None:
+    """Two spellings of an image; the template sees placeholders only."""
+    engine = FakeEngine()
+    content = [
+        {"type": "image_url", "image_url": {"url": "data:one", "detail": "low"}},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": "data:two"},
+    ]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
+    ]
+    assert (await post(engine, CHAT, chat(messages=messages))).status == 200
+    assert engine.calls[0]["images"] == ["data:one", "data:two"]
+    assert engine.calls[0]["prompt"] == "system:be briefuser:\x01and\x01assistant:"
+
+
+async def test_every_sampling_field_arrives() -> None:
+    engine = FakeEngine()
+    fields = {
+        "max_completion_tokens": 5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "stop": "END",
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "priority": -4,
+        "cache_salt": "tenant",
+    }
+    assert (await post(engine, CHAT, chat(**fields))).status == 200
+    assert msgspec.to_builtins(engine.sampling) == {
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 2**63 - 1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "stop": ("END",),
+        "stop_token_ids": (5,),
+        "ignore_eos": True,
+        "logprobs": 3,
+    }
+    assert (engine.calls[0]["priority"], engine.calls[0]["cache_salt"]) == (-4, "tenant")
+
+
+async def test_absent_sampling_fields_take_defaults() -> None:
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(top_k=-1, temperature=None, stop=None))
+    first = engine.sampling
+    assert (first.max_tokens, first.temperature, first.top_k, first.stop) == (0, 1.0, 0, ())
+    assert first.logprobs is None
+    await post(engine, CHAT, chat())
+    assert engine.sampling.seed != first.seed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("max_tokens", 0),
+        ("max_tokens", 1001),
+        ("max_completion_tokens", -1),
+        ("min_tokens", 1001),
+        ("min_tokens", -1),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", [256]),
+        ("stop_token_ids", [1] * 65),
+        ("stop_token_ids", [-1]),
+        ("top_logprobs", 5),
+        ("priority", 2**40),
+        ("cache_salt", "x" * 257),
+        ("stream", "yes"),
+        ("messages", []),
+        ("messages", [{"role": "user", "content": "x"}] * 1025),
+        ("messages", [{"role": "wizard", "content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "video_url"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]),
+        ("messages", [{"role": "user", "content": "x", "colour": 1}]),
+        ("messages", "hello"),
+        ("chat_template_kwargs", {"tools": "x"}),
+        ("chat_template_kwargs", {"enable_thinking": []}),
+    ],
+)
+async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
+    """G11: a 400 in OpenAI's form that names the parameter, before the engine hears of it."""
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, chat(**{field: value}))
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    names = {field, "colour", "logprobs", "max_tokens"}
+    assert any(reply.error["param"].startswith(name) for name in names)
+    assert "Remedy" in reply.error["message"]
+    assert engine.calls == []
+
+
+async def test_number_out_of_bounds_says_value_and_limit() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(temperature=3.5))
+    assert "value 3.5, limit Expected float <= 2.0" in reply.error["message"]
+
+
+async def test_min_tokens_above_max_tokens_is_refused() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(max_tokens=3, min_tokens=4))
+    assert reply.error["param"] == "min_tokens"
+
+
+async def test_too_many_logprobs_are_refused() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(logprobs=True, top_logprobs=21))
+    assert "value 21, limit 20" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("best_of", 3),
+        ("logit_bias", {"5": 1}),
+        ("tools", [{"type": "function"}]),
+        ("functions", [{}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("audio", {}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content"}),
+        ("web_search_options", {}),
+    ],
+)
+async def test_unsupported_meaning_is_refused(field: str, value: object) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(**{field: value}))
+    assert reply.status == 400
+    assert reply.error["code"] == "unsupported_parameter"
+    assert reply.error["param"] == field
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"n": 2}])
+async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[str, Any]) -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": "x", **fields})
+    assert reply.error["code"] == "unsupported_parameter"
+
+
+async def test_harmless_fields_are_ignored() -> None:
+    fields = {
+        "n": 1,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+        "stream_options": None,
+    }
+    assert (await post(FakeEngine(), CHAT, chat(**fields))).status == 200
+
+
+async def test_unknown_field_is_an_error_that_names_it() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(temprature=0))
+    assert (reply.status, reply.error["param"]) == (400, "temprature")
+    assert reply.error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"', b'{"user":' + b"[" * 100_000, b'{"a":1}{}'],
+)
+async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
+    reply = await post(FakeEngine(), CHAT, body)
+    assert reply.status == 400
+    assert "0x" not in reply.error["message"]
+
+
+async def test_error_texts_do_not_quote_long_content() -> None:
+    """G5: a data URL in the wrong place does not come back."""
+    url = "data:image/png;base64," + "A" * 10_000
+    content = [{"type": url}]
+    reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
+    assert len(reply.error["message"]) < 500
+    assert "AAAA" not in reply.error["message"]
+
+
+async def test_template_arguments_are_passed_from_the_allow_list() -> None:
+    """G11: an allow-list for template arguments."""
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(chat_template_kwargs={"enable_thinking": False}))
+    assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"
+
+
+async def test_template_rejection_is_a_400() -> None:
+    reply = await post(
+        FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": "bad template"}])
+    )
+    assert (reply.status, reply.error["code"]) == (400, "template_error")
+
+
+async def test_long_messages_render_too() -> None:
+    engine = FakeEngine()
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x" * 50_000}]}]
+    assert (await post(engine, CHAT, chat(messages=messages))).status == 200
+    assert len(engine.calls[0]["prompt"]) == 50_005
+
+
+async def test_other_model_is_a_404() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(model="gpt-4"))
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("loading", 503), ("draining", 503), ("stopped", 503), ("ready", 200), ("degraded", 200)],
+)
+async def test_state_decides_who_is_served(state: str, status: int) -> None:
+    engine = FakeEngine()
+    engine.state = state
+    reply = await post(engine, CHAT, chat())
+    assert reply.status == status
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+async def test_refusal_carries_status_and_retry_after() -> None:
+    """G12: 429 with Retry-After."""
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=3)
+    for stream in (False, True):
+        reply = await post(engine, CHAT, chat(stream=stream))
+        assert (reply.status, reply.headers["retry-after"]) == (429, "3")
+        assert reply.error["type"] == "rate_limit_error"
+        assert reply.error["code"] == "queue_full"
+
+
+async def test_failure_is_an_error_response() -> None:
+    """F1: an accepted request that fails gets its one reply."""
+    engine = FakeEngine(Delta("Hel", [1]), RequestFailed("the encoder failed", code="encoder"))
+    reply = await post(engine, CHAT, chat())
+    assert (reply.status, reply.error["message"]) == (500, "the encoder failed")
+    assert engine.generations[0].aborted
+
+
+async def test_failure_in_a_stream_is_its_last_event() -> None:
+    """F4: the stream says so and ends."""
+    engine = FakeEngine(Delta("Hel", [1]), RequestFailed("the encoder failed", code="encoder"))
+    reply = await post(engine, CHAT, chat(stream=True))
+    assert reply.status == 200
+    assert reply.events[-1]["error"]["code"] == "encoder"
+
+
+async def test_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """G8: no paths, addresses or reprs."""
+    engine = FakeEngine(ValueError("/secret at 0x7f"))
+    reply = await post(engine, CHAT, chat())
+    assert (reply.status, reply.error["message"]) == (500, "the server made a mistake")
+    assert "/secret" in caplog.text
+
+
+async def test_chat_logprobs_shape() -> None:
+    infinite = Logprob(72, -0.5, [(72, -0.5), (255, float("-inf"))])
+    engine = FakeEngine(Delta("H", [72], [infinite]), Delta("", [105], [Logprob(105, -1)], "stop"))
+    reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=2))
+    assert engine.sampling.logprobs == 2
+    first, second = reply.json["choices"][0]["logprobs"]["content"]
+    assert first["token"] == "H"
+    assert first["bytes"] == [72]
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -9999.0, "bytes": [255]}
+    assert second["logprob"] == -1.0
+    streamed = await post(engine, CHAT, chat(logprobs=True, stream=True))
+    assert [
+        event["choices"][0]["logprobs"]["content"][0]["token"] for event in streamed.events
+    ] == ["H", "i"]
+
+
+async def test_plain_logprobs_shape() -> None:
+    engine = FakeEngine(
+        Delta("H", [72], [Logprob(72, -0.5, [(72, -0.5)])]),
+        Delta("i", [105], [Logprob(105, -1.0, [(105, -1.0)])], "stop"),
+    )
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1})
+    expected = {
+        "tokens": ["H", "i"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"H": -0.5}, {"i": -1.0}],
+        "text_offset": [0, 1],
+    }
+    assert reply.json["choices"][0]["logprobs"] == expected
+    streamed = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1, "stream": True})
+    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in streamed.events]
+    assert offsets == [[0], [1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_disconnect_aborts_the_generation(stream: bool) -> None:
+    """F3: streaming or not, one owner of receive() notices and aborts."""
+    engine = FakeEngine(Delta("Hel", [1]), asyncio.Event())
+    client = Client(create_app(engine, ApiSettings()))
+    task = asyncio.ensure_future(client.send("POST", CHAT, chat(stream=stream)))
+    await engine.entered.wait()
+    await asyncio.sleep(0)
+    await engine.generations[0].waiting.wait()
+    assert engine.generations[0].aborted == 0
+    client.leave()
+    reply = await task
+    assert engine.generations[0].aborted == 1
+    assert len(reply.pieces) == (1 if stream else 0)
+
+
+async def test_disconnect_while_preparing_cancels_it() -> None:
+    """F3: images are still being prepared."""
+    engine = FakeEngine()
+    engine.entering = asyncio.Event()
+    client = Client(create_app(engine, ApiSettings()))
+    task = asyncio.ensure_future(client.send("POST", CHAT, chat()))
+    await engine.entered.wait()
+    client.leave()
+    assert (await task).status == 0
+    assert engine.cancelled
+
+
+async def test_disconnect_in_the_body_never_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    client = Client(create_app(engine, ApiSettings()))
+    client.leave()
+    reply = await client.send("POST", CHAT, pieces=[])
+    assert reply.status == 0
+    assert engine.calls == []
+
+
+async def test_cancelled_server_aborts_the_generation() -> None:
+    engine = FakeEngine(asyncio.Event())
+    client = Client(create_app(engine, ApiSettings()))
+    task = asyncio.ensure_future(client.send("POST", CHAT, chat()))
+    await engine.entered.wait()
+    await asyncio.sleep(0)
+    await engine.generations[0].waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.generations[0].aborted == 1
+
+
+async def test_body_in_pieces_is_one_body() -> None:
+    raw = msgspec.json.encode(chat())
+    client = Client(create_app(FakeEngine(), ApiSettings()))
+    reply = await client.send("POST", CHAT, pieces=[raw[:5], b"", raw[5:]])
+    assert reply.status == 200
+
+
+async def test_announced_body_over_the_cap_is_not_read() -> None:
+    """G5, G11: a fast 413 with bounded memory."""
+    client = Client(create_app(FakeEngine(), ApiSettings(body_bytes_max=100)))
+    reply = await client.send("POST", CHAT, b"x" * 101, headers={"content-length": "50000000"})
+    assert (reply.status, client.receives) == (413, 0)
+    assert "value 50000000 bytes, limit 100 bytes" in reply.error["message"]
+    assert reply.headers["connection"] == "close"
+
+
+async def test_unannounced_body_over_the_cap_stops_while_streaming() -> None:
+    client = Client(create_app(FakeEngine(), ApiSettings(body_bytes_max=100)))
+    reply = await client.send("POST", CHAT, pieces=[b"x" * 60] * 1000)
+    assert (reply.status, client.receives) == (413, 2)
+
+
+async def test_body_of_exactly_the_cap_is_accepted() -> None:
+    raw = msgspec.json.encode(chat())
+    reply = await post(FakeEngine(), CHAT, raw, ApiSettings(body_bytes_max=len(raw)))
+    assert reply.status == 200

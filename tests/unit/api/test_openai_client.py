@@ -1,0 +1,111 @@
+"""The bodies as the openai client sees them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.api.fakes import Client, Delta, FakeEngine, Logprob
+from vsched.api import ApiSettings, create_app
+from vsched.errors import RequestFailed
+
+if TYPE_CHECKING:
+    import httpx2
+    import openai
+else:
+    openai = pytest.importorskip("openai")
+    httpx2 = pytest.importorskip("httpx2")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    first = Logprob(72, -0.5, [(72, -0.5), (73, -2.0)])
+    return FakeEngine(Delta("H", [72], [first]), Delta("i", [105], [Logprob(105, -1.0)], "stop"))
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(create_app(engine, ApiSettings(api_key="key")))
+    async with httpx2.AsyncClient(transport=transport) as inner:
+        yield openai.AsyncOpenAI(
+            base_url="http://server/v1", api_key="key", http_client=inner, max_retries=0
+        )
+
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+async def test_chat_parses(client: Any) -> None:
+    answer = await client.chat.completions.create(
+        model="demo", messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].message.content == "Hi"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs.content[0].top_logprobs[1].token == "I"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    again = [*MESSAGES, answer.choices[0].message.model_dump(), *MESSAGES]
+    assert (await client.chat.completions.create(model="demo", messages=again)).id
+
+
+async def test_chat_stream_parses(client: Any) -> None:
+    stream = await client.chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == "Hi"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, "stop"]
+    assert chunks[0].choices[0].logprobs.content[0].logprob == -0.5
+    assert chunks[-1].usage.completion_tokens == 2
+
+
+async def test_completion_parses(client: Any) -> None:
+    answer = await client.completions.create(model="demo", prompt="x", logprobs=2)
+    assert answer.choices[0].text == "Hi"
+    assert answer.choices[0].logprobs.tokens == ["H", "i"]
+    stream = await client.completions.create(model="demo", prompt="x", stream=True)
+    assert [chunk.choices[0].text async for chunk in stream] == ["H", "i"]
+
+
+async def test_errors_become_the_clients_errors(client: Any, engine: FakeEngine) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="demo", messages=MESSAGES, temperature=9)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="other", messages=MESSAGES)
+    engine.script = (Delta("H", [72]), RequestFailed("the encoder failed"))
+    stream = await client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError, match="the encoder failed"):
+        async for _ in stream:
+            pass
+
+
+async def test_models_parse(client: Any) -> None:
+    assert [model.id async for model in client.models.list()] == ["demo"]
+    assert (await client.models.retrieve("demo")).owned_by == "vsched"
+
+
+async def test_extra_body_reaches_the_engine(client: Any, engine: FakeEngine) -> None:
+    extra = {"top_k": 5, "ignore_eos": True, "min_tokens": 2}
+    await client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=extra)
+    assert (engine.sampling.top_k, engine.sampling.ignore_eos) == (5, True)
+    assert engine.sampling.min_tokens == 2
+
+
+async def test_driver_refuses_two_responses() -> None:
+    """The driver itself can fail: it is what the other tests lean on."""
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        del scope, receive
+        for _ in range(2):
+            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+
+    with pytest.raises(AssertionError, match="one response"):
+        await Client(app).send("GET", "/")

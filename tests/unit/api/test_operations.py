@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from tests.unit.api.fakes import Client, Delta, FakeEngine, Reply
+from vsched.api import ApiSettings, create_app
+from vsched.api.metrics import flatten
+from vsched.errors import RequestFailed, RequestRefused
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def call(
+    engine: FakeEngine,
+    method: str,
+    path: str,
+    body: object = b"",
+    *,
+    api_key: str = "",
+    headers: dict[str, str] | None = None,
+) -> Reply:
+    app = create_app(engine, ApiSettings(api_key=api_key))
+    return await Client(app).send(method, path, body, headers=headers)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
+)
+async def test_health_tells_the_state(path: str, state: str, status: int) -> None:
+    engine = FakeEngine()
+    engine.state = state
+    reply = await call(engine, "GET", path)
+    assert (reply.status, reply.json) == (status, {"status": state})
+
+
+async def test_models() -> None:
+    listed = (await call(FakeEngine(), "GET", "/v1/models")).json
+    assert [model["id"] for model in listed["data"]] == ["demo"]
+    assert listed["data"][0]["max_model_len"] == 1000
+    assert (await call(FakeEngine(), "GET", "/v1/models/demo")).json["object"] == "model"
+    assert (await call(FakeEngine(), "GET", "/v1/models/org/other")).status == 404
+
+
+async def test_tokenize_prompt_and_messages() -> None:
+    reply = await call(FakeEngine(), "POST", "/tokenize", {"prompt": "abc"})
+    assert reply.json == {"count": 3, "max_model_len": 1000, "tokens": [97, 98, 99]}
+    reply = await call(FakeEngine(), "POST", "/tokenize", CHAT)
+    assert reply.json["count"] == len("user:hi")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": "x", **CHAT},
+        {"prompt": 5},
+        {"prompt": "x", "model": "other"},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
+        {"prompt": "x", "nonsense": 1},
+    ],
+)
+async def test_tokenize_refuses(body: object) -> None:
+    reply = await call(FakeEngine(), "POST", "/tokenize", body)
+    assert reply.status in {400, 404}
+    assert "Remedy" in reply.error["message"]
+
+
+async def test_statistics_and_clear() -> None:
+    """E20: one call, and what is left is reported."""
+    engine = FakeEngine()
+    engine.numbers["since"] = dt.date(2024, 1, 2)
+    reply = await call(engine, "GET", "/admin/statistics")
+    assert reply.json == {
+        "state": "ready",
+        "queue": {"waiting": 3},
+        "kv": {"blocks-free": 2.5},
+        "since": "2024-01-02",
+    }
+    cleared = await call(engine, "POST", "/admin/clear")
+    assert cleared.json == {"running": 0, "waiting": 0}
+    assert (await call(engine, "GET", "/admin/clear")).status == 405
+
+
+async def test_metrics_count_outcomes_and_show_the_engine() -> None:
+    engine = FakeEngine(Delta("a", [1]), Delta("b", [2], None, "length"))
+    app = create_app(engine, ApiSettings())
+    await Client(app).send("POST", "/v1/chat/completions", CHAT)
+    await Client(app).send("POST", "/v1/chat/completions", b"{")
+    engine.script = (RequestFailed("x"),)
+    await Client(app).send("POST", "/v1/completions", {"prompt": "x"})
+    engine.refusal = RequestRefused("x", code="x")
+    await Client(app).send("POST", "/v1/completions", {"prompt": "x"})
+    engine.numbers["requests"] = {"total": 99}
+    reply = await Client(app).send("GET", "/metrics")
+    lines = reply.body.decode().splitlines()
+    for line in (
+        'vsched_requests_total{endpoint="chat",outcome="length"} 1.0',
+        'vsched_requests_total{endpoint="chat",outcome="refused"} 1.0',
+        'vsched_requests_total{endpoint="completions",outcome="failed"} 1.0',
+        'vsched_requests_total{endpoint="completions",outcome="refused"} 1.0',
+        "vsched_output_tokens_total 2.0",
+        "vsched_prompt_tokens_total 14.0",
+        "vsched_cached_tokens_total 4.0",
+        "vsched_time_to_first_token_seconds_count 1.0",
+        "vsched_inter_token_seconds_count 1.0",
+        "vsched_request_seconds_count 4.0",
+        "vsched_queue_waiting 3.0",
+        "vsched_kv_blocks_free 2.5",
+    ):
+        assert line in lines
+    assert not any(line.endswith(" 99.0") for line in lines)
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_two_applications_do_not_share_metrics() -> None:
+    engine = FakeEngine()
+    await Client(create_app(engine, ApiSettings())).send("POST", "/v1/chat/completions", CHAT)
+    reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
+    assert b"vsched_output_tokens_total 0.0" in reply.body
+
+
+def test_flatten_yields_numeric_leaves() -> None:
+    statistics = {"a": {"b c": 1, "d": "text", "e": None}, "f": [2.5, {"g": True}]}
+    assert list(flatten(statistics)) == [
+        ("vsched_a_b_c", 1.0),
+        ("vsched_f_0", 2.5),
+        ("vsched_f_1_g", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/health/", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_paths_and_methods_have_openai_errors(
+    method: str, path: str, status: int, code: str
+) -> None:
+    reply = await call(FakeEngine(), method, path)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+async def test_without_a_key_everything_is_open() -> None:
+    assert (await call(FakeEngine(), "GET", "/metrics")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("POST", "/tokenize"),
+        ("GET", "/metrics"),
+        ("GET", "/ready"),
+        ("GET", "/admin/statistics"),
+        ("POST", "/admin/clear"),
+        ("GET", "/nowhere"),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+        ("GET", "/HEALTH"),
+    ],
+)
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right"]
+)
+async def test_key_is_needed_everywhere_but_health(
+    method: str, path: str, authorization: str | None
+) -> None:
+    """G10: default deny, on the path that the router sees."""
+    headers = {} if authorization is None else {"authorization": authorization}
+    reply = await call(FakeEngine(), method, path, CHAT, api_key="right", headers=headers)
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert reply.headers["www-authenticate"] == "Bearer"
+
+
+async def test_right_key_opens() -> None:
+    headers = {"authorization": "bearer right"}
+    reply = await call(
+        FakeEngine(), "POST", "/v1/chat/completions", CHAT, api_key="right", headers=headers
+    )
+    assert reply.status == 200
+    assert (await call(FakeEngine(), "GET", "/health", api_key="right")).status == 200
+
+
+async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:
+    """G10: default deny holds for what is not HTTP."""
+    app = create_app(FakeEngine(), ApiSettings(api_key="right"))
+    sent: list[dict[str, object]] = []
+    incoming = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+
+    async def receive() -> dict[str, str]:
+        return incoming.pop(0)
+
+    async def send(message: object) -> None:
+        assert isinstance(message, dict)
+        sent.append(message)
+
+    await app({"type": "websocket", "path": "/health", "headers": []}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    await app({"type": "lifespan", "state": {}}, receive, send)
+    assert sent[-1] == {"type": "lifespan.shutdown.complete"}

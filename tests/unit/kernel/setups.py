@@ -1,0 +1,76 @@
+"""Small schedulers and requests for tests that look at one behaviour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tests.unit.kernel.model_ranks import Cluster, make_request
+from vsched.kernel import Sizes
+from vsched.types import Request
+
+ROOMY = Sizes(
+    block_size=4,
+    blocks=1000,
+    slots=4,
+    batch_tokens=2000,
+    chunk_tokens=1000,
+    context_tokens=2000,
+    page_rows=4,
+    pages=500,
+    encode_items=8,
+    waiting=100,
+)
+"""Room enough for anything; tests make tight what they are about."""
+
+
+def sizes(**changes: Any) -> Sizes:
+    """Return roomy limits with changes."""
+    return msgspec.structs.replace(ROOMY, **changes)
+
+
+def words(count: int, *, start: int = 10) -> list[int]:
+    """Return a text of so many tokens; another `start`, another text."""
+    return [start + index for index in range(count)]
+
+
+def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Request:
+    """Return a request of images (key, tokens) and one word after the last."""
+    return make_request(name, [7], [(0, tokens, key) for key, tokens in images], **changes)
+
+
+def encode_statistics(cluster: Cluster) -> dict[str, int]:
+    """Return the counters of the encode stage."""
+    statistics = cluster.kernel.statistics()["encode"]
+    assert isinstance(statistics, dict)
+    return statistics
+
+
+def generate_statistics(cluster: Cluster) -> dict[str, int]:
+    """Return the counters of the generate stage."""
+    statistics = cluster.kernel.statistics()["generate"]
+    assert isinstance(statistics, dict)
+    return statistics
+
+
+def joined(cluster: Cluster) -> list[str]:
+    """Return the names of the requests that joined, in order; one that was preempted comes again."""
+    return [cluster.names[join.number] for step in cluster.decisions for join in step.joined]
+
+
+def assert_served(cluster: Cluster, *names: str) -> None:
+    """Assert that requests ended at their length limit with the outputs that they must have."""
+    for name in names:
+        assert cluster.ended[name].reason == "length", cluster.ended[name]
+        assert cluster.outputs[name] == cluster.expected_outputs(cluster.requests[name])
+
+
+def assert_holds_nothing(cluster: Cluster) -> None:
+    """Assert that a scheduler without requests holds no block, slot, item or page."""
+    statistics = cluster.kernel.statistics()
+    encode, generate = encode_statistics(cluster), generate_statistics(cluster)
+    assert (statistics["running"], statistics["waiting"]) == (0, 0)
+    assert (generate["blocks_held"], generate["preempted"]) == (0, 0)
+    assert (encode["waiting_items"], encode["running_items"]) == (0, 0)
+    assert encode["pages_free"] + encode["pages_evictable"] == encode["pages_total"]

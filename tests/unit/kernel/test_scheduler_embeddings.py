@@ -1,0 +1,195 @@
+"""The embedding cache: what stays, what may go, and who is protected."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, make_request
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    encode_statistics,
+    image_request,
+    sizes,
+    words,
+)
+
+
+def test_embedding_read_by_a_step_in_flight_stays() -> None:
+    """D7: the only pages are those that a step reads; the next image waits for the step, whoever wants it."""
+    cluster = Cluster(sizes(pages=4))
+    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster.run_encode()
+    cluster.submit(image_request("r2", (b"b", 16)))
+    assert cluster.generate_log
+    assert cluster.encoded == [[b"a"]]
+    cluster.abort("r1")
+    assert cluster.encoded == [[b"a"]], "the step still reads the pages of the request that left"
+    cluster.run_generate()
+    assert cluster.encoded == [[b"a"], [b"b"]]
+    cluster.drain()
+    assert_served(cluster, "r2")
+
+
+def test_embedding_of_an_older_waiting_request_stays() -> None:
+    """D7: users protect; what is encoded for a request that waits for a slot is not taken for a younger one."""
+    cluster = Cluster(sizes(pages=4, slots=1, generate_depth=1))
+    cluster.submit(make_request("running", words(3), max_tokens=6))
+    cluster.submit(image_request("old", (b"a", 16)))
+    cluster.run_encode()
+    cluster.submit(image_request("young", (b"b", 16)))
+    while "running" not in cluster.ended:
+        assert cluster.encoded == [[b"a"]]
+        cluster.run_generate()
+    cluster.drain()
+    assert cluster.encoded == [[b"a"], [b"b"]]
+    assert encode_statistics(cluster)["cache_steals"] == 0
+    assert_served(cluster, "running", "old", "young")
+
+
+def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
+    """F5: the oldest always gets its next item, so two half-encoded requests cannot block each other."""
+    cluster = Cluster(sizes(pages=4, slots=2, chunk_tokens=16, generate_depth=1))
+    cluster.submit(make_request("old", words(40), [(0, 16, b"a"), (20, 16, b"b")]))
+    cluster.submit(image_request("young", (b"c", 16)))
+    cluster.drain()
+    assert_served(cluster, "old", "young")
+    assert_holds_nothing(cluster)
+
+
+def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
+    """D11: an item that finds no room even with everything evictable gone evicts nothing."""
+    cluster = Cluster(sizes(pages=8, slots=1, generate_depth=1))
+    cluster.submit(image_request("cached", (b"a", 16)))
+    cluster.drain()
+    cluster.submit(make_request("running", words(3), max_tokens=6))
+    cluster.submit(image_request("holder", (b"b", 12)))
+    cluster.run_encode()
+    cluster.submit(image_request("large", (b"c", 24)))
+    assert cluster.encoded == [[b"a"], [b"b"]]
+    assert encode_statistics(cluster)["cache_evictions"] == 0
+    cluster.submit(image_request("again", (b"a", 16)))
+    cluster.drain()
+    assert cluster.encoded[:3] == [[b"a"], [b"b"], [b"c"]]
+    assert_served(cluster, "running", "holder", "large", "again")
+
+
+def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted() -> None:
+    """D11, E18: such an item is refused at submission, and what is cached stays."""
+    cluster = Cluster(sizes(pages=8))
+    cluster.submit(image_request("cached", (b"a", 16)))
+    cluster.drain()
+    cluster.submit(image_request("huge", (b"b", 33)))
+    assert cluster.refused["huge"].code == "image_exceeds_cache"
+    cluster.submit(image_request("again", (b"a", 16)))
+    cluster.drain()
+    assert cluster.encoded == [[b"a"]]
+    assert encode_statistics(cluster)["cache_evictions"] == 0
+
+
+def test_embedding_claims_end_with_the_forward() -> None:
+    """E5: once the chunk that read an image is done, its pages may go, while the request still decodes."""
+    cluster = Cluster(sizes(pages=8))
+    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
+    cluster.run_encode()
+    assert encode_statistics(cluster)["pages_evictable"] == 0
+    cluster.run_generate()
+    assert cluster.kernel.statistics()["running"] == 1
+    assert encode_statistics(cluster)["pages_evictable"] == 4
+    cluster.submit(image_request("r2", (b"b", 32)))
+    assert cluster.encoded == [[b"a"], [b"b"]], "the pages are given to another request meanwhile"
+    cluster.drain()
+    assert_served(cluster, "r", "r2")
+
+
+def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
+    """D7, E5, E19: pages are held from the first chunk that meets the image to the last."""
+    cluster = Cluster(sizes(pages=8, chunk_tokens=8, generate_depth=1))
+    cluster.submit(image_request("r", (b"a", 20)))
+    cluster.run_encode()
+    evictable = []
+    spans = []
+    while cluster.generate_log:
+        spans += [
+            (chunk.start, chunk.stop, [(item.offset, item.tokens) for item in chunk.items])
+            for chunk in cluster.generate_log[0].chunks
+        ]
+        cluster.run_generate()
+        evictable.append(encode_statistics(cluster)["pages_evictable"])
+    assert spans == [(0, 8, [(0, 20)]), (8, 16, [(0, 20)]), (16, 21, [(0, 20)])]
+    assert evictable[:3] == [0, 0, 5]
+    assert_served(cluster, "r")
+
+
+def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
+    """D3: a decision carries the pages of the items in its chunk and no others."""
+    cluster = Cluster(sizes(chunk_tokens=16, generate_depth=1))
+    items = [(0, 12, b"a"), (10, 12, b"b"), (50, 4, b"c")]
+    cluster.submit(make_request("r", words(60), items))
+    cluster.drain()
+    chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
+    placed = cluster.requests["r"].items
+    for chunk in chunks:
+        met = [item for item in placed if item.offset < chunk.stop and item.end > chunk.start]
+        assert [item.offset for item in chunk.items] == [item.offset for item in met]
+        for item in chunk.items:
+            assert len(item.pages) == cluster.sizes.pages_for(item.tokens)
+    assert any(not chunk.items for chunk in chunks)
+    assert any(len(chunk.items) == 2 for chunk in chunks)
+    assert_served(cluster, "r")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:  # noqa: FBT001
+    """D2: the key is one item's content; with room it stays, without it goes and is encoded again."""
+    cluster = Cluster(sizes(pages=8 if keep else 4, prefix_cache=False))
+    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster.drain()
+    cluster.submit(image_request("r2", (b"b", 16)))
+    cluster.drain()
+    cluster.submit(image_request("r3", (b"a", 16)))
+    cluster.drain()
+    assert cluster.encoded == ([[b"a"], [b"b"]] if keep else [[b"a"], [b"b"], [b"a"]])
+    assert encode_statistics(cluster)["cache_evictions"] == (0 if keep else 2)
+    assert_served(cluster, "r1", "r2", "r3")
+
+
+def test_embedding_text_requests_have_no_multimodal_inputs() -> None:
+    """E4: no items in the prompt data, none in a chunk, and nothing for the encoder to do."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(30)))
+    cluster.submit(make_request("single", [9], max_tokens=1))
+    cluster.drain()
+    assert cluster.encoded == []
+    assert all(not chunk.items for step in cluster.decisions for chunk in step.chunks)
+    data = [join.data for step in cluster.decisions for join in step.joined]
+    assert [one.items for one in data if one is not None] == [[], []]
+    assert encode_statistics(cluster)["cache_misses"] == 0
+    assert_served(cluster, "r", "single")
+
+
+def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
+    """E4, F6: text needs no encoder; images wait for it and are served when it is back."""
+    cluster = Cluster(sizes())
+    cluster.lose("encode")
+    cluster.submit(image_request("image", (b"a", 16)))
+    cluster.submit(make_request("text", words(5)))
+    cluster.drain()
+    assert_served(cluster, "text")
+    assert "image" not in cluster.ended
+    cluster.restore("encode")
+    cluster.drain()
+    assert_served(cluster, "image")
+
+
+def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
+    """D2: a hit is served from the arena alone."""
+    cluster = Cluster(sizes(prefix_cache=False))
+    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster.drain()
+    request = image_request("r2", (b"a", 16))
+    bare = msgspec.structs.replace(request.items[0], pixels=None)
+    cluster.submit(msgspec.structs.replace(request, items=(bare,)))
+    cluster.drain()
+    assert_served(cluster, "r1", "r2")

@@ -1,0 +1,246 @@
+"""The encode stage: which items are encoded when, in which order, and what happens to those that fail."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    encode_statistics,
+    image_request,
+    joined,
+    sizes,
+    words,
+)
+from vsched.policy import Admission, AdmissionView
+from vsched.types import Extent, FinishReason
+from vsched_policies.admission import TokenBudget
+
+
+class Watching(TokenBudget, frozen=True, kw_only=True):
+    """A token budget that notes the queue it is shown."""
+
+    queues: ClassVar[list[list[int | None]]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.queues.append([entry.tokens for entry in view.waiting])
+        return TokenBudget.admit(self, view)
+
+
+@pytest.mark.parametrize(
+    ("images", "budget", "permits", "batches"),
+    [
+        pytest.param([100, 500, 100], 200, 8, [[100], [500], [100]], id="A5"),
+        pytest.param([10, 20, 30], 0, 2, [[10, 20], [30]], id="A8"),
+        pytest.param([100, 100, 1], 200, 8, [[100, 100], [1]], id="A1 a sum equal to the budget"),
+        pytest.param([500, 1], 200, 8, [[500], [1]], id="A2 alone above the budget"),
+        pytest.param([10] * 5, 35, 2, [[10, 10], [10, 10], [10]], id="A3 the count binds first"),
+        pytest.param([10] * 5, 25, 4, [[10, 10], [10, 10], [10]], id="A3 the tokens bind first"),
+    ],
+)
+def test_encode_refused_items_keep_the_front(
+    images: list[int], budget: int, permits: int, batches: list[list[int]]
+) -> None:
+    """A5, A6, A8: what a step refuses is the exact remaining order of the queue."""
+    Watching.queues.clear()
+    policies = default_policies(encode_admission=Watching(max_tokens=budget))
+    cluster = Cluster(sizes(encode_items=permits), policies)
+    cluster.submit(
+        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images)))
+    )
+    cluster.drain()
+    tokens = {b"image%d" % index: count for index, count in enumerate(images)}
+    assert [[tokens[key] for key in batch] for batch in cluster.encoded] == batches
+    remaining = list(images)
+    for batch, queue in zip(batches, Watching.queues, strict=True):
+        assert queue == remaining
+        remaining = remaining[len(batch) :]
+    assert_served(cluster, "r")
+
+
+def test_encode_newcomers_stand_behind_refused_items() -> None:
+    """A6: a request that arrives while a batch is out does not pass what that batch refused."""
+    policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
+    cluster = Cluster(sizes(), policies)
+    cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
+    cluster.submit(image_request("young", (b"d", 50)))
+    cluster.drain()
+    assert cluster.encoded == [[b"a"], [b"b"], [b"c", b"d"]]
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "batches"),
+    [
+        (40, [[b"a"], [b"b"], [b"c"]]),
+        (60, [[b"a", b"b"], [b"c"]]),
+        (200, [[b"a", b"b", b"c"]]),
+    ],
+)
+def test_encode_chunk_encodes_only_items_that_it_meets(
+    chunk_tokens: int, batches: list[list[bytes]]
+) -> None:
+    """D1: a prefill chunk encodes only items whose token span meets it."""
+    cluster = Cluster(sizes(chunk_tokens=chunk_tokens))
+    items = [(0, 20, b"a"), (30, 20, b"b"), (100, 20, b"c")]
+    cluster.submit(make_request("r", words(150), items))
+    assert cluster.encoded == batches[:1]
+    cluster.drain()
+    assert cluster.encoded == batches
+    assert_served(cluster, "r")
+
+
+def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
+    """D1, F3: the image of a chunk that is never reached is never encoded."""
+    cluster = Cluster(sizes(chunk_tokens=40))
+    cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
+    cluster.run_encode()
+    cluster.abort("r")
+    cluster.drain()
+    assert cluster.encoded == [[b"a"]]
+    assert_holds_nothing(cluster)
+
+
+def test_encode_same_image_of_many_requests_is_one_task() -> None:
+    """D8: misses are deduplicated by key and handed back to all, in request order."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("busy", (b"other", 8)))
+    for name in ("r1", "r2", "r3"):
+        cluster.submit(image_request(name, (b"same", 20), (b"own of " + name.encode(), 4)))
+    cluster.drain()
+    assert cluster.encoded == [
+        [b"other"],
+        [b"same", b"own of r1", b"own of r2", b"own of r3"],
+    ]
+    assert joined(cluster) == ["busy", "r1", "r2", "r3"]
+    assert_served(cluster, "r1", "r2", "r3")
+
+
+def test_encode_image_twice_in_one_request_is_one_task() -> None:
+    """D8: also within a request, and across its chunks."""
+    cluster = Cluster(sizes(chunk_tokens=16))
+    cluster.submit(image_request("r", (b"same", 12), (b"same", 12), (b"same", 12)))
+    cluster.drain()
+    assert cluster.encoded == [[b"same"]]
+    assert_served(cluster, "r")
+
+
+def test_encode_hit_of_another_length_is_encoded_again() -> None:
+    """D9: a cached entry whose length differs from the span is dropped."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster.drain()
+    cluster.submit(image_request("r2", (b"a", 12)))
+    cluster.drain()
+    assert cluster.encoded == [[b"a"], [b"a"]]
+    assert_served(cluster, "r1", "r2")
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:  # noqa: FBT001
+    """D13: an entry in use is never trimmed into shape; the other length fails, the first goes on."""
+    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster.submit(make_request("running", words(3), max_tokens=2))
+    cluster.submit(image_request("right", (b"a", 10)))
+    if encoded:
+        cluster.run_encode()
+    cluster.submit(image_request("wrong", (b"a", 12)))
+    finish = cluster.ended["wrong"]
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "length_mismatch")
+    assert "token count" in finish.message
+    cluster.drain()
+    assert_served(cluster, "running", "right")
+    assert_holds_nothing(cluster)
+
+
+def test_encode_length_mismatch_within_a_request_fails_it() -> None:
+    """D13: one content cannot have two lengths in one prompt."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r", (b"a", 10), (b"a", 12)))
+    cluster.drain()
+    assert cluster.ended["r"].code == "length_mismatch"
+    assert_holds_nothing(cluster)
+
+
+def fail_when(cluster: Cluster, bad: bytes) -> None:
+    """Run everything that is out; encode batches with a bad item fail."""
+    while cluster.encode_log or cluster.generate_log:
+        if cluster.encode_log:
+            poisoned = any(task.key == bad for task in cluster.encode_log[0].tasks)
+            cluster.run_encode(fail="the image could not be encoded" if poisoned else "")
+        else:
+            cluster.run_generate()
+
+
+@pytest.mark.parametrize("culprit", [b"a", b"b", b"c"])
+def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
+    """F1: a failed batch is tried one by one, in order; only the culprit's requests fail."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("busy", (b"other", 4)))
+    users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
+    for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
+        cluster.submit(image_request(name, (key, 10)))
+    fail_when(cluster, culprit)
+    assert cluster.encoded[1] == [b"a", b"b", b"c"]
+    assert all(len(batch) == 1 for batch in cluster.encoded[2:])
+    first_alone = list(dict.fromkeys(key for (key,) in cluster.encoded[2:]))
+    assert first_alone == [b"a", b"b", b"c"], "what failed returned to the front in its order"
+    for name in users.pop(culprit):
+        finish = cluster.ended[name]
+        assert (finish.reason, finish.code) == (FinishReason.ERROR, "encode_failed")
+        assert finish.message == "the image could not be encoded"
+    assert_served(cluster, "busy", *(name for names in users.values() for name in names))
+    assert_holds_nothing(cluster)
+
+
+def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
+    """F1: a failure that passes fails nobody."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
+    cluster.run_encode(fail="out of memory")
+    cluster.drain()
+    assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
+    assert_served(cluster, "r")
+
+
+def test_encode_failed_image_may_be_sent_again() -> None:
+    """F1: a failure leaves nothing behind that a later request would trip over."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r1", (b"a", 10)))
+    fail_when(cluster, b"a")
+    cluster.submit(image_request("r2", (b"a", 10)))
+    cluster.drain()
+    assert cluster.ended["r1"].reason is FinishReason.ERROR
+    assert_served(cluster, "r2")
+
+
+def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
+    """F3: pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster.abort("r1")
+    cluster.run_encode()
+    assert encode_statistics(cluster)["cache_entries"] == 0
+    cluster.submit(image_request("r2", (b"a", 10)))
+    cluster.drain()
+    assert cluster.encoded == [[b"a"], [b"a"]]
+    assert_served(cluster, "r2")
+
+
+def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
+    """D8: the pixels of a request that left are gone; the task names those of one that is still there."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("busy", (b"other", 4)))
+    first = image_request("r1", (b"a", 10))
+    second = image_request("r2", (b"a", 10))
+    moved = msgspec.structs.replace(second.items[0], pixels=Extent(4096, 16))
+    second = msgspec.structs.replace(second, items=(moved,))
+    cluster.submit(first)
+    cluster.submit(second)
+    cluster.abort("r1")
+    cluster.run_encode()
+    assert cluster.encode_log[0].tasks[0].pixels.offset == 4096

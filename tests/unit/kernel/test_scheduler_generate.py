@@ -1,0 +1,196 @@
+"""The generate stage: steps one ahead, decisions that carry only changes, growth and preemption."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    image_request,
+    joined,
+    sizes,
+    words,
+)
+from vsched.kernel.commands import EmitTokens
+from vsched.kernel.decisions import GenerateDecision
+from vsched.kernel.sizes import Sizes
+from vsched.policy import PreemptionPolicy, PreemptionView
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
+    """As many decisions are out as the depth allows before the first result is back, and never more."""
+    cluster = Cluster(sizes(generate_depth=depth))
+    cluster.submit(make_request("r", words(5), max_tokens=8))
+    assert len(cluster.generate_log) == depth
+    most = 0
+    while cluster.generate_log:
+        most = max(most, len(cluster.generate_log))
+        cluster.run_generate()
+    assert most == depth
+    assert_served(cluster, "r")
+
+
+def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() -> None:
+    """One step ahead, a step may be out for a slot that has just finished: it yields nothing."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(5), max_tokens=1))
+    assert len(cluster.generate_log) == 2
+    cluster.run_generate()
+    assert cluster.ended["r"].reason == "length"
+    cluster.run_generate()
+    assert_served(cluster, "r")
+    assert_holds_nothing(cluster)
+
+
+def test_generate_steady_decode_decisions_name_only_growth() -> None:
+    """Cost follows change: with no arrival and no finish a decision is its number, and new blocks."""
+    cluster = Cluster(sizes(block_size=4, slots=4))
+    for index in range(4):
+        cluster.submit(make_request(f"r{index}", words(4, start=20 * index), max_tokens=40))
+    while sum(len(step.joined) for step in cluster.decisions) < 4:
+        cluster.run_generate()
+    start = len(cluster.decisions)
+    for _ in range(24):
+        cluster.run_generate()
+    steady = cluster.decisions[start:]
+    assert len(steady) == 24
+    for decision in steady:
+        assert decision == GenerateDecision(decision.step, grown=decision.grown)
+        assert decision.grown or len(msgspec.msgpack.encode(decision)) < 16
+    grown = [slot for decision in steady for slot in decision.grown[::2]]
+    assert sorted(grown) == sorted([0, 1, 2, 3] * 6), "each slot grows once in block_size steps"
+    cluster.drain()
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+
+
+def test_generate_tokens_are_emitted_before_the_end_they_belong_to() -> None:
+    """F4: the last token of a request reaches its stream before the terminal reply does."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(5), max_tokens=1))
+    decision = cluster.generate_log[0]
+    sent: list[str] = []
+    original = cluster.kernel.handle
+
+    def watching(event: object, now_ns: int) -> object:
+        commands = original(event, now_ns)  # type: ignore[arg-type]
+        sent.extend(type(command).__name__ for command in commands)
+        return commands
+
+    cluster.kernel.handle = watching  # type: ignore[assignment,method-assign]
+    cluster.run_generate()
+    assert sent[:2] == [EmitTokens.__name__, "Finish"]
+    assert decision.step == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk_tokens", "batch_tokens", "spans"),
+    [
+        (10, 4, 100, [(0, 4), (4, 8), (8, 10)]),
+        (10, 100, 6, [(0, 6), (6, 10)]),
+        (1, 4, 100, [(0, 1)]),
+        (8, 4, 100, [(0, 4), (4, 8)]),
+    ],
+)
+def test_generate_prefill_comes_in_chunks(
+    prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
+) -> None:
+    """A chunk is bounded by the chunk size and by what the step has left."""
+    cluster = Cluster(sizes(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
+    cluster.submit(make_request("r", words(prompt)))
+    cluster.drain()
+    chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
+    assert [(chunk.start, chunk.stop) for chunk in chunks] == spans
+    assert_served(cluster, "r")
+
+
+def test_generate_step_never_exceeds_its_token_budget() -> None:
+    """Decodes and chunks of one step together stay within `batch_tokens`."""
+    limits = sizes(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
+    cluster = Cluster(limits)
+    for index in range(6):
+        cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
+    decoding: set[int] = set()
+    while cluster.generate_log:
+        decision = cluster.generate_log[0]
+        for leave in decision.left:
+            decoding.discard(leave.slot)
+        tokens = sum(chunk.stop - chunk.start for chunk in decision.chunks)
+        assert tokens + len(decoding) <= 12
+        decoding |= {chunk.slot for chunk in decision.chunks if chunk.stop == 15}
+        cluster.run_generate()
+    assert_served(cluster, *(f"r{index}" for index in range(6)))
+
+
+def tight(**changes: object) -> Sizes:
+    """Return limits under which four requests start and not all can grow."""
+    return sizes(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
+
+
+def test_generate_preempted_requests_return_in_their_order() -> None:
+    """A6: several preempted requests go to the front in their original order, before who came later."""
+    cluster = Cluster(tight())
+    names = [f"r{index}" for index in range(4)]
+    for index, name in enumerate(names):
+        cluster.submit(make_request(name, words(12, start=20 * index), max_tokens=24))
+    cluster.submit(make_request("later", words(12, start=200), max_tokens=2))
+    cluster.drain()
+    again = joined(cluster)[4:]
+    victims = [name for name in names if cluster.ended[name].times.preemptions]
+    assert len(victims) >= 2
+    returns = list(dict.fromkeys(name for name in again if name != "later"))
+    assert returns == sorted(returns), "the first return of each is in order of arrival"
+    assert again.index("later") > max(again.index(name) for name in victims)
+    assert generate_statistics(cluster)["preemptions"] == len(again) - 1
+    assert_served(cluster, *names, "later")
+    assert_holds_nothing(cluster)
+
+
+class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
+    """Names the worst victim there is."""
+
+    def victim(self, view: PreemptionView) -> int:
+        return 0
+
+
+def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
+    """F5: whatever the policy says, the oldest goes on, which is what ensures progress."""
+    cluster = Cluster(tight(), default_policies(preemption=Oldest()))
+    names = [f"r{index}" for index in range(4)]
+    for index, name in enumerate(names):
+        cluster.submit(make_request(name, words(12, start=20 * index), max_tokens=24))
+    cluster.drain()
+    assert cluster.ended["r0"].times.preemptions == 0
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert_served(cluster, *names)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:  # noqa: FBT001
+    """F6: a preempted request goes on after its last token; ranks and kernel agree on what it has."""
+    cluster = Cluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
+    for index in range(4):
+        image = (b"image%d" % index, 10)
+        cluster.submit(image_request(f"r{index}", image, max_tokens=24))
+    cluster.drain()
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+    assert_holds_nothing(cluster)
+
+
+def test_generate_request_waits_while_its_blocks_are_taken() -> None:
+    """E18: what fits only later waits at its place; those behind it do not pass."""
+    cluster = Cluster(sizes(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
+    cluster.submit(make_request("first", words(20), max_tokens=4))
+    cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
+    cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
+    assert joined(cluster) == ["first"]
+    assert "needs 5 KV blocks" in cluster.kernel.explain("second")
+    cluster.drain()
+    assert joined(cluster) == ["first", "second", "third"]
+    assert_served(cluster, "first", "second", "third")

@@ -1,0 +1,143 @@
+"""The decode kernels against attention written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.attention import (
+    KvCache,
+    PagedStep,
+    choose_decode,
+    context_slots,
+    decode_by_gather,
+    make_segment,
+)
+
+BLOCK_SIZE = 4
+CONTEXTS = [1, 4, 5, 37]
+
+
+def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
+    """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
+    cache = KvCache(
+        layers=2,
+        blocks=60,
+        block_size=BLOCK_SIZE,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    blocks = np.random.default_rng(0).permutation(60).astype(np.int32)
+    tables = np.full((len(CONTEXTS), 12), -1, dtype=np.int32)
+    for row, context in enumerate(CONTEXTS):
+        count = -(-context // BLOCK_SIZE)
+        tables[row, :count] = blocks[row * 12 : row * 12 + count]
+    step = PagedStep(
+        cache=cache,
+        decode=decode_by_gather,
+        slots=torch.zeros(0, dtype=torch.int64),
+        decode_rows=len(CONTEXTS),
+        tables=tables,
+        contexts=np.array(CONTEXTS, dtype=np.int32),
+        segments=[],
+    )
+    return cache, step
+
+
+def written_out(
+    query: torch.Tensor, cache: KvCache, step: PagedStep, scaling: float
+) -> torch.Tensor:
+    rows = []
+    for row, context in enumerate(CONTEXTS):
+        slots = torch.from_numpy(context_slots(step.tables[row], context, BLOCK_SIZE))
+        group = query.shape[1] // cache.keys[1].shape[1]
+        keys = cache.keys[1][slots].double().repeat_interleave(group, dim=1)
+        values = cache.values[1][slots].double().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,lhd->hl", query[row].double(), keys) * scaling
+        rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kernel", ["exact", "numba"])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decode_equals_attention_written_out(
+    kernel: str,
+    dtype: torch.dtype,
+    within: float,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    threads: int,
+) -> None:
+    """Grouped heads, contexts of one token up to several blocks, tables with holes after their end."""
+    cache, step = filled(dtype, kv_heads, head_dim)
+    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype)
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(len(CONTEXTS), heads, head_dim, generator=generator).to(dtype)
+    found = decode(query, 1, step, 0.3)
+    assert found.dtype == dtype
+    assert found.shape == query.shape
+    wanted = written_out(query, cache, step, 0.3)
+    assert (found.double() - wanted).abs().max() < within
+
+
+def test_numba_survives_scores_far_apart() -> None:
+    """The softmax subtracts the highest score; what is hopelessly lower vanishes and does not overflow."""
+    _, step = filled(torch.float32, 1, 8)
+    query = torch.full((len(CONTEXTS), 1, 8), 1e4)
+    decode = choose_decode(WorkerSettings(attention="numba"), torch.float32)
+    found = decode(query, 0, step, 1.0)
+    assert torch.isfinite(found).all()
+    assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
+
+
+def test_context_slots_follow_the_block_table() -> None:
+    table = np.array([7, 2, -1], dtype=np.int32)
+    assert context_slots(table, 6, 4).tolist() == [28, 29, 30, 31, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "slots", "mask"),
+    [(0, 5, False, False), (3, 4, True, False), (3, 6, True, True)],
+    ids=["whole prompt", "one token", "middle"],
+)
+def test_make_segment_gathers_and_masks_only_where_needed(
+    first: int, last: int, slots: bool, mask: bool
+) -> None:
+    table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
+    segment = make_segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
+    assert (segment.start, segment.stop, segment.context) == (2, 2 + last - first, last)
+    assert (segment.slots is not None, segment.mask is not None) == (slots, mask)
+    if segment.mask is not None:
+        assert segment.mask.tolist() == [
+            [seen <= first + row for seen in range(last)] for row in range(last - first)
+        ]
+
+
+def test_choose_decode_explains_what_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="`numba` runs on cpu with float32 or bfloat16 only"):
+        choose_decode(WorkerSettings(attention="numba"), torch.float16)
+
+
+def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    absent: Any = None
+    monkeypatch.setitem(sys.modules, "vsched_workers.numba_attention", absent)
+    assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
+    with pytest.raises(ConfigError, match="not installed. Remedy"):
+        choose_decode(WorkerSettings(attention="numba"), torch.float32)
+    assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather

@@ -1,0 +1,319 @@
+"""Reading, refusing and making checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.workers.driver import Driver, Question, Stage
+from vsched.errors import CheckpointError, ConfigError
+from vsched.types import ModelInfo
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.make_checkpoint import SIZES, make_checkpoint
+from vsched_workers.plugin import TransformersPlugin, plugin
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture
+def copy(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy of a checkpoint that a test may spoil."""
+
+    def copy_one(size: str = "nano25") -> Path:
+        return Path(shutil.copytree(checkpoints(size), tmp_path / "private" / "spoiled"))
+
+    return copy_one
+
+
+def inspect(path: Path, dtype: str = "auto", item_tokens_max: int = 0) -> ModelInfo:
+    return plugin.inspect(str(path), dtype=dtype, item_tokens_max=item_tokens_max)
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+
+
+def load(path: Path, stage: str) -> object:
+    loader = plugin.load_generator if stage == "generate" else plugin.load_encoder
+    return loader(inspect(path), WorkerSettings(), lambda _label, _fraction: None)
+
+
+def test_inspect_tells_the_facts(checkpoints: Checkpoints) -> None:
+    info = inspect(checkpoints("nano3"), item_tokens_max=100)
+    assert info == ModelInfo(
+        family="qwen3_vl",
+        path=str(checkpoints("nano3")),
+        dtype="float32",
+        hidden_size=64,
+        embedding_levels=3,
+        vocab_size=384,
+        context_tokens=32768,
+        kv_bytes_per_token=2 * 3 * 2 * 16 * 4,
+        patch_values=3 * 2 * 16 * 16,
+        item_tokens_max=100,
+        image_token_id=6,
+        stop_token_ids=(2,),
+    )
+    assert inspect(checkpoints("nano25")).item_tokens_max == 1280
+    assert inspect(checkpoints("nano25"), dtype="bfloat16").kv_bytes_per_token == 256
+
+
+def test_inspect_reads_the_flat_layout_of_older_checkpoints(
+    checkpoints: Checkpoints, copy: Callable[..., Path]
+) -> None:
+    """Published Qwen2.5-VL checkpoints keep the text sizes at the top level and the processor in its own file."""
+    path = copy()
+
+    def flatten(config: dict[str, Any]) -> None:
+        text = config.pop("text_config")
+        config.update({key: value for key, value in text.items() if key != "model_type"})
+        config["torch_dtype"] = config.pop("dtype", "float32")
+
+    edit(path / "config.json", flatten)
+    processor = json.loads((path / "processor_config.json").read_text())["image_processor"]
+    processor["max_pixels"] = processor.pop("size")["longest_edge"]
+    processor["min_pixels"] = 3136
+    (path / "processor_config.json").unlink()
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    info = inspect(path)
+    known = inspect(checkpoints("nano25"))
+    assert info.stop_token_ids == (2, 0)
+    assert (info.kv_bytes_per_token, info.item_tokens_max) == (
+        known.kv_bytes_per_token,
+        known.item_tokens_max,
+    )
+    assert plugin.load_preprocessor(info).plan_image(90, 60).tokens == 6
+    load(path, "generate")
+
+
+def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    """G8: the message names the last part of the path only."""
+    with pytest.raises(CheckpointError, match="'nowhere' does not exist. Remedy") as error:
+        inspect(tmp_path / "nowhere")
+    assert str(tmp_path) not in str(error.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="'file' is a file"):
+        inspect(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="config.json is missing"):
+        inspect(tmp_path)
+
+
+def test_inspect_refuses_an_unsupported_family(copy: Callable[..., Path]) -> None:
+    path = copy()
+    edit(path / "config.json", lambda config: config.update(model_type="llama"))
+    with pytest.raises(
+        CheckpointError, match="'llama' is not supported. Supported: qwen2_5_vl, qwen3_vl"
+    ):
+        inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", r"config\.json cannot be read"),
+        ("config.json", "[]", r"config\.json is not a JSON object"),
+        ("config.json", "\xff", r"config\.json cannot be read"),
+        ("tokenizer.json", None, r"tokenizer\.json is missing"),
+        ("processor_config.json", None, "no image processor settings"),
+        (WEIGHTS, None, "found none"),
+        (WEIGHTS, "not safetensors", rf"{WEIGHTS} is corrupt"),
+    ],
+)
+def test_inspect_refuses_missing_and_broken_files(
+    copy: Callable[..., Path], name: str, text: str | None, message: str
+) -> None:
+    path = copy()
+    if text is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy") as error:
+        inspect(path)
+    assert "private" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config["text_config"].pop("hidden_size"),
+        lambda config: config["text_config"].update(num_hidden_layers="many"),
+        lambda config: config.pop("image_token_id"),
+        lambda config: config.update(vision_config={"patch_size": [14, 14]}),
+    ],
+)
+def test_inspect_refuses_a_config_without_sense(
+    copy: Callable[..., Path], change: Callable[[dict[str, Any]], object]
+) -> None:
+    path = copy()
+    edit(path / "config.json", change)
+    with pytest.raises(CheckpointError, match="config.json.*Remedy"):
+        inspect(path)
+
+
+def test_inspect_refuses_pickled_weights(copy: Callable[..., Path]) -> None:
+    """G1: weights come from safetensors only."""
+    path = copy()
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match="never loaded.*convert the checkpoint to safetensors"
+    ):
+        inspect(path)
+
+
+def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpoints) -> None:
+    with pytest.raises(CheckpointError, match="'int8' is not supported"):
+        inspect(checkpoints("nano25"), dtype="int8")
+    with pytest.raises(ConfigError, match="value -5, limit 1"):
+        inspect(checkpoints("nano25"), item_tokens_max=-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor"),
+    [("generate", "model.layers.1.mlp.up_proj.weight"), ("encode", "visual.merger.ln_q.weight")],
+)
+def test_load_names_a_missing_tensor(copy: Callable[..., Path], stage: str, tensor: str) -> None:
+    path = copy()
+    held = tensors(path)
+    del held[tensor]
+    save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{tensor.split('.', 1)[1]} is in none of.*Remedy"):
+        load(path, stage)
+
+
+def test_load_names_a_tensor_of_another_shape(copy: Callable[..., Path]) -> None:
+    path = copy()
+    held = tensors(path)
+    held["model.norm.weight"] = torch.zeros(7)
+    save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"norm.weight in {WEIGHTS} has shape \[7\].*\[64\]"):
+        load(path, "generate")
+
+
+def test_load_names_a_truncated_file(copy: Callable[..., Path]) -> None:
+    path = copy()
+    info = inspect(path)
+    content = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is corrupt.*Remedy"):
+        plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+
+
+def shard(path: Path) -> dict[str, str]:
+    """Split the weights into two files, vision and language, and write the index."""
+    held = tensors(path)
+    files = {
+        name: "vision.safetensors" if "visual" in name else "language.safetensors" for name in held
+    }
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in held.items() if files[name] == file}
+        save_file(part, path / file, metadata={"format": "pt"})
+    (path / WEIGHTS).unlink()
+    (path / INDEX).write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+@pytest.mark.parametrize("size", ["nano25", "nano3"])
+def test_each_stage_reads_its_own_weights_only(copy: Callable[..., Path], size: str) -> None:
+    """The encode worker does without the language model's file, and the other way round."""
+    path = copy(size)
+    shard(path)
+    info = inspect(path)
+    for stage, other in (("generate", "vision"), ("encode", "language")):
+        spoiled = path / f"{other}.safetensors"
+        content = spoiled.read_bytes()
+        spoiled.write_bytes(b"")
+        loader = plugin.load_generator if stage == "generate" else plugin.load_encoder
+        loader(info, WorkerSettings(), lambda _label, _fraction: None)
+        spoiled.write_bytes(content)
+
+
+def test_inspect_refuses_an_index_that_names_what_is_not_there(copy: Callable[..., Path]) -> None:
+    path = copy()
+    shard(path)
+    (path / "vision.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"vision\.safetensors, named by .*is missing"):
+        inspect(path)
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        inspect(path)
+    (path / INDEX).write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        inspect(path)
+
+
+def test_load_takes_an_output_projection_of_its_own(copy: Callable[..., Path]) -> None:
+    """A head that is not tied is loaded, and one that is missing is named."""
+    path = copy()
+    edit(
+        path / "config.json",
+        lambda config: (
+            config.update(tie_word_embeddings=False),
+            config["text_config"].update(tie_word_embeddings=False),
+        ),
+    )
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is in none of"):
+        load(path, "generate")
+    held = tensors(path)
+    head = torch.zeros_like(held["model.embed_tokens.weight"])
+    head[123] = 1.0
+    held["lm_head.weight"] = torch.where(head > 0, head, -head - 1.0)
+    save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+    stage = Stage.load(str(path), attention="exact", dtype="auto")
+    found = Driver(stage, chunk=64).run([Question("Hello")])[0].output
+    assert set(found) <= {123, 0}
+
+
+def test_loaded_weights_own_their_memory(copy: Callable[..., Path]) -> None:
+    """A checkpoint that is replaced while it is served does not change the model."""
+    path = copy()
+    worker: Any = load(path, "generate")
+    before = worker._model.embed_tokens.weight.clone()
+    size = (path / WEIGHTS).stat().st_size
+    (path / WEIGHTS).write_bytes(b"\0" * size)
+    assert torch.equal(worker._model.embed_tokens.weight, before)
+
+
+def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The same size and seed give the same files; another seed gives other weights."""
+    make_checkpoint(str(tmp_path / "again"), "nano25", dtype="float32")
+    make_checkpoint(str(tmp_path / "other"), "nano25", dtype="float32", seed=1)
+    for name in (WEIGHTS, "tokenizer.json", "config.json"):
+        made = (checkpoints("nano25") / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == made
+    other = tensors(tmp_path / "other")["model.embed_tokens.weight"]
+    assert not np.array_equal(other, tensors(tmp_path / "again")["model.embed_tokens.weight"])
+
+
+def test_make_checkpoint_refuses(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    with pytest.raises(CheckpointError, match="unknown size 'giant'. Known: nano25"):
+        make_checkpoint(str(tmp_path), "giant")
+    with pytest.raises(CheckpointError, match="unknown data type 'int8'"):
+        make_checkpoint(str(tmp_path), "nano25", dtype="int8")
+    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+        make_checkpoint(str(checkpoints("nano25")), "nano25")
+
+
+def test_make_checkpoint_sizes_are_listed() -> None:
+    listed = TransformersPlugin().checkpoint_sizes()
+    assert set(listed) == set(SIZES)
+    assert {"tiny25", "tiny3", "mid25", "nano25", "nano3"} <= set(listed)

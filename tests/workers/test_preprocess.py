@@ -1,0 +1,290 @@
+"""Template, tokenizer and image processor against those of transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from tests.workers.driver import drawn_image
+from tests.workers.properties import REPEATABLE
+from vsched.errors import CheckpointError, RequestRefused
+from vsched.worker.contract import Preprocessor
+from vsched_workers.plugin import plugin
+
+Load = Callable[..., Preprocessor]
+
+
+@pytest.fixture(scope="session")
+def load(checkpoints: Callable[[str], Path]) -> Load:
+    @functools.cache
+    def load_one(size: str, budget: int = 0) -> Preprocessor:
+        path = str(checkpoints(size))
+        return plugin.load_preprocessor(plugin.inspect(path, dtype="auto", item_tokens_max=budget))
+
+    return load_one
+
+
+@pytest.mark.parametrize("shape", [(90, 60), (28, 28), (1, 1), (300, 17), (448, 300)])
+def test_process_image_equals_transformers(
+    load: Load, checkpoints: Callable[[str], Path], size: str, shape: tuple[int, int]
+) -> None:
+    """Pixels to the bit, and the grid that was planned."""
+    image = drawn_image(1, *shape)
+    found = load(size).process_image(image)
+    processor: Any = AutoImageProcessor.from_pretrained(checkpoints(size), backend="pil")
+    wanted = processor(image, return_tensors="np")
+    assert np.array_equal(found, wanted["pixel_values"])
+    assert load(size).plan_image(*shape).grid == tuple(wanted["image_grid_thw"][0])
+
+
+@given(
+    width=st.integers(1, 400), height=st.integers(1, 400), budget=st.sampled_from([1, 7, 64, 300])
+)
+@REPEATABLE
+def test_plan_image_agrees_with_process_image(
+    load: Load, size: str, width: int, height: int, budget: int
+) -> None:
+    """A17, A19: what is planned is what is made, and it is within the budget or refused with every number."""
+    preprocessor = load(size, budget)
+    image = Image.new("RGB", (width, height))
+    refused: RequestRefused | None = None
+    try:
+        plan = preprocessor.plan_image(width, height)
+    except RequestRefused as refusal:
+        refused = refusal
+    if refused is not None:
+        assert max(width, height) / min(width, height) > min(budget, 200)
+        assert "limit" in refused.message
+        assert "Remedy" in refused.message
+        with pytest.raises(RequestRefused):
+            preprocessor.process_image(image)
+        return
+    pixels = preprocessor.process_image(image)
+    time, rows, columns = plan.grid
+    assert pixels.shape == (time * rows * columns, preprocessor.info.patch_values)
+    assert pixels.dtype == np.float32
+    assert plan.tokens == time * rows * columns // 4
+    assert 1 <= plan.tokens <= budget
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "code"),
+    [
+        (0, 5, "image_empty"),
+        (5, 0, "image_empty"),
+        (2010, 10, "image_aspect_ratio"),
+        (19000, 100, "image_tokens_exceeded"),
+    ],
+)
+def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> None:
+    """A17, G7: the refusal names value, limit and remedy."""
+    with pytest.raises(RequestRefused, match=r"value .*, limit .*\. Remedy: ") as refusal:
+        load("nano25", 64).plan_image(width, height)
+    assert refusal.value.code == code
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
+def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
+    """G7: odd modes are converted, not crashed on."""
+    image = Image.new(mode, (60, 60))
+    assert np.isfinite(load("nano25").process_image(image)).all()
+
+
+def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
+    preprocessor = load("nano25")
+    images = [drawn_image(seed, 60 + seed, 90) for seed in range(8)]
+    alone = [preprocessor.process_image(image) for image in images]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(preprocessor.process_image, images))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_expand_replaces_placeholders(load: Load) -> None:
+    preprocessor = load("nano25")
+    mark = preprocessor.info.image_token_id
+    assert preprocessor.expand([9, mark, 8, mark, 7], [2, 3]) == (
+        [9, mark, mark, 8, mark, mark, mark, 7],
+        [1, 4],
+    )
+    assert preprocessor.expand([9, 8], []) == ([9, 8], [])
+
+
+@pytest.mark.parametrize("tokens", [[], [2], [2, 2, 2]])
+def test_expand_refuses_other_numbers(load: Load, tokens: list[int]) -> None:
+    """A17: as many placeholders as images, neither more nor fewer."""
+    preprocessor = load("nano25")
+    mark = preprocessor.info.image_token_id
+    with pytest.raises(RequestRefused, match=f"value 2, limit {len(tokens)}") as refusal:
+        preprocessor.expand([mark, 8, mark], tokens)
+    assert refusal.value.code == "image_count_mismatch"
+
+
+def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
+    """Between two images that touch, nothing tells a model where one ends."""
+    preprocessor = load("nano25")
+    mark = preprocessor.info.image_token_id
+    with pytest.raises(RequestRefused) as refusal:
+        preprocessor.expand([mark, mark], [2, 2])
+    assert refusal.value.code == "image_placeholders_touch"
+
+
+def test_user_text_cannot_forge_an_image(load: Load) -> None:
+    """Placeholder tokens in the text of a user end in the refusal of the count."""
+    preprocessor = load("nano25")
+    text = preprocessor.render([{"role": "user", "content": "look: <|image_pad|>"}])
+    with pytest.raises(RequestRefused, match="differ in number"):
+        preprocessor.expand(preprocessor.tokenize(text), [])
+
+
+def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
+    """The bytes of an image never run through the template."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    text = load("nano25").render(
+        [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+    )
+    assert text == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [[{"type": "audio", "audio": "x"}], [{"text": "no type"}], ["x"], 7]
+)
+def test_render_refuses_what_the_template_rejects(load: Load, content: Any) -> None:
+    """G8: a refusal with a code, without paths or reprs."""
+    with pytest.raises(RequestRefused) as refusal:
+        load("nano25").render([{"role": "user", "content": content}])
+    assert refusal.value.code == "invalid_messages"
+    assert "/" not in refusal.value.message.replace("user/", "")
+    assert "0x" not in refusal.value.message
+
+
+def test_render_passes_template_arguments_on(load: Load) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert not load("nano25").render(messages, add_generation_prompt=False).endswith("assistant\n")
+
+
+@given(text=st.text("aZ 0\n.é€😀<|>_", max_size=40))
+@REPEATABLE
+def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -> None:
+    """Whatever is pushed, in whatever pieces: the sum is the text, and no piece holds half a character."""
+    preprocessor = load("nano25")
+    ids = preprocessor.tokenize(text)
+    detokenizer = preprocessor.detokenizer()
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == text
+    assert preprocessor.detokenize(ids) == text
+    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    assert b"".join(preprocessor.token_bytes(token) for token in ids).decode() == text
+
+
+@given(ids=st.lists(st.integers(0, 383), max_size=30))
+@REPEATABLE
+def test_detokenize_equals_transformers(
+    load: Load, checkpoints: Callable[[str], Path], ids: list[int]
+) -> None:
+    """Any tokens at all, broken characters included: the text that transformers gives."""
+    preprocessor = load("nano25")
+    tokenizer: Any = _tokenizer(checkpoints("nano25"))
+    wanted = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    detokenizer = preprocessor.detokenizer()
+    pushed = "".join(detokenizer.push([token]) for token in ids)
+    assert preprocessor.detokenize(ids) == wanted
+    assert pushed + detokenizer.flush() == wanted
+
+
+@functools.cache
+def _tokenizer(path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_detokenizer_holds_half_a_character_back(load: Load) -> None:
+    preprocessor = load("nano25")
+    ids = preprocessor.tokenize("€")
+    assert len(ids) == 3
+    detokenizer = preprocessor.detokenizer()
+    assert [detokenizer.push([token]) for token in ids] == ["", "", "€"]
+    detokenizer.push(ids[:2])
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
+    preprocessor = load("nano25")
+    assert preprocessor.token_bytes(preprocessor.info.image_token_id) == b"<|image_pad|>"
+    assert preprocessor.token_bytes(10**6) == b""
+    assert preprocessor.detokenize([10**6]) == ""
+
+
+def test_settings_digest_tells_settings_apart(load: Load) -> None:
+    """D14, G9: the family, the settings and the clamp all count."""
+    digests = {
+        load(size, budget).settings_digest for size in ("nano25", "nano3") for budget in (0, 64)
+    }
+    assert len(digests) == 4
+    assert {len(digest) for digest in digests} == {32}
+
+
+@pytest.mark.slow
+def test_settings_digest_is_the_same_in_another_process(
+    load: Load, checkpoints: Callable[[str], Path]
+) -> None:
+    """D14: equal across processes, whatever their hash seed."""
+    code = (
+        "import sys; from vsched_workers.plugin import plugin as p; "
+        "i = p.inspect(sys.argv[1], dtype='auto', item_tokens_max=0); "
+        "print(p.load_preprocessor(i).settings_digest.hex())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoints("nano25"))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.stdout.strip() == load("nano25").settings_digest.hex()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("processor_config.json", {"image_processor": {"patch_size": 16}}, "patch_size is 16"),
+        ("processor_config.json", {"image_processor": {"do_resize": False}}, "do_resize is False"),
+        ("chat_template.jinja", None, "no chat template"),
+        ("tokenizer.json", None, "tokenizer"),
+    ],
+)
+def test_load_preprocessor_refuses_incomplete_checkpoints(
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    change: dict[str, Any] | None,
+    message: str,
+) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(checkpoints("nano25"), path)
+    info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+    if change is None:
+        (path / name).unlink()
+    else:
+        content = json.loads((path / name).read_text())
+        content["image_processor"] |= change["image_processor"]
+        (path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
+        plugin.load_preprocessor(info)

@@ -1,0 +1,178 @@
+"""The size arithmetic of the Qwen-VL processors and the clamp that bounds it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from tests.workers.properties import REPEATABLE
+from vsched.errors import ConfigError
+from vsched_workers.families.qwen_image import (
+    ASPECT_RATIO_MAX,
+    PixelLimits,
+    clamp_limits,
+    clamp_settings,
+    minimum_tokens_for,
+    pixel_limits,
+    resized,
+    worst_tokens,
+)
+
+FACTOR = 28
+AREA = FACTOR * FACTOR
+
+sides = st.integers(min_value=1, max_value=30_000)
+token_counts = st.integers(min_value=1, max_value=20_000)
+
+
+def legal(height: int, width: int) -> bool:
+    return max(height, width) / min(height, width) <= ASPECT_RATIO_MAX
+
+
+@given(height=sides, width=sides, low=token_counts, high=token_counts, odd=st.integers(0, AREA - 1))
+@REPEATABLE
+def test_resized_agrees_with_the_processor(
+    height: int, width: int, low: int, high: int, odd: int
+) -> None:
+    """Front end and processor agree on every size, to the last rounding."""
+    assume(legal(height, width))
+    minimum, maximum = low * AREA, high * AREA + odd
+    assert resized(
+        height, width, factor=FACTOR, limits=PixelLimits(minimum, maximum)
+    ) == smart_resize(height, width, FACTOR, minimum, maximum)
+
+
+@given(
+    height=sides,
+    width=sides,
+    budget=st.integers(1, 3000),
+    low=token_counts,
+    high=st.none() | token_counts,
+)
+@REPEATABLE
+def test_clamped_images_stay_within_the_budget_or_are_strips(
+    height: int, width: int, budget: int, low: int, high: int | None
+) -> None:
+    """A19, A20: tokens <= budget over all sizes and budgets, except strips that the front end refuses.
+
+    What escapes is only ever an image whose aspect ratio exceeds the budget.
+    """
+    assume(legal(height, width))
+    limits = clamp_limits(
+        PixelLimits(low * AREA, None if high is None else high * AREA), tokens=budget, factor=FACTOR
+    )
+    rows, columns = resized(height, width, factor=FACTOR, limits=limits)
+    tokens = rows * columns // AREA
+    worst = worst_tokens(limits, factor=FACTOR)
+    assert worst is not None
+    assert 1 <= tokens <= worst
+    if tokens > budget:
+        assert max(height, width) / min(height, width) > budget
+
+
+@given(budget=st.integers(1, 100_000))
+@REPEATABLE
+def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
+    """A20: the ceilings of a raised image stay within the budget, where one token alone does."""
+    least = minimum_tokens_for(budget)
+    assert 1 <= least <= budget
+    for width in (1, 50, 100, 150, 199, 200):
+        rows, columns = resized(1, width, factor=FACTOR, limits=PixelLimits(least * AREA, None))
+        if least > 1:
+            assert rows * columns <= budget * AREA
+
+
+def test_minimum_is_untouched_by_a_wide_budget() -> None:
+    """A20: the published minimum of 64 tokens survives every budget from 179 on."""
+    limits = PixelLimits(64 * AREA, 16384 * AREA)
+    assert clamp_limits(limits, tokens=179, factor=FACTOR).minimum == 64 * AREA
+    assert clamp_limits(limits, tokens=64, factor=FACTOR).minimum < 64 * AREA
+
+
+@pytest.mark.parametrize(
+    ("maximum", "tokens", "expected"),
+    [
+        (None, 64, 64 * AREA),
+        (1280 * AREA, 64, 64 * AREA),
+        (64 * AREA, 64, 64 * AREA),
+        (63 * AREA, 64, 63 * AREA),
+        (1280 * AREA, 0, 1280 * AREA),
+    ],
+    ids=["no limit", "looser", "equal", "tighter", "no budget"],
+)
+def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: int) -> None:
+    """A14, A15: allowed pixels = tokens x (patch x merge)^2; no limit is looser than any budget."""
+    found = clamp_limits(PixelLimits(1, maximum), tokens=tokens, factor=FACTOR)
+    assert found.maximum == expected
+
+
+def test_clamp_refuses_a_negative_budget() -> None:
+    """A14: a budget below 1 is an error (0 is the explicit opt-out, A13)."""
+    with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
+        clamp_limits(PixelLimits(1, None), tokens=-1, factor=FACTOR)
+    with pytest.raises(ConfigError, match="below 1"):
+        clamp_settings({}, tokens=-1, factor=FACTOR)
+
+
+def test_clamp_settings_treats_every_reader_alike() -> None:
+    """A16: both readers of the limit get the same bound; other keys stay, missing ones are not invented."""
+    settings = {
+        "max_pixels": 1280 * AREA,
+        "size": {"longest_edge": 1280 * AREA, "shortest_edge": 4 * AREA},
+        "patch_size": 14,
+    }
+    clamped = clamp_settings(settings, tokens=100, factor=FACTOR)
+    assert clamped == {
+        "max_pixels": 100 * AREA,
+        "size": {"longest_edge": 100 * AREA, "shortest_edge": 4 * AREA},
+        "patch_size": 14,
+    }
+    assert settings["max_pixels"] == 1280 * AREA
+
+
+def test_clamp_settings_does_not_invent_keys() -> None:
+    """A15, A16: a key without a value is bounded; a key that is not there stays so."""
+    assert clamp_settings({"max_pixels": None}, tokens=10, factor=FACTOR) == {
+        "max_pixels": 10 * AREA
+    }
+    assert clamp_settings({"size": {"shortest_edge": 1}}, tokens=10, factor=FACTOR) == {
+        "size": {"shortest_edge": 1}
+    }
+    assert clamp_settings({"max_pixels": 9}, tokens=0, factor=FACTOR) == {"max_pixels": 9}
+
+
+@given(
+    budget=st.integers(1, 500),
+    low=st.integers(1, 500),
+    high=st.integers(1, 500),
+    which=st.sets(st.sampled_from(["min_pixels", "max_pixels", "size"])),
+)
+@REPEATABLE
+def test_clamp_settings_and_clamp_limits_agree(
+    budget: int, low: int, high: int, which: set[str]
+) -> None:
+    """A16: clamping the settings and clamping the limits read from them come to the same."""
+    everything = {
+        "min_pixels": low * AREA,
+        "max_pixels": high * AREA,
+        "size": {"shortest_edge": (low + 1) * AREA, "longest_edge": (high + 1) * AREA},
+    }
+    chosen = {key: value for key, value in everything.items() if key in which}
+    default = PixelLimits(1, AREA)
+    of_settings = pixel_limits(clamp_settings(chosen, tokens=budget, factor=FACTOR), default)
+    of_limits = clamp_limits(pixel_limits(chosen, default), tokens=budget, factor=FACTOR)
+    assert of_settings == of_limits
+
+
+def test_worst_tokens_is_unknown_without_a_maximum() -> None:
+    assert worst_tokens(PixelLimits(1, None), factor=FACTOR) is None
+
+
+def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
+    """A19: at 64 tokens a strip of 1:200 has 113."""
+    limits = PixelLimits(AREA, 64 * AREA)
+    rows, columns = resized(100, 20_000, factor=FACTOR, limits=limits)
+    assert rows * columns // AREA == 113
+    assert worst_tokens(limits, factor=FACTOR) == 113

@@ -1,0 +1,196 @@
+"""The sampler by itself: filters, penalties, limits, and what a draw depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.properties import REPEATABLE
+from vsched.types import SamplingParams
+from vsched.worker.contract import SequenceState
+from vsched_workers.sampling import SpecialRow, sample, uniform
+
+VOCABULARY = 50
+
+
+def sequence(
+    sampling: SamplingParams,
+    prompt: list[int],
+    outputs: list[int],
+    stops: frozenset[int] = frozenset(),
+) -> SequenceState:
+    tokens = np.zeros(len(prompt) + len(outputs) + 4, dtype=np.int32)
+    tokens[: len(prompt) + len(outputs)] = [*prompt, *outputs]
+    return SequenceState(
+        number=0,
+        tokens=tokens,
+        length=len(prompt) + len(outputs),
+        prompt_length=len(prompt),
+        items=[],
+        sampling=sampling,
+        stop_token_ids=stops,
+    )
+
+
+def special(
+    row: int,
+    sampling: SamplingParams,
+    prompt: list[int] | None = None,
+    outputs: list[int] | None = None,
+    stops: frozenset[int] = frozenset(),
+) -> SpecialRow:
+    state = sequence(sampling, prompt or [1], outputs or [], stops)
+    return SpecialRow(row=row, position=state.length, sequence=state)
+
+
+def logits_of(values: dict[int, float], base: float = 0.0) -> torch.Tensor:
+    logits = torch.full((1, VOCABULARY), base)
+    for token, value in values.items():
+        logits[0, token] = value
+    return logits
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **options)
+
+
+def test_sample_takes_the_argmax_of_plain_rows() -> None:
+    logits = torch.zeros(3, VOCABULARY)
+    logits[[0, 1, 2], [7, 3, 49]] = 1.0
+    found = sample(logits.to(torch.bfloat16), [])
+    assert found.tokens.tolist() == [7, 3, 49]
+    assert found.tokens.dtype == np.int32
+
+
+def test_sample_leaves_plain_rows_alone() -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    logits[0, 4] = 1.0
+    found = sample(logits, [special(1, SamplingParams(seed=5))])
+    assert found.tokens[0] == 4
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    """Positive logits are divided, negative ones multiplied."""
+    logits = logits_of({3: 2.0, 4: 1.9, 5: 1.8})
+    params = greedy(repetition_penalty=1.5)
+    assert sample(logits, [special(0, params, [3], [4])]).tokens[0] == 5
+    negative = logits_of({3: -1.0, 4: -1.2}, base=-9.0)
+    assert sample(negative, [special(0, params, [3])]).tokens[0] == 4
+
+
+def test_presence_and_frequency_penalties_count_output_only() -> None:
+    logits = logits_of({3: 2.0, 4: 1.5})
+    assert sample(logits, [special(0, greedy(presence_penalty=1.0), [3])]).tokens[0] == 3
+    assert sample(logits, [special(0, greedy(presence_penalty=1.0), [1], [3])]).tokens[0] == 4
+    frequency = greedy(frequency_penalty=0.3)
+    assert sample(logits, [special(0, frequency, [1], [3])]).tokens[0] == 3
+    assert sample(logits, [special(0, frequency, [1], [3, 3])]).tokens[0] == 4
+
+
+def test_min_tokens_masks_stop_tokens_until_then() -> None:
+    """A stop token cannot be drawn before `min_tokens` outputs; ids beyond the vocabulary do no harm."""
+    logits = logits_of({2: 5.0, 6: 4.0})
+    stops = frozenset({2, 10**6})
+    params = greedy(min_tokens=2)
+    assert sample(logits, [special(0, params, [1], [9], stops)]).tokens[0] == 6
+    assert sample(logits, [special(0, params, [1], [9, 9], stops)]).tokens[0] == 2
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    """Penalties change what is chosen, not what is reported."""
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(1, VOCABULARY))).float()
+    best = int(logits.argmax())
+    params = greedy(logprobs=5, repetition_penalty=9.0)
+    found = sample(logits, [special(0, params, [best])])
+    wanted = torch.log_softmax(logits[0].double(), dim=-1)
+    entry = found.logprobs[0]
+    assert entry.row == 0
+    assert found.tokens[0] != best
+    assert entry.logprob == pytest.approx(float(wanted[found.tokens[0]]))
+    top = torch.topk(wanted, 5)
+    assert [token for token, _ in entry.top] == top.indices.tolist()
+    assert [value for _, value in entry.top] == pytest.approx(top.values.tolist())
+
+
+def test_logprobs_of_zero_alternatives() -> None:
+    found = sample(logits_of({3: 1.0}), [special(0, greedy(logprobs=0))])
+    assert found.logprobs[0].top == []
+
+
+def draws(sampling: SamplingParams, logits: torch.Tensor, count: int = 300) -> list[int]:
+    """Draw at many positions of one request."""
+    found = []
+    state = sequence(sampling, [1], [0] * count)
+    for position in range(1, count + 1):
+        rows = [SpecialRow(row=0, position=position, sequence=state)]
+        found.append(int(sample(logits, rows).tokens[0]))
+    return found
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = logits_of({3: np.log(6.0), 4: np.log(3.0), 5: 0.0}, base=-50.0)
+    counts = np.bincount(draws(SamplingParams(seed=1), logits, 2000), minlength=VOCABULARY)
+    assert counts[[3, 4, 5]] / 2000 == pytest.approx([0.6, 0.3, 0.1], abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 1}, {3}),
+        ({"top_k": 2}, {3, 4}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.65}, {3, 4}),
+        ({"top_p": 0.0}, {3}),
+        ({"min_p": 0.4}, {3, 4}),
+        ({"min_p": 1.0}, {3}),
+        ({"top_k": 3, "top_p": 0.95, "min_p": 0.2}, {3, 4}),
+        ({"temperature": 0.05}, {3}),
+        ({"top_k": 10**6}, {3, 4, 5}),
+    ],
+)
+def test_filters_keep_the_likely(options: dict[str, Any], allowed: set[int]) -> None:
+    logits = logits_of({3: np.log(6.0), 4: np.log(3.0), 5: 0.0}, base=-50.0)
+    assert set(draws(SamplingParams(seed=2, **options), logits, 200)) == allowed
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([3, 300, 5000]),
+    top_p=st.floats(0.01, 0.99),
+    spread=st.sampled_from([0.1, 3.0]),
+)
+@REPEATABLE
+def test_nucleus_equals_the_full_sort(seed: int, size: int, top_p: float, spread: float) -> None:
+    """The short cut past sorting the whole vocabulary never changes the draw."""
+    values = np.random.default_rng(seed).normal(size=size) * spread
+    logits = torch.from_numpy(values).float()[None]
+    params = SamplingParams(seed=seed, top_p=top_p)
+    token = int(sample(logits, [special(0, params)]).tokens[0])
+    weights = np.exp(logits[0].double().numpy() - float(logits.max()))
+    order = np.lexsort((np.arange(size), -weights))
+    cumulative = np.cumsum(weights[order])
+    kept = int(np.searchsorted(cumulative, top_p * weights.sum())) + 1
+    target = uniform(seed, 1) * cumulative[:kept][-1]
+    assert token == order[int(np.searchsorted(cumulative[:kept], target, side="right"))]
+
+
+def test_uniform_depends_on_seed_and_position_only() -> None:
+    assert uniform(3, 4) == uniform(3, 4)
+    assert len({uniform(seed, position) for seed in range(8) for position in range(8)}) == 64
+    assert 0.0 <= uniform(-1, 0) < 1.0
+    assert uniform(2**64 + 5, 1) == uniform(5, 1)
+
+
+def test_draw_does_not_depend_on_the_row_or_its_neighbours() -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(6, VOCABULARY))).float()
+    params = SamplingParams(seed=11, top_p=0.8)
+    alone = sample(logits[4:5], [special(0, params, [1, 2, 3])]).tokens[0]
+    others = [special(row, SamplingParams(seed=row)) for row in (0, 2)]
+    together = sample(logits, [*others, special(4, params, [1, 2, 3])])
+    assert together.tokens[4] == alone

@@ -1,0 +1,112 @@
+"""The encode worker against the vision tower of transformers' whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image
+from tests.workers.reference import Reference
+from vsched.types import ModelInfo
+from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched_workers.plugin import plugin
+
+Stages = Callable[..., Stage]
+
+IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33)]
+
+
+def jobs_of(stage: Stage) -> list[EncodeJob]:
+    """Return one job an image, each with pages of its own in falling order."""
+    jobs: list[EncodeJob] = []
+    page = 100
+    for image in IMAGES:
+        plan = stage.preprocessor.plan_image(*image.size)
+        count = -(-plan.tokens // ROWS_A_PAGE)
+        pages = list(range(page, page - count, -1))
+        page -= count
+        pixels = stage.preprocessor.process_image(image)
+        jobs.append(EncodeJob(b"", plan.grid, plan.tokens, pixels, pages))
+    return jobs
+
+
+def empty_pages(info: ModelInfo) -> npt.NDArray[np.uint8]:
+    return np.full((101, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, dtype=np.uint8)
+
+
+def rows_of(
+    stage: Stage, job: EncodeJob, embeddings: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.float32]:
+    rows = embeddings[list(job.pages)].reshape(-1, stage.info.embedding_row_bytes)[: job.tokens]
+    levels = stage.info.embedding_levels
+    return rows.view(np.float32).reshape(job.tokens, levels, stage.info.hidden_size)
+
+
+def test_encode_equals_the_whole_model(
+    stages: Stages, references: Callable[[str], Reference], size: str
+) -> None:
+    """Rows and every deepstack level, several images in one call."""
+    stage = stages(size)
+    jobs = jobs_of(stage)
+    embeddings = empty_pages(stage.info)
+    stage.encoder.encode(jobs, embeddings)
+    model = references(size).model.model
+    with torch.inference_mode():
+        out = model.get_image_features(
+            torch.from_numpy(np.concatenate([job.pixels for job in jobs])),
+            torch.tensor([job.grid for job in jobs]),
+            return_dict=True,
+        )
+    for index, job in enumerate(jobs):
+        rows = rows_of(stage, job, embeddings)
+        wanted = [
+            out.pooler_output[index],
+            *(x[index] for x in getattr(out, "deepstack_features", ())),
+        ]
+        assert rows.shape[1] == len(wanted)
+        for level, tensor in enumerate(wanted):
+            np.testing.assert_allclose(rows[:, level], tensor.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens_max", [0, 1, 16])
+def test_encode_gives_the_same_in_parts(
+    stages: Stages, checkpoints: Callable[[str], Path], tokens_max: int
+) -> None:
+    """A1: a token cap splits a batch; what an image becomes does not depend on its neighbours."""
+    stage = stages("nano3")
+    settings = WorkerSettings(encode_tokens_max=tokens_max)
+    worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
+    jobs = jobs_of(stage)
+    found, alone = empty_pages(stage.info), empty_pages(stage.info)
+    worker.encode(jobs, found)
+    for job in jobs:
+        worker.encode([job], alone)
+    for job in jobs:
+        np.testing.assert_allclose(
+            rows_of(stage, job, found), rows_of(stage, job, alone), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_encode_writes_nothing_beyond_its_rows(stages: Stages) -> None:
+    """The last page of an item is partly filled; the rest of it is somebody else's."""
+    stage = stages("nano25")
+    job = next(job for job in jobs_of(stage) if job.tokens % ROWS_A_PAGE)
+    embeddings = empty_pages(stage.info)
+    stage.encoder.encode([job], embeddings)
+    assert (embeddings[job.pages[-1], job.tokens % ROWS_A_PAGE :] == 0xA5).all()
+    untouched = np.setdiff1d(np.arange(len(embeddings)), list(job.pages))
+    assert (embeddings[untouched] == 0xA5).all()
+
+
+def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -> None:
+    """D13: a length mismatch is an error; it is never trimmed into shape."""
+    stage = stages("nano25")
+    job = jobs_of(stage)[0]
+    wrong = EncodeJob(b"", job.grid, job.tokens - 1, job.pixels, job.pages)
+    with pytest.raises(ValueError, match=f"expected \\({job.tokens - 1}, "):
+        stage.encoder.encode([wrong], empty_pages(stage.info))

@@ -1,0 +1,161 @@
+"""The HTTP server around an engine: start, progress, drain on the first signal, stop on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+import uvicorn
+
+from vsched.api.app import create_app
+from vsched.api.contract import ApiSettings
+from vsched.config import Config
+from vsched.engine import Engine, Progress
+from vsched.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that it is never the server that closes under a request."""
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RunningServer:
+    """A server that answers, and its engine."""
+
+    def __init__(self, server: _Server, engine: Engine) -> None:
+        self._server = server
+        self.engine = engine
+        self.stop_requested = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    config: Config, *, on_progress: Progress | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve while the context is open; leaving it drains, then stops.
+
+    The server listens at once and answers 503 until the engine is ready, which is when the body runs.
+
+    Raises:
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+    """
+    if not config.model.path:
+        raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
+    engine = Engine(config, on_progress=on_progress)
+    server = _Server(_uvicorn_config(engine, config))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await _listening(server, serving, config)
+        await engine.start()
+        running = RunningServer(server, engine)
+        yield running
+        if not running.stop_requested.is_set():
+            await _unless(running.stop_requested, engine.drain())
+    finally:
+        await engine.stop()
+        server.should_exit = True
+        server.force_exit = True
+        await serving
+
+
+async def serve(
+    config: Config,
+    *,
+    on_progress: Progress | None = None,
+    on_ready: Callable[[RunningServer], None],
+    on_drain: Callable[[], None],
+) -> None:
+    """Serve until a signal: the first SIGINT or SIGTERM drains, the second stops at once.
+
+    Raises:
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+    """
+    loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    running: RunningServer | None = None
+
+    def on_signal() -> None:
+        if running is None:
+            task.cancel()  # still loading: nothing to drain
+        elif signalled.is_set():
+            running.stop_requested.set()
+        else:
+            on_drain()
+        signalled.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    async with running_server(config, on_progress=on_progress) as running:
+        on_ready(running)
+        await signalled.wait()
+
+
+def _uvicorn_config(engine: Engine, config: Config) -> uvicorn.Config:
+    server = config.server
+    settings = ApiSettings(api_key=_api_key(config), body_bytes_max=server.body_bytes_max)
+    return uvicorn.Config(
+        create_app(engine, settings),
+        host=server.host,
+        port=server.port,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        limit_concurrency=server.max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _api_key(config: Config) -> str:
+    name = config.server.api_key_variable
+    if not name:
+        return ""
+    key = os.environ.get(name, "")
+    if not key:
+        raise ConfigError(
+            f"server.api_key_variable: the environment variable {name} is empty or not set. "
+            "Remedy: set it, or leave server.api_key_variable empty to ask for no key"
+        )
+    return key
+
+
+async def _listening(server: _Server, serving: asyncio.Task[None], config: Config) -> None:
+    """Wait until the server listens; uvicorn has no event for it."""
+    while not server.started:
+        if serving.done():
+            raise ConfigError(
+                f"server.port: cannot listen on {config.server.host}:{config.server.port}. "
+                "Remedy: choose a free port, or 0 to let the system choose"
+            )
+        await asyncio.sleep(0.01)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Do the work, but give it up when `stop` is set."""
+    doing = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([doing, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for one in (doing, stopping):
+        one.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await one

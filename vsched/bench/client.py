@@ -1,0 +1,193 @@
+"""A streaming OpenAI client that costs little: one connection a request, httptools, one decode an event.
+
+A connection is not reused, because servers drop idle ones at a time of their choosing, which would fail requests now and
+then through no fault of theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from vsched.errors import ConfigError, VschedError
+
+_READ_BYTES = 256 * 1024
+_ERROR_CHARACTERS_MAX = 300
+
+
+class BenchError(VschedError):
+    """The server did not do what it was asked."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client saw it; times in seconds on one clock.
+
+    `stamps` are the arrivals of text; several tokens that came as one piece are one stamp.
+    """
+
+    started: float
+    ended: float = 0.0
+    stamps: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return "".join(self.pieces)
+
+
+class _Response:
+    """What httptools calls back into: the status, and the body as it comes."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.done = False
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+
+class BenchClient:
+    """Talks to one server."""
+
+    def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError("url: not an http(s) URL. Remedy: give http://host:port.")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._secure = ssl.create_default_context() if parts.scheme == "https" else None
+        self._timeout_s = timeout_s
+        self._headers = f"Host: {parts.netloc}\r\nConnection: close\r\nAccept: */*\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        self._decoder = msgspec.json.Decoder(_Event)
+
+    async def model(self) -> str:
+        """Return the name of the first model that the server lists.
+
+        Raises:
+            BenchError: When it does not answer or lists none.
+        """
+        response = _Response()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status = await self._exchange("GET", "/v1/models", b"", response, None)
+            if status == 200:
+                return msgspec.json.decode(bytes(response.body), type=_Models).data[0].id
+        except (OSError, TimeoutError, msgspec.MsgspecError, IndexError, VschedError) as error:
+            message = "the server lists no model. Remedy: check --url, or give --model."
+            raise BenchError(message) from error
+        message = f"the server answered {status} to /v1/models. Remedy: check --url and --api-key."
+        raise BenchError(message)
+
+    async def chat(self, body: bytes) -> Sample:
+        """Send one chat request whose body asks for a stream; failures are in the sample."""
+        sample = Sample(started=time.perf_counter())
+        response = _Response()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status = await self._exchange(
+                    "POST", "/v1/chat/completions", body, response, sample
+                )
+            if status != 200:
+                text = bytes(response.body).decode("utf-8", "replace")
+                sample.error = f"status {status}: {text[:_ERROR_CHARACTERS_MAX]}"
+        except TimeoutError:
+            sample.error = f"no answer within {self._timeout_s:g} s"
+        except (OSError, msgspec.MsgspecError, VschedError, httptools.HttpParserError) as error:
+            sample.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]
+        sample.ended = time.perf_counter()
+        return sample
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes, response: _Response, sample: Sample | None
+    ) -> int:
+        reader, writer = await asyncio.open_connection(
+            self._host, self._port, ssl=self._secure, limit=_READ_BYTES
+        )
+        try:
+            head = (
+                f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            writer.writelines((head.encode("latin-1"), body))
+            parser = httptools.HttpResponseParser(response)
+            while not response.done:
+                data = await reader.read(_READ_BYTES)
+                if not data:
+                    break
+                parser.feed_data(data)
+                if sample is not None and parser.get_status_code() == 200:
+                    self._take_events(response.body, sample)
+            if not response.done:
+                raise BenchError("the server closed the connection before the end")
+            return int(parser.get_status_code())
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                writer.transport.abort()
+
+    def _take_events(self, body: bytearray, sample: Sample) -> None:
+        """Take the whole lines out of `body`; what is left is the beginning of the next one."""
+        end = body.rfind(b"\n") + 1
+        if end == 0:
+            return
+        now = time.perf_counter()
+        lines = bytes(body[:end]).splitlines()
+        del body[:end]
+        for line in lines:
+            if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+                continue
+            event = self._decoder.decode(line[5:])
+            if event.error is not None:
+                raise BenchError(bytes(event.error).decode("utf-8", "replace"))
+            if event.usage is not None:
+                sample.prompt_tokens = event.usage.prompt_tokens
+                sample.output_tokens = event.usage.completion_tokens
+            for choice in event.choices:
+                if choice.delta is not None and choice.delta.content:
+                    sample.stamps.append(now)
+                    sample.pieces.append(choice.delta.content)

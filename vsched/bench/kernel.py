@@ -1,0 +1,185 @@
+"""What the kernel costs: microseconds a steady decode step, and an arriving one-image request.
+
+No model runs: the benchmark plays the ranks. A steady step is one in which all running requests decode and none
+arrives or ends; requests do grow into new blocks, spread evenly over the steps, as they do in production.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel.commands import Command, Decide
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.kernel.events import Encoded, Finished, GroupReady, Stepped, Submitted
+from vsched.types import Extent, FinishReason, MediaItem, Request, SamplingParams
+
+PROMPT_TOKENS = 128
+IMAGE_TOKENS = 256
+RUNNING = (1, 64, 256, 1024, 4096)
+
+
+class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured case, microseconds; `spread` is the standard deviation over the repeats' medians."""
+
+    case: str
+    running: int
+    events: int
+    p50_us: float
+    p99_us: float
+    mean_us: float
+    spread_us: float
+
+
+class _Drive:
+    """A scheduler whose decisions come back at once, timed event by event."""
+
+    def __init__(self, sizes: Sizes, policies: KernelPolicies) -> None:
+        self.kernel = Scheduler(sizes, policies)
+        self.encodes: list[EncodeDecision] = []
+        self.steps: list[GenerateDecision] = []
+        self.now_ns = 0
+        self.tokens = array("i", [7] * sizes.slots)
+        for group in ("encode", "generate"):
+            self.take(self.kernel.handle(GroupReady(group), 0))
+
+    def take(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Decide):
+                decision = command.decision
+                if isinstance(decision, EncodeDecision):
+                    self.encodes.append(decision)
+                else:
+                    self.steps.append(decision)
+
+    def submit(self, request: Request) -> int:
+        """Submit a request; return the nanoseconds that it took."""
+        event = Submitted(request)
+        self.now_ns += 1000
+        start_ns = time.perf_counter_ns()
+        commands = self.kernel.handle(event, self.now_ns)
+        spent_ns = time.perf_counter_ns() - start_ns
+        self.take(commands)
+        return spent_ns
+
+    def encode(self) -> int:
+        """Let the encode step that is out come back; return the nanoseconds that it took."""
+        event = Encoded(self.encodes.pop(0).step)
+        start_ns = time.perf_counter_ns()
+        commands = self.kernel.handle(event, self.now_ns)
+        spent_ns = time.perf_counter_ns() - start_ns
+        self.take(commands)
+        return spent_ns
+
+    def step(self, finished: Sequence[Finished] = ()) -> int:
+        """Let the oldest generate step come back; return the nanoseconds that it took."""
+        event = Stepped(self.steps.pop(0).step, self.tokens, list(finished))
+        self.now_ns += 1000
+        start_ns = time.perf_counter_ns()
+        commands = self.kernel.handle(event, self.now_ns)
+        spent_ns = time.perf_counter_ns() - start_ns
+        self.take(commands)
+        return spent_ns
+
+
+def _sizes(slots: int, tokens_each: int) -> Sizes:
+    return Sizes(
+        blocks=(slots + 64) * (tokens_each // 16 + 2),
+        slots=slots,
+        batch_tokens=slots + 8192,
+        chunk_tokens=8192,
+        context_tokens=32768,
+        pages=4096,
+        waiting=slots + 64,
+    )
+
+
+def _request(index: int, rng: random.Random, *, image: bool, max_tokens: int) -> Request:
+    # Lengths differ, so that requests grow into new blocks in different steps.
+    tokens = [rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS + index % 16)]
+    items: tuple[MediaItem, ...] = ()
+    if image:
+        items = (
+            MediaItem(
+                key=index.to_bytes(32, "little"),
+                tokens=IMAGE_TOKENS,
+                offset=8,
+                grid=(1, 32, 32),
+                pixels=Extent(0, 1024),
+            ),
+        )
+        tokens = tokens[:8] + [5] * IMAGE_TOKENS + tokens[8:]
+    return Request(
+        request_id=f"r{index}",
+        prompt_token_ids=tokens,
+        items=items,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def measure_decode(
+    policies: KernelPolicies, running: int, *, steps: int, repeats: int
+) -> KernelRow:
+    """Measure steady decode steps with so many running requests."""
+    rng = random.Random(running)  # noqa: S311 - a seeded workload
+    drive = _Drive(_sizes(running, PROMPT_TOKENS + 16 + steps * repeats + 32), policies)
+    for index in range(running):
+        drive.submit(_request(index, rng, image=False, max_tokens=20_000))
+    while drive.kernel.statistics()["generate"]["decoding"] < running:  # type: ignore[index]
+        drive.step()
+    drive.step()
+    return _row("decode step", running, drive.step, steps=steps, repeats=repeats)
+
+
+def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
+    """Measure all that the kernel does for a one-image request from arrival to its end.
+
+    The request yields one token; what more tokens cost is what `measure_decode` tells.
+    """
+    rng = random.Random(0)  # noqa: S311 - a seeded workload
+    total = requests * repeats
+    drive = _Drive(_sizes(8, 4096), policies)
+    arrivals = iter([_request(index, rng, image=True, max_tokens=1) for index in range(total)])
+    number = 0
+
+    def arrive() -> int:
+        nonlocal number
+        number += 1
+        spent_ns = drive.submit(next(arrivals)) + drive.encode()
+        slot = drive.steps[0].joined[0].slot
+        finished = [Finished(slot, number, FinishReason.LENGTH)]
+        while drive.steps:
+            spent_ns += drive.step(finished)
+            finished = []
+        return spent_ns
+
+    return _row("one-image request", 0, arrive, steps=requests, repeats=repeats)
+
+
+def _row(
+    case: str, running: int, measure: Callable[[], int], *, steps: int, repeats: int
+) -> KernelRow:
+    gc.collect()
+    gc.disable()
+    try:
+        rounds = [[measure() / 1e3 for _ in range(steps)] for _ in range(repeats)]
+    finally:
+        gc.enable()
+    flat = sorted(value for one in rounds for value in one)
+    medians = [statistics.median(one) for one in rounds]
+    return KernelRow(
+        case=case,
+        running=running,
+        events=len(flat),
+        p50_us=round(statistics.median(flat), 2),
+        p99_us=round(flat[int(len(flat) * 0.99)], 2),
+        mean_us=round(statistics.fmean(flat), 2),
+        spread_us=round(statistics.stdev(medians), 2) if repeats > 1 else 0.0,
+    )
