@@ -20,46 +20,33 @@ import msgspec
 import zmq
 
 from vsched.aio.crew import Crew, CrewEvents
-from vsched.aio.leader import Deadlines
 from vsched.aio.replica import Replica
 from vsched.aio.stream import Generation
-from vsched.config import Config, ConfiguredPolicies, resolve_policies
-from vsched.errors import ConfigError, RequestRefused, limit_message
-from vsched.kernel import KernelPolicies, Sizes
+from vsched.aio.timeline import Timeline, timeline_of
+from vsched.assembly import (
+    arena_layout,
+    kernel_policies,
+    kernel_sizes,
+    leader_deadlines,
+    media_settings,
+    rank_roles,
+)
+from vsched.config import Config, resolve_policies
+from vsched.errors import RequestRefused, limit_message
 from vsched.media.pipeline import MediaPipeline, Prepared
 from vsched.media.pixels import PixelStore
-from vsched.media.settings import MediaSettings
 from vsched.plugins import load_worker
 from vsched.policy import ReplicaView, RoutingView
 from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, FinishReason, ModelInfo, Request, SamplingParams
-from vsched.worker.contract import Preprocessor, WorkerSettings
+from vsched.types import ModelInfo, Request, SamplingParams
+from vsched.worker.contract import Preprocessor
 from vsched.worker.slots import STOP_TOKENS_MAX
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
-PAGE_ROWS = 64
-"""Embedding rows of an arena page: small enough to waste little, large enough to keep page lists short."""
 RECENT_MAX = 64
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, what it does, and the fraction done."""
-
-
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one request went, in milliseconds."""
-
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    encoded_items: int
-    preemptions: int
-    preprocess_ms: float
-    encode_ms: float
-    queue_ms: float
-    prefill_ms: float
-    decode_ms: float
-    finish_reason: str
 
 
 class Engine:
@@ -122,7 +109,7 @@ class Engine:
         self._context = zmq.Context()
         replica = Replica(
             self._crews,
-            size=self._sizes,
+            size=lambda blocks: kernel_sizes(self.config, self.info, self._policies, blocks=blocks),
             policies=kernel_policies(self._policies),
             on_progress=self._on_progress,
         )
@@ -134,7 +121,7 @@ class Engine:
                 raise outcome
         self.preprocessor = outcomes[1]  # type: ignore[assignment]
         self._media = MediaPipeline(
-            self.preprocessor, PixelStore(self._arena.pixels), self._media_settings()
+            self.preprocessor, PixelStore(self._arena.pixels), media_settings(self.config)
         )
 
     async def drain(self) -> None:
@@ -230,7 +217,7 @@ class Engine:
 
         def on_end() -> None:
             prepared.lease.release()
-            self._recent.append(_timeline(generation, preprocess_ms))
+            self._recent.append(timeline_of(generation, preprocess_ms))
 
         generation = Generation(
             request_id,
@@ -357,158 +344,30 @@ class Engine:
             "arena_embeddings": layout.embedding_bytes,
         }
 
-    # --- how the parts are made ---
-
     def _crews(self, events: CrewEvents) -> list[Crew]:
-        config = self.config
         assert self._arena is not None
         assert self._context is not None
-        encode = EncodeRole(
-            address="",
-            plugin=config.encode.plugin,
-            settings=WorkerSettings(
-                device=config.encode.device, threads=config.encode.threads_used
-            ),
-        )
-        generate = GenerateRole(
-            address="",
-            plugin=config.generate.plugin,
-            settings=WorkerSettings(
-                device=config.generate.device,
-                threads=config.generate.threads_used,
-                attention=config.generate.attention,
-            ),
-            memory=config.generate.memory,
-            slots=config.generate.slots,
-            block_size=config.generate.block_size,
-            context_tokens=self._context_tokens,
-            tokens_min=config.generate.block_size,
-        )
-        roles: list[tuple[EncodeRole | None, GenerateRole | None]] = [
-            (encode, None),
-            (None, generate),
-        ]
-        if config.placement == "together":
-            roles = [(encode, generate)]
-        limits = config.deadlines
-        return [
-            Crew(
-                RankSpec(
-                    rank=0,
-                    secret="",
-                    run_dir=self._run_dir,
-                    arena_fd=self._arena.fd,
-                    layout=self._arena.layout,
-                    info=self.info,
-                    timeout_s=limits.rank_timeout_s,
-                    encode=encode_role,
-                    generate=generate_role,
-                ),
+        crews = []
+        for encode, generate in rank_roles(self.config, self.info):
+            template = RankSpec(
+                rank=0,
+                secret="",  # each start draws its own
+                run_dir=self._run_dir,
+                arena_fd=self._arena.fd,
+                layout=self._arena.layout,
+                info=self.info,
+                timeout_s=self.config.deadlines.rank_timeout_s,
+                encode=encode,
+                generate=generate,
+            )
+            threads = max(role.settings.threads for role in (encode, generate) if role)
+            crew = Crew(
+                template,
                 self._context,
                 ranks=1,
-                threads=max(
-                    config.encode.threads_used if encode_role else 1,
-                    config.generate.threads_used if generate_role else 1,
-                ),
-                deadlines=Deadlines(
-                    ready_s=limits.ready_s,
-                    step_s=limits.step_s,
-                    heartbeat_s=limits.heartbeat_s,
-                    rank_timeout_s=limits.rank_timeout_s,
-                ),
+                threads=threads,
+                deadlines=leader_deadlines(self.config),
                 events=events,
             )
-            for encode_role, generate_role in roles
-        ]
-
-    @property
-    def _context_tokens(self) -> int:
-        return self.config.generate.context_tokens or self.info.context_tokens
-
-    def _sizes(self, blocks: int) -> Sizes:
-        generate = self.config.generate
-        assert self._arena is not None
-        return Sizes(
-            block_size=generate.block_size,
-            blocks=blocks,
-            slots=generate.slots,
-            batch_tokens=generate.max_batch_tokens,
-            chunk_tokens=generate.chunk_tokens,
-            context_tokens=self._context_tokens,
-            page_rows=PAGE_ROWS,
-            pages=self._arena.layout.pages,
-            encode_items=self._policies.encode_items_max,
-            waiting=generate.max_waiting,
-            prefix_cache=generate.prefix_cache,
-        )
-
-    def _media_settings(self) -> MediaSettings:
-        media = self.config.media
-        return MediaSettings(
-            image_bytes_max=media.bytes_max,
-            image_pixels_max=media.pixels_max,
-            images_max=max(media.images_max, 1),
-            directory=media.allow_local_dir,
-            hosts=media.allow_http_hosts,
-            fetch_s=media.timeout_s,
-            threads=media.threads,
-        )
-
-
-def kernel_policies(policies: ConfiguredPolicies) -> KernelPolicies:
-    """Return the policies that the kernel consults."""
-    return KernelPolicies(
-        encode_admission=policies.encode_admission,
-        generate_admission=policies.generate_admission,
-        encoding=policies.encoding,
-        embedding_eviction=policies.encode_eviction,
-        prefix_eviction=policies.generate_eviction,
-        preemption=policies.preemption,
-    )
-
-
-def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
-    """Return the arena's layout for a checkpoint.
-
-    Raises:
-        ConfigError: When the embedding region is smaller than one page.
-    """
-    page_bytes = PAGE_ROWS * info.embedding_row_bytes
-    pages = config.arena.embedding_bytes // page_bytes
-    if pages < 1:
-        raise ConfigError(
-            limit_message(
-                "arena.embedding_bytes: smaller than one page",
-                value=config.arena.embedding_bytes,
-                limit=f"at least {page_bytes} bytes for this checkpoint",
-                remedy="raise arena.embedding_bytes",
-            )
-        )
-    return ArenaLayout(
-        pixel_bytes=config.arena.pixel_bytes,
-        pages=pages,
-        page_rows=PAGE_ROWS,
-        row_bytes=info.embedding_row_bytes,
-    )
-
-
-def _timeline(generation: Generation, preprocess_ms: float) -> Timeline:
-    times = generation.times
-
-    def span_ms(start_ns: int, end_ns: int) -> float:
-        return round((end_ns - start_ns) / 1e6, 3) if start_ns and end_ns else 0.0
-
-    return Timeline(
-        request_id=generation.request_id,
-        prompt_tokens=generation.prompt_tokens,
-        cached_tokens=times.cached_tokens,
-        output_tokens=generation.output_tokens,
-        encoded_items=times.encoded_items,
-        preemptions=times.preemptions,
-        preprocess_ms=round(preprocess_ms, 3),
-        encode_ms=span_ms(times.submitted_ns, times.items_ready_ns),
-        queue_ms=span_ms(times.items_ready_ns, times.admitted_ns),
-        prefill_ms=span_ms(times.admitted_ns, times.first_token_ns),
-        decode_ms=span_ms(times.first_token_ns, times.finished_ns),
-        finish_reason=(generation.reason or FinishReason.ERROR).value,
-    )
+            crews.append(crew)
+        return crews

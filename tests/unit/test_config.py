@@ -63,9 +63,9 @@ def test_config_precedence_is_command_line_environment_file_default(tmp_path: Pa
         ("generate.slots = 1_0", "generate", "slots", 10),
         ("deadlines.step_s=3", "deadlines", "step_s", 3.0),
         (
-            'media.allow_http_hosts=["a.org", "b.org"]',
+            'media.hosts=["a.org", "b.org"]',
             "media",
-            "allow_http_hosts",
+            "hosts",
             ("a.org", "b.org"),
         ),
     ],
@@ -298,7 +298,7 @@ def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
         'model.name=a "quoted" \\ name',
         "encode.threads=3",
         "encode.admission.max_tokens=77",
-        'media.allow_http_hosts=["a.org"]',
+        'media.hosts=["a.org"]',
     ]
     first = load_config(None, sets=sets, environ={})
     again = load_config(write(tmp_path, to_toml(first, origin=True)), environ={})

@@ -91,13 +91,13 @@ async def serve(
     signalled = asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
-    running: RunningServer | None = None
+    ready: list[RunningServer] = []
 
     def on_signal() -> None:
-        if running is None:
+        if not ready:
             task.cancel()  # still loading: nothing to drain
         elif signalled.is_set():
-            running.stop_requested.set()
+            ready[0].stop_requested.set()
         else:
             on_drain()
         signalled.set()
@@ -105,6 +105,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     async with running_server(config, on_progress=on_progress) as running:
+        ready.append(running)
         on_ready(running)
         await signalled.wait()
 

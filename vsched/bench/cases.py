@@ -1,67 +1,62 @@
 """What the load generator asks: four cases, drawn from a seed before any clock runs.
 
-Text is random words, so that a prefix cache helps with nothing but the chat template. Images are smooth random pictures,
-whose entropy is that of photographs rather than of noise. In `conversation` caching is the point: turn k brings one new
-image and repeats everything before it.
+Text is random words, so that a prefix cache helps with nothing but the chat template. Images are smooth random
+pictures, whose entropy is that of photographs rather than of noise. In `conversation` caching is the point: turn k
+brings one new image and repeats everything before it.
 """
 
 from __future__ import annotations
 
 import base64
-import enum
 import io
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vsched.bench.shapes import Case, Shape
+
 _WORDS = (
-    "river stone window garden letter bridge yellow market summer engine silver planet winter forest "
-    "paper ladder candle basket harbour mirror pepper carpet island button meadow pocket lantern copper"
-).split()
+    *(
+        "river",
+        "stone",
+        "window",
+        "garden",
+        "letter",
+        "bridge",
+        "yellow",
+        "market",
+        "summer",
+        "engine",
+    ),
+    *(
+        "silver",
+        "planet",
+        "winter",
+        "forest",
+        "paper",
+        "ladder",
+        "candle",
+        "basket",
+        "harbour",
+        "mirror",
+    ),
+    *(
+        "pepper",
+        "carpet",
+        "island",
+        "button",
+        "meadow",
+        "pocket",
+        "lantern",
+        "copper",
+        "saddle",
+        "violin",
+    ),
+)
+
 _CELL_PIXELS = 16
-
-
-class Case(enum.StrEnum):
-    """The four cases."""
-
-    TEXT = "text"
-    IMAGE = "image"
-    SAME_IMAGE = "same-image"
-    CONVERSATION = "conversation"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The size of the requests of a case; `turns` is 1 but for conversations."""
-
-    words: int
-    output_tokens: int
-    image_pixels: int
-    turns: int = 1
-
-
-_DEFAULT_SIZES = {
-    Case.TEXT: (120, 128),
-    Case.IMAGE: (100, 64),
-    Case.SAME_IMAGE: (100, 64),
-    Case.CONVERSATION: (30, 32),
-}
-
-
-def shape_of(
-    case: Case, *, words: int | None, output_tokens: int | None, image_pixels: int, turns: int
-) -> Shape:
-    """Return the shape of a case, its defaults replaced by what is given."""
-    default_words, default_output_tokens = _DEFAULT_SIZES[case]
-    return Shape(
-        words=default_words if words is None else words,
-        output_tokens=default_output_tokens if output_tokens is None else output_tokens,
-        image_pixels=image_pixels,
-        turns=turns if case is Case.CONVERSATION else 1,
-    )
 
 
 def draw_image(seed: int, pixels: int) -> str:

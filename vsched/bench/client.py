@@ -1,7 +1,7 @@
 """A streaming OpenAI client that costs little: one connection a request, httptools, one decode an event.
 
-A connection is not reused, because servers drop idle ones at a time of their choosing, which would fail requests now and
-then through no fault of theirs.
+A connection is not reused, because servers drop idle ones at a time of their choosing, which would fail requests now
+and then through no fault of theirs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ssl
 import time
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -42,7 +43,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 class _Model(msgspec.Struct):
@@ -183,7 +184,7 @@ class BenchClient:
                 continue
             event = self._decoder.decode(line[5:])
             if event.error is not None:
-                raise BenchError(bytes(event.error).decode("utf-8", "replace"))
+                raise BenchError(msgspec.json.encode(event.error).decode())
             if event.usage is not None:
                 sample.prompt_tokens = event.usage.prompt_tokens
                 sample.output_tokens = event.usage.completion_tokens

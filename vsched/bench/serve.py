@@ -1,4 +1,4 @@
-"""Closed-loop load on an OpenAI-compatible server: a fixed number of sessions at a time, each waiting for its answer."""
+"""Closed-loop load on an OpenAI-compatible server: so many sessions at a time, each waiting for its answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from vsched.bench.cases import Case, Shape, draw_session
+from vsched.bench.cases import draw_session
 from vsched.bench.client import BenchClient, Sample
+from vsched.bench.shapes import Case, Shape
 from vsched.bench.summary import Figures, summarise
 
 _SESSIONS_MIN = 8
@@ -22,7 +23,7 @@ _SEED_STRIDE = 1_000_000
 class Load:
     """One run: a case at a concurrency.
 
-    `extra` is merged into every body: `min_tokens` and `ignore_eos`, for servers that know them, fix the output's length.
+    `fixed_length` adds `min_tokens` and `ignore_eos`, for servers that know them, so that every answer is equally long.
     """
 
     case: Case

@@ -1,10 +1,12 @@
-"""`vsched bench`: the group; its commands register themselves from modules of their own."""
+"""`vsched bench`: measure a server, or a part of one."""
 
 from __future__ import annotations
 
 import typer
 
 from vsched.cli import app
+from vsched.cli.bench_serve import serve
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, or a part of one.")
 app.add_typer(bench_app, name="bench")
+bench_app.command("serve")(serve)

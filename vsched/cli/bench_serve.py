@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vsched.bench.cases import Case, shape_of
-from vsched.bench.client import BenchClient
-from vsched.bench.serve import Load, default_sessions, run_load
-from vsched.bench.summary import Figures, table, turns_table
-from vsched.cli.bench import bench_app
+from vsched.bench.shapes import Case, shape_of
 from vsched.errors import ConfigError
 
-PIPE_COLUMNS = 160
-"""Width of the tables where there is no terminal to ask."""
-_CLIENT_CPU_MAX = 0.7
 
-
-class Report(msgspec.Struct, kw_only=True):
-    """What `--json` writes."""
-
-    label: str
-    url: str
-    model: str
-    created: str
-    results: list[Figures]
-
-
-@bench_app.command()
 def serve(
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = (
         "http://127.0.0.1:8000"
@@ -68,39 +43,36 @@ def serve(
     ] = None,
 ) -> None:
     """Load an OpenAI-compatible server in a closed loop and report req/s, tok/s, TTFT, ITL and TPOT."""
+    import uvloop
+
+    from vsched.bench.client import BenchClient
+    from vsched.bench.report import measure, write_report
+    from vsched.bench.serve import Load, default_sessions
+
     levels = _levels(concurrency)
+    sizes = {"words": words, "output_tokens": output_tokens}
+
+    def plan(name: str) -> list[Load]:
+        return [
+            Load(
+                case=one,
+                shape=shape_of(one, image_pixels=image_pixels, turns=turns, **sizes),
+                concurrency=level,
+                sessions=sessions or default_sessions(one, level),
+                model=name,
+                seed=seed,
+                warmup=warmup,
+                fixed_length=extra,
+            )
+            for one in case or Case
+            for level in levels
+        ]
+
     client = BenchClient(url, api_key=api_key, timeout_s=timeout_s)
-
-    def load(one_case: Case, level: int, name: str) -> Load:
-        return Load(
-            case=one_case,
-            shape=shape_of(
-                one_case,
-                words=words,
-                output_tokens=output_tokens,
-                image_pixels=image_pixels,
-                turns=turns,
-            ),
-            concurrency=level,
-            sessions=sessions or default_sessions(one_case, level),
-            model=name,
-            seed=seed,
-            warmup=warmup,
-            fixed_length=extra,
-        )
-
-    async def run() -> tuple[str, list[Figures]]:
-        name = model or await client.model()
-        return name, await _run(
-            client, [load(one_case, level, name) for one_case in case or Case for level in levels]
-        )
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        name, results = runner.run(run())
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    report = Report(label=label, url=url, model=name, created=created, results=results)
-    _write(report, json)
-    if any(figures.failed == figures.requests for figures in results):
+        report = runner.run(measure(client, plan, url=url, model=model, label=label))
+    write_report(report, json)
+    if any(figures.failed == figures.requests for figures in report.results):
         raise typer.Exit(1)
 
 
@@ -113,45 +85,3 @@ def _levels(text: str) -> list[int]:
         message = "concurrency: not a list of positive numbers. Remedy: give one such as 1,8,32."
         raise ConfigError(message)
     return levels
-
-
-async def _run(client: BenchClient, loads: list[Load]) -> list[Figures]:
-    results: list[Figures] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        for load in loads:
-            total = load.sessions * load.shape.turns
-            task = progress.add_task(f"{load.case} x {load.concurrency}", total=total)
-            results.append(await run_load(client, load, lambda task=task: progress.advance(task)))
-    return results
-
-
-def _write(report: Report, path: Path | None) -> None:
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    to_stdout = path is not None and str(path) == "-"
-    if to_stdout:
-        sys.stdout.buffer.write(encoded)
-    elif path is not None:
-        path.write_bytes(encoded)
-    stream = sys.stderr if to_stdout else sys.stdout
-    console = Console(
-        stderr=to_stdout, width=None if stream.isatty() else PIPE_COLUMNS, markup=False
-    )
-    console.print(table(report.results, " ".join(filter(None, (report.label, report.model)))))
-    for figures in report.results:
-        if figures.turns:
-            console.print(turns_table(figures))
-    for figures in report.results:
-        where = f"{figures.case} x {figures.concurrency}"
-        if figures.failed:
-            console.print(f"{where}: {figures.failed} failed, the first: {figures.first_error}")
-        if figures.client_cpu > _CLIENT_CPU_MAX:
-            console.print(
-                f"{where}: the client was busy {figures.client_cpu:.0%} of the time; "
-                "it may be what was measured"
-            )

@@ -13,6 +13,7 @@ import typer
 from vsched.cli import app
 
 if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionUserMessageParam
     from PIL import Image
     from rich.console import Console
     from rich.table import Table
@@ -105,7 +106,7 @@ async def _ask(checkpoint: Path, picture: Image.Image, max_tokens: int, console:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             stream = await client.chat.completions.create(
                 model=config.model.served_name,
-                messages=[{"role": "user", "content": _content(picture)}],  # type: ignore[misc,list-item]
+                messages=[_message(picture)],
                 max_tokens=max_tokens,
                 temperature=1.0,
                 seed=7,
@@ -127,14 +128,17 @@ async def _ask(checkpoint: Path, picture: Image.Image, max_tokens: int, console:
     console.print("Stopped: no process and no shared memory is left.")
 
 
-def _content(picture: Image.Image) -> list[dict[str, Any]]:
+def _message(picture: Image.Image) -> ChatCompletionUserMessageParam:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": QUESTION},
-    ]
+    return {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": QUESTION},
+        ],
+    }
 
 
 def _timeline_table(timeline: dict[str, Any]) -> Table:

@@ -57,23 +57,46 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):
-    """Images: where they may come from, and how large they may be."""
+    """Images: where they may come from, and how large they may be; `vsched.media.settings` reads it."""
 
-    allow_local_dir: Annotated[
+    image_bytes_max: Annotated[int, Meta(ge=1, description="Largest image, encoded.")] = 20 << 20
+    image_pixels_max: Annotated[
+        int, Meta(ge=1, description="Largest image in pixels, known from its header.")
+    ] = 64_000_000
+    webp_pixels_max: Annotated[
+        int, Meta(ge=1, description="Largest WEBP in pixels; its decoder stalls the server.")
+    ] = 16_000_000
+    images_max: Annotated[
+        int, Meta(ge=0, description="Most images of a request; 0 refuses them all.")
+    ] = 64
+    request_bytes_max: Annotated[
+        int, Meta(ge=1, description="Most bytes of all encoded images of a request.")
+    ] = 64 << 20
+    directory: Annotated[
         str, Meta(description="Folder whose files `file:` URLs may name; empty for none.")
     ] = ""
-    allow_http_hosts: Annotated[
-        tuple[str, ...], Meta(description="Hosts that images may be fetched from; empty for none.")
+    hosts: Annotated[
+        tuple[str, ...],
+        Meta(description="Hosts (`host` or `host:port`) that images may be fetched from."),
     ] = ()
-    bytes_max: Annotated[int, Meta(ge=1, description="Largest image, encoded.")] = 20 << 20
-    images_max: Annotated[int, Meta(ge=0, description="Most images of a request.")] = 16
-    pixels_max: Annotated[
-        int, Meta(ge=1, description="Largest image in pixels, known from its header.")
-    ] = 50_000_000
-    timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest time to fetch, or to decode, one image.")
-    ] = 10.0
+    private_hosts: Annotated[
+        tuple[str, ...],
+        Meta(description="Those of `hosts` that may resolve to private or loopback addresses."),
+    ] = ()
+    fetch_s: Annotated[float, Meta(gt=0, description="Longest time to fetch one image.")] = 10.0
+    prepare_s: Annotated[
+        float, Meta(gt=0, description="Longest preparation of a request, waiting included.")
+    ] = 30.0
+    preparing_max: Annotated[
+        int, Meta(ge=1, description="Most requests in preparation; further ones get a 429.")
+    ] = 512
+    preparing_bytes_max: Annotated[
+        int, Meta(ge=1, description="Most bytes of images that requests in preparation hold.")
+    ] = 512 << 20
     threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
+    plans_max: Annotated[
+        int, Meta(ge=1, description="Images whose grid and token count are remembered.")
+    ] = 8192
 
 
 class ArenaConfig(Section, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ default decides in its place. Serving goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from operator import index as whole
 from typing import Generic, TypeVar, cast
 
 from vsched.policy import (
@@ -50,7 +51,7 @@ def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFa
     """Return the policy's admission, or all entries in queue order where it fails."""
     try:
         answer = policy.admit(view)
-        indices = list(answer.indices)
+        indices = [whole(index) for index in answer.indices]
         if len(set(indices)) != len(indices):
             raise ValueError(f"indices repeat: {indices}")
         if any(not 0 <= index < len(view.waiting) for index in indices):
@@ -73,9 +74,9 @@ def ask_encoding(policy: EncodingPolicy, view: EncodingView, faults: PolicyFault
         if item.start < view.chunk_stop and item.stop > view.chunk_start
     ]
     try:
-        chosen = policy.select(view)
+        chosen = [whole(index) for index in policy.select(view)]
         if any(not 0 <= index < len(view.items) for index in chosen):
-            raise ValueError(f"an index is outside 0 to {len(view.items) - 1}: {list(chosen)}")
+            raise ValueError(f"an index is outside 0 to {len(view.items) - 1}: {chosen}")
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         faults.report(policy, error, view)
         return needed
@@ -85,7 +86,7 @@ def ask_encoding(policy: EncodingPolicy, view: EncodingView, faults: PolicyFault
 def ask_preemption(policy: PreemptionPolicy, view: PreemptionView, faults: PolicyFaults) -> int:
     """Return the index of the victim, or the youngest where the policy fails."""
     try:
-        index = policy.victim(view)
+        index = whole(policy.victim(view))
         if not 0 <= index < len(view.running):
             raise ValueError(f"index {index} is outside 0 to {len(view.running) - 1}")
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
@@ -138,7 +139,13 @@ class GuardedOrder(Generic[Key]):
         self._faults = faults
         self._mirror: InsertionOrder[Key] = InsertionOrder()
         # One order serves one cache, so it only ever sees keys of this cache's type.
-        self._order = cast("EvictionOrder[Key] | None", self._attempt(policy.build_order))
+        self._order = cast("EvictionOrder[Key] | None", self._attempt(self._build))
+
+    def _build(self) -> EvictionOrder[Hashable]:
+        order: EvictionOrder[Hashable] | None = self._policy.build_order()
+        if order is None:
+            raise TypeError("build_order returned None")
+        return order
 
     def add(self, key: Key, size: int) -> bool:
         """Take an entry; False where the policy keeps nothing."""

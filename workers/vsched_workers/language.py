@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Chunk, Progress, Sampled, SequenceState, WorkerSettings
 from vsched_workers import attention
 from vsched_workers.attention import KvCache, PagedStep, make_segment
+from vsched_workers.cpu_modules import PackedWeight, pack_linears, packs
 from vsched_workers.device_memory import (
     open_device_memory,
     require_available,
@@ -59,19 +62,29 @@ class LanguageWorker:
         model: nn.Module,
         head: torch.Tensor,
     ) -> None:
+        dtype: torch.dtype = getattr(torch, info.dtype)
         self._info = info
         self._family = family
         self._model: Any = model
-        self._head = head
         self._device = settings.device
         self._config = family.model_config(info.path)
         self._memory = open_device_memory(settings.device)
-        self._decode = attention.choose_decode(settings, getattr(torch, info.dtype))
+        self._decode = attention.choose_decode(settings, dtype)
         self._cache: KvCache | None = None
-        self._weights_bytes = sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in {id(each): each for each in (*model.parameters(), head)}.values()
-        )
+        self._head: Callable[[torch.Tensor], torch.Tensor]
+        packed_bytes = 0
+        kept: dict[int, torch.Tensor] = {}
+        if packs(settings.device, dtype):
+            # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
+            packed_head = PackedWeight(head, None)
+            self._head = packed_head
+            packed_bytes = pack_linears(model) + packed_head.size_bytes
+        else:
+            self._head = functools.partial(functional.linear, weight=head)
+            kept[id(head)] = head
+        kept.update((id(tensor), tensor) for tensor in model.parameters())
+        plain_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+        self._weights_bytes = packed_bytes + plain_bytes
 
     def memory(self) -> MemoryView:
         """Return what is measured on the device now, before the KV cache is built."""
@@ -127,7 +140,7 @@ class LanguageWorker:
                 return Sampled(tokens=np.empty(0, dtype=np.int32))
             if len(rows) < len(hidden):
                 hidden = hidden[torch.from_numpy(rows).to(self._device)]
-            logits = functional.linear(hidden, self._head)
+            logits = self._head(hidden)
             return sample(logits, _special_rows(batch))
 
     def _pack(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:

@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from vsched_workers.attention import PagedStep
@@ -72,27 +73,55 @@ def _softmax(scores: Any, bits: Any, powers: Any, length: int) -> Any:
     return total
 
 
-def _load(cache: Any, slot: int, head: int, bits: Any) -> None:
-    raise NotImplementedError
+def _widening(_context: Any, value: Any) -> Any:
+    """Read a cached value as float32: itself, or the upper half of its bits where the cache is bfloat16."""
+    if isinstance(value, numba.types.Float):
+        return numba.float32(value), lambda _context, _builder, _signature, arguments: arguments[0]
+
+    def widen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        shifted = builder.shl(builder.zext(arguments[0], word), ir.Constant(word, 16))
+        return builder.bitcast(shifted, ir.FloatType())
+
+    return numba.float32(value), widen
 
 
-@numba.extending.overload(_load)
-def _overload_load(cache: Any, slot: int, head: int, bits: Any) -> Any:
-    """Write one cached row, widened to float32, into `bits`."""
-    if cache.dtype == numba.types.uint16:
+_as_float: Any = numba.extending.intrinsic(_widening)
 
-        def widen(cache: Any, slot: int, head: int, bits: Any) -> None:
-            for value in range(bits.shape[0]):
-                bits[value] = np.uint32(cache[slot, head, value]) << np.uint32(16)
 
-        return widen
+# Every array below is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the
+# vectors.
 
-    def copy(cache: Any, slot: int, head: int, bits: Any) -> None:
-        floats = bits.view(np.float32)
-        for value in range(bits.shape[0]):
-            floats[value] = cache[slot, head, value]
 
-    return copy
+@_compiled()
+def _score(
+    query: Any, keys: Any, table: Any, kv_head: int, length: int, block_size: int, scores: Any
+) -> None:
+    """Write the products of the queries [group, head dim] with every key into `scores` [group, length]."""
+    group, head_dim = query.shape
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        for index in range(first, min(first + block_size, length)):
+            for head in range(group):
+                total = np.float32(0.0)
+                for value in range(head_dim):
+                    total += query[head, value] * _as_float(keys[slot + index, kv_head, value])
+                scores[head, index] = total
+
+
+@_compiled()
+def _combine(
+    weights: Any, values: Any, table: Any, kv_head: int, length: int, block_size: int, summed: Any
+) -> None:
+    """Add every value, times its weight [group, length], to `summed` [group, head dim]."""
+    group, head_dim = summed.shape
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        for index in range(first, min(first + block_size, length)):
+            for head in range(group):
+                weight = weights[head, index]
+                for value in range(head_dim):
+                    summed[head, value] += weight * _as_float(values[slot + index, kv_head, value])
 
 
 @_compiled()
@@ -108,37 +137,22 @@ def _attend_head(
     scaling: Any,
     out: Any,
 ) -> None:
-    """Attend for the query heads of one row that share one key head.
-
-    Every array is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the vectors.
-    """
+    """Attend for the query heads of one row that share one key head."""
     group, head_dim = query.shape[2], query.shape[3]
     scores = np.empty((group, length), dtype=np.float32)
     bits = np.empty(length, dtype=np.int32)
-    powers = bits.view(np.float32)
-    wide_bits = np.empty(head_dim, dtype=np.uint32)
-    wide = wide_bits.view(np.float32)
-    for index in range(length):
-        slot = tables[row, index // block_size] * block_size + index % block_size
-        _load(keys, slot, kv_head, wide_bits)
-        for head in range(group):
-            total = np.float32(0.0)
-            for value in range(head_dim):
-                total += query[row, kv_head, head, value] * wide[value]
-            scores[head, index] = total * scaling
-    for head in range(group):
-        total = _softmax(scores[head], bits, powers, length)
-        scale = np.float32(1.0) / total
-        for index in range(length):
-            scores[head, index] *= scale
+    scaled = np.empty((group, head_dim), dtype=np.float32)
     summed = np.zeros((group, head_dim), dtype=np.float32)
-    for index in range(length):
-        slot = tables[row, index // block_size] * block_size + index % block_size
-        _load(values, slot, kv_head, wide_bits)
-        for head in range(group):
-            weight = scores[head, index]
-            for value in range(head_dim):
-                summed[head, value] += weight * wide[value]
+    for head in range(group):
+        for value in range(head_dim):
+            scaled[head, value] = query[row, kv_head, head, value] * scaling
+    _score(scaled, keys, tables[row], kv_head, length, block_size, scores)
+    for head in range(group):
+        total = _softmax(scores[head], bits, bits.view(np.float32), length)
+        share = np.float32(1.0) / total
+        for index in range(length):
+            scores[head, index] *= share
+    _combine(scores, values, tables[row], kv_head, length, block_size, summed)
     for head in range(group):
         for value in range(head_dim):
             out[row, kv_head, head, value] = summed[head, value]

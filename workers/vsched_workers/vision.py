@@ -97,6 +97,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     import torch
 
     from vsched_workers.checkpoint import checkpoint_directory
+    from vsched_workers.cpu_modules import flatten_patches
     from vsched_workers.families import FAMILIES
     from vsched_workers.weights import WeightIndex, fill_module
 
@@ -115,4 +116,6 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             label="vision tower",
             progress=progress,
         )
+    if settings.device == "cpu":
+        flatten_patches(tower)
     return VisionWorker(info, settings, family, tower)

@@ -11,7 +11,11 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.api import ApiSettings, create_app
 from vsched.types import ModelInfo, SamplingParams
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
 
 
 @dataclass
@@ -214,3 +218,13 @@ class Client:
         }
         await self._app(scope, receive, send)
         return reply
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+async def post(
+    engine: FakeEngine, path: str, body: object, settings: ApiSettings | None = None
+) -> Reply:
+    return await Client(create_app(engine, settings or ApiSettings())).send("POST", path, body)

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 
 from vsched.kernel import KernelPolicies, Scheduler, Sizes
-from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, RestartGroup
+from vsched.kernel.commands import Accept, Command, Decide, Finish, Notice, Refuse, RestartGroup
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
     Aborted,
@@ -123,6 +123,7 @@ class Cluster:
         self.encoded: list[list[bytes]] = []
         self.decisions: list[GenerateDecision] = []
         self.restarts: list[str] = []
+        self.notices: list[str] = []
         self.down: set[str] = set()
         self.empty_ranks()
         self.send(GroupReady("encode"))
@@ -158,6 +159,8 @@ class Cluster:
                     self.refused[request_id] = command
                 case RestartGroup(group):
                     self.restarts.append(group)
+                case Notice(message):
+                    self.notices.append(message)
         self.kernel.check_invariants()
         return commands
 

@@ -17,7 +17,7 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel.commands import EmitTokens
 from vsched.kernel.decisions import GenerateDecision
-from vsched.kernel.sizes import Sizes
+from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.policy import PreemptionPolicy, PreemptionView
 
 
@@ -131,23 +131,50 @@ def tight(**changes: object) -> Sizes:
     return sizes(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
+def run_preempted(policies: KernelPolicies | None = None) -> tuple[Cluster, list[list[str]]]:
+    """Run four growing requests and a late one; return who, older than a joining one, was left out."""
+    cluster = Cluster(tight(), policies)
+    for index in range(4):
+        cluster.submit(make_request(f"r{index}", words(12, start=20 * index), max_tokens=24))
+    cluster.submit(make_request("r4", words(12, start=200), max_tokens=2))
+    passed: list[list[str]] = []
+    while cluster.generate_log:
+        seen = len(cluster.decisions)
+        cluster.run_generate()
+        for decision in cluster.decisions[seen:]:
+            for join in decision.joined:
+                name = cluster.names[join.number]
+                older = [f"r{index}" for index in range(5) if f"r{index}" < name]
+                passed.append([f"{one}: {cluster.kernel.explain(one)}" for one in older])
+    return cluster, passed
+
+
+NAMES = ("r0", "r1", "r2", "r3", "r4")
+
+
 def test_generate_preempted_requests_return_in_their_order() -> None:
     """A6: several preempted requests go to the front in their original order, before who came later."""
-    cluster = Cluster(tight())
-    names = [f"r{index}" for index in range(4)]
-    for index, name in enumerate(names):
-        cluster.submit(make_request(name, words(12, start=20 * index), max_tokens=24))
-    cluster.submit(make_request("later", words(12, start=200), max_tokens=2))
-    cluster.drain()
-    again = joined(cluster)[4:]
-    victims = [name for name in names if cluster.ended[name].times.preemptions]
-    assert len(victims) >= 2
-    returns = list(dict.fromkeys(name for name in again if name != "later"))
-    assert returns == sorted(returns), "the first return of each is in order of arrival"
-    assert again.index("later") > max(again.index(name) for name in victims)
-    assert generate_statistics(cluster)["preemptions"] == len(again) - 1
-    assert_served(cluster, *names, "later")
+    cluster, passed = run_preempted()
+    waited = [text for older in passed for text in older if "waiting for a slot" in text]
+    assert waited == [], "a younger request took a slot while an older one stood in line"
+    joins = [[cluster.names[join.number] for join in step.joined] for step in cluster.decisions]
+    assert ["r1", "r2"] in joins, "two preempted requests return together, the older first"
+    assert joined(cluster).index("r4") > max(joined(cluster).index(name) for name in NAMES[:4])
+    assert sum(cluster.ended[name].times.preemptions > 0 for name in NAMES) == 3
+    assert generate_statistics(cluster)["preemptions"] == len(joined(cluster)) - 5
+    assert_served(cluster, *NAMES)
     assert_holds_nothing(cluster)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="while a preempted request settles, a younger one in line takes the blocks that it gave up",
+)
+def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -> None:
+    """A6: the way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
+    _, passed = run_preempted()
+    settling = [text for older in passed for text in older if "preempted" in text]
+    assert settling == []
 
 
 class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
@@ -158,15 +185,21 @@ class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
 
 
 def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
-    """F5: whatever the policy says, the oldest goes on, which is what ensures progress."""
-    cluster = Cluster(tight(), default_policies(preemption=Oldest()))
-    names = [f"r{index}" for index in range(4)]
-    for index, name in enumerate(names):
-        cluster.submit(make_request(name, words(12, start=20 * index), max_tokens=24))
+    """F5: whatever the policy says, a request gives way to older ones only, which ensures progress."""
+    cluster = Cluster(tight(blocks=6), default_policies(preemption=Oldest()))
+    cluster.submit(make_request("old", words(9), max_tokens=4))  # never needs another block
+    cluster.submit(make_request("young", words(12, start=50), max_tokens=8))
     cluster.drain()
-    assert cluster.ended["r0"].times.preemptions == 0
+    assert cluster.ended["old"].times.preemptions == 0
+    assert cluster.ended["young"].times.preemptions > 0
+    assert_served(cluster, "old", "young")
+
+
+def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
+    """F5: the worst victims cost work, never progress."""
+    cluster, _ = run_preempted(default_policies(preemption=Oldest()))
     assert generate_statistics(cluster)["preemptions"] > 0
-    assert_served(cluster, *names)
+    assert_served(cluster, *NAMES)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -1,0 +1,89 @@
+"""However a request ends before its time, it gives everything back within one step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, held, in_flight, read, until
+from vsched import Engine
+from vsched.errors import RequestFailed
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+LONG = Ask(TEXTS[1], [drawn_image(1000, (112, 84)), drawn_image(1001)], count=300)
+
+
+async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
+    """F3: at the abort the request holds nothing; when the step that is out is back, neither does the step."""
+    generation = await begin(engine, LONG)
+    await anext(aiter(generation))
+    steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
+    assert held(engine)["blocks_held"] > 0
+    generation.abort()
+    assert not any(held(engine).values()), held(engine)
+    await until(lambda: not any(in_flight(engine).values()), "the step that was out ends")
+    assert engine.statistics()["generate"]["steps"] <= steps
+    rest = await read(generation)
+    assert rest.finish_reason == "abort"
+    generation.abort()  # after the end it does nothing
+
+
+async def test_abort_while_prefilling_and_waiting(engine: Engine) -> None:
+    """Twelve of twenty go, wherever they are; the others get the tokens they would have had."""
+    asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1010 + n)], count=40) for n in range(20)]
+    alone = [(await answer(engine, ask)).token_ids for ask in asks[::5]]
+    async with asyncio.TaskGroup() as group:
+        begun = [group.create_task(begin(engine, ask)) for ask in asks]
+    generations = [task.result() for task in begun]
+    for index, generation in enumerate(generations):
+        if index % 5:
+            generation.abort()
+            await asyncio.sleep(0)
+    found = await asyncio.gather(*(read(one) for one in generations))
+    assert [one.token_ids for one in found[::5]] == alone
+    assert {one.finish_reason for index, one in enumerate(found) if index % 5} <= {"abort", "length"}
+
+
+async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:
+    """F3: a client that leaves while its image is being decoded."""
+    before = engine.statistics()["generate"]["admitted"]
+    tasks = [asyncio.create_task(begin(engine, LONG)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    await until(lambda: not any(held(engine).values()), "threads let go of the pixels")
+    assert engine.statistics()["generate"]["admitted"] == before
+
+
+async def test_stream_that_is_left_is_aborted(engine: Engine) -> None:
+    """`Engine.stream` gives up the request when its reader does."""
+    prompt = engine.preprocessor.render(Ask("Count.").messages)
+    stream = engine.stream(prompt=prompt, request_id="left")
+    await anext(stream)
+    assert engine.explain("left")
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert engine.explain("left") == ""
+    assert not any(held(engine).values())
+
+
+async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
+    """E20: one call ends every running and waiting request; each client is told, and the next is served."""
+    asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1040 + n)], count=150) for n in range(16)]
+    async with asyncio.TaskGroup() as group:
+        begun = [group.create_task(begin(engine, ask)) for ask in asks]
+    generations = [task.result() for task in begun]
+    await anext(aiter(generations[0]))
+    now = engine.statistics()
+    assert now["running"] > 0
+    assert now["waiting"] > 0
+    assert await engine.clear() == {"running": 0, "waiting": 0}
+    assert not any(held(engine).values())
+    outcomes = await asyncio.gather(*(read(one) for one in generations), return_exceptions=True)
+    errors = [one for one in outcomes if isinstance(one, RequestFailed)]
+    assert len(errors) == len(asks)
+    assert {(error.code, error.status) for error in errors} == {("cleared", 503)}
+    assert len((await answer(engine, asks[0])).token_ids) == 150

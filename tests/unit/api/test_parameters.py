@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("ab", "ab"), (["ab"], "ab"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
+)
+async def test_plain_completion_prompt_forms(prompt: object, expected: object) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, PLAIN, {"prompt": prompt})).status == 200
+    assert engine.calls[0]["prompt"] == expected
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], [[]], [1, "a"], [256], [-1]])
+async def test_plain_completion_refuses_other_prompts(prompt: object) -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
+    assert reply.status == 400
+    assert "Remedy" in reply.error["message"]
+
+
+async def test_every_sampling_field_arrives() -> None:
+    engine = FakeEngine()
+    fields = {
+        "max_completion_tokens": 5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "stop": "END",
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "priority": -4,
+        "cache_salt": "tenant",
+    }
+    assert (await post(engine, CHAT, chat(**fields))).status == 200
+    assert msgspec.to_builtins(engine.sampling) == {
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 2**63 - 1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "stop": ("END",),
+        "stop_token_ids": (5,),
+        "ignore_eos": True,
+        "logprobs": 3,
+    }
+    assert (engine.calls[0]["priority"], engine.calls[0]["cache_salt"]) == (-4, "tenant")
+
+
+async def test_absent_sampling_fields_take_defaults() -> None:
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(top_k=-1, temperature=None, stop=None))
+    first = engine.sampling
+    assert (first.max_tokens, first.temperature, first.top_k, first.stop) == (0, 1.0, 0, ())
+    assert first.logprobs is None
+    await post(engine, CHAT, chat())
+    assert engine.sampling.seed != first.seed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("max_tokens", 0),
+        ("max_tokens", 1001),
+        ("max_completion_tokens", -1),
+        ("min_tokens", 1001),
+        ("min_tokens", -1),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", [256]),
+        ("stop_token_ids", [1] * 65),
+        ("stop_token_ids", [-1]),
+        ("top_logprobs", 5),
+        ("priority", 2**40),
+        ("cache_salt", "x" * 257),
+        ("stream", "yes"),
+        ("messages", []),
+        ("messages", [{"role": "user", "content": "x"}] * 1025),
+        ("messages", [{"role": "wizard", "content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "video_url"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]),
+        ("messages", [{"role": "user", "content": "x", "colour": 1}]),
+        ("messages", "hello"),
+        ("chat_template_kwargs", {"tools": "x"}),
+        ("chat_template_kwargs", {"enable_thinking": []}),
+    ],
+)
+async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
+    """G11: a 400 in OpenAI's form that names the parameter, before the engine hears of it."""
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, chat(**{field: value}))
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    names = {field, "colour", "logprobs", "max_tokens"}
+    assert any(reply.error["param"].startswith(name) for name in names)
+    assert "Remedy" in reply.error["message"]
+    assert engine.calls == []
+
+
+async def test_number_out_of_bounds_says_value_and_limit() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(temperature=3.5))
+    assert "value 3.5, limit Expected float <= 2.0" in reply.error["message"]
+
+
+async def test_min_tokens_above_max_tokens_is_refused() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(max_tokens=3, min_tokens=4))
+    assert reply.error["param"] == "min_tokens"
+
+
+async def test_too_many_logprobs_are_refused() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(logprobs=True, top_logprobs=21))
+    assert "value 21, limit 20" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("best_of", 3),
+        ("logit_bias", {"5": 1}),
+        ("tools", [{"type": "function"}]),
+        ("functions", [{}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("audio", {}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content"}),
+        ("web_search_options", {}),
+    ],
+)
+async def test_unsupported_meaning_is_refused(field: str, value: object) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(**{field: value}))
+    assert reply.status == 400
+    assert reply.error["code"] == "unsupported_parameter"
+    assert reply.error["param"] == field
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"n": 2}])
+async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[str, Any]) -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": "x", **fields})
+    assert reply.error["code"] == "unsupported_parameter"
+
+
+async def test_harmless_fields_are_ignored() -> None:
+    fields = {
+        "n": 1,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+        "stream_options": None,
+    }
+    assert (await post(FakeEngine(), CHAT, chat(**fields))).status == 200
+
+
+async def test_unknown_field_is_an_error_that_names_it() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(temprature=0))
+    assert (reply.status, reply.error["param"]) == (400, "temprature")
+    assert reply.error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"', b'{"user":' + b"[" * 100_000, b'{"a":1}{}'],
+)
+async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
+    reply = await post(FakeEngine(), CHAT, body)
+    assert reply.status == 400
+    assert "0x" not in reply.error["message"]
+
+
+async def test_error_texts_do_not_quote_long_content() -> None:
+    """G5: a data URL in the wrong place does not come back."""
+    url = "data:image/png;base64," + "A" * 10_000
+    content = [{"type": url}]
+    reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
+    assert len(reply.error["message"]) < 500
+    assert "AAAA" not in reply.error["message"]
+
+
+async def test_template_arguments_are_passed_from_the_allow_list() -> None:
+    """G11: an allow-list for template arguments."""
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(chat_template_kwargs={"enable_thinking": False}))
+    assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"

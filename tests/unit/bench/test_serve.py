@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from vsched.bench.cases import draw_image, draw_session
+from vsched.bench.client import BenchClient, BenchError, Sample
+from vsched.bench.serve import Load, default_sessions, run_load
+from vsched.bench.shapes import Case, Shape, shape_of
+from vsched.bench.summary import spread, summarise, table
+from vsched.errors import ConfigError
+from vsched.media.decode import PixelLimits, inspect
+from vsched.media.settings import MediaSettings
+from vsched.media.sources import read_local
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def piece(text: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}}]})
+
+
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+ANSWER = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+ANSWER += piece("ab") + piece("c") + USAGE + b"data: [DONE]\n\n"
+
+
+class Server:
+    """Answers with canned bytes; keeps the bodies and how many requests were in flight."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.url = ""
+        self.bodies: list[Any] = []
+        self.in_flight = 0
+        self.in_flight_max = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight, self.in_flight_max)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
+        body = await reader.readexactly(int(fields["Content-Length"]))
+        if head.startswith("POST /v1/chat/completions "):
+            self.bodies.append(msgspec.json.decode(body))
+            writer.write(self.answer)
+        else:
+            content = msgspec.json.encode({"data": [{"id": "demo"}]})
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        await asyncio.sleep(0)
+        writer.close()
+        self.in_flight -= 1
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: bytes) -> AsyncIterator[Server]:
+    server = Server(answer)
+    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0, limit=2**20)
+    async with listener:
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        yield server
+
+
+def whole(body: bytes) -> bytes:
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    coded = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces)
+    return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + coded + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [whole(ANSWER), chunked(ANSWER, 7), chunked(ANSWER, 1000)])
+async def test_client_reads_a_stream_however_it_is_cut(answer: bytes) -> None:
+    async with serving(answer) as server:
+        sample = await BenchClient(server.url).chat(b"{}")
+    assert sample.error is None
+    assert sample.text == "abc"
+    assert (len(sample.stamps), sample.prompt_tokens, sample.output_tokens) == (2, 5, 3)
+    assert sample.started < sample.stamps[0] <= sample.stamps[1] <= sample.ended
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"HTTP/1.1 429 X\r\nContent-Length: 4\r\n\r\nfull", "status 429: full"),
+        (whole(piece("a") + event({"error": {"message": "broken"}})), "broken"),
+        (whole(ANSWER)[:-20], "closed the connection"),
+        (b"", "closed the connection"),
+        (whole(b"data: {nonsense\n\n"), "DecodeError"),
+        (b"nonsense\r\n\r\n", "HttpParser"),
+    ],
+)
+async def test_client_reports_failures_in_the_sample(answer: bytes, text: str) -> None:
+    async with serving(answer) as server:
+        sample = await BenchClient(server.url).chat(b"{}")
+    assert sample.error is not None
+    assert text in sample.error
+
+
+async def test_client_asks_for_the_model() -> None:
+    async with serving(b"") as server:
+        assert await BenchClient(server.url + "/v1").model() == "demo"
+    with pytest.raises(BenchError, match="check --url"):
+        await BenchClient(server.url).model()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://"])
+def test_client_refuses_other_urls(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://host:port"):
+        BenchClient(url)
+
+
+def load_of(case: Case, **fields: Any) -> Load:
+    shape = Shape(words=3, output_tokens=3, image_pixels=16, turns=3)
+    if case is not Case.CONVERSATION:
+        shape = Shape(words=3, output_tokens=3, image_pixels=16)
+    return Load(case=case, shape=shape, model="demo", **{"concurrency": 2, "sessions": 5, **fields})
+
+
+async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
+    finished: list[None] = []
+    async with serving(whole(ANSWER)) as server:
+        load = load_of(Case.TEXT, warmup=1)
+        figures = await run_load(BenchClient(server.url), load, lambda: finished.append(None))
+    assert (figures.requests, figures.failed, len(finished)) == (5, 0, 5)
+    assert server.in_flight_max == 2
+    assert len(server.bodies) == 6
+    assert len({str(body["messages"]) for body in server.bodies}) == 6
+    assert server.bodies[0]["min_tokens"] == 3
+    assert server.bodies[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_run_without_extra_sends_openai_fields_only() -> None:
+    async with serving(whole(ANSWER)) as server:
+        load = load_of(Case.TEXT, warmup=0, fixed_length=False)
+        await run_load(BenchClient(server.url), load, lambda: None)
+    assert not {"min_tokens", "ignore_eos"} & set(server.bodies[0])
+
+
+async def test_conversation_grows_by_an_image_a_turn() -> None:
+    async with serving(whole(ANSWER)) as server:
+        load = load_of(Case.CONVERSATION, concurrency=1, sessions=1, warmup=0)
+        figures = await run_load(BenchClient(server.url), load, lambda: None)
+    roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
+    assert roles[2] == ["user", "assistant", "user", "assistant", "user"]
+    assert server.bodies[2]["messages"][:3] == server.bodies[1]["messages"]
+    assert server.bodies[1]["messages"][1]["content"] == "abc"
+    assert len(figures.turns) == 3
+
+
+async def test_conversation_ends_with_its_first_failure() -> None:
+    async with serving(b"") as server:
+        load = load_of(Case.CONVERSATION, warmup=0)
+        figures = await run_load(BenchClient(server.url), load, lambda: None)
+    assert (figures.requests, figures.failed, figures.requests_s) == (5, 5, 0.0)
+    assert figures.first_error is not None
+    assert figures.ttft_ms is None
+
+
+def test_summary_computes_each_figure() -> None:
+    samples = [
+        Sample(10.0, 10.5, [10.1, 10.2, 10.4], ["a", "b", "c"], prompt_tokens=7, output_tokens=4),
+        Sample(10.0, 11.0, [10.3], ["a"], prompt_tokens=9, output_tokens=1),
+        Sample(10.0, 10.1, error="status 500"),
+    ]
+    figures = summarise("text", 2, [[sample] for sample in samples], wall_s=2.0, cpu_s=0.5)
+    assert (figures.requests, figures.failed, figures.first_error) == (3, 1, "status 500")
+    assert (figures.requests_s, figures.output_tokens_s, figures.prompt_tokens_s) == (1.0, 2.5, 8.0)
+    assert figures.client_cpu == 0.25
+    assert figures.ttft_ms is not None
+    assert figures.ttft_ms.p50 == pytest.approx(200)
+    assert figures.itl_ms is not None
+    assert figures.itl_ms.mean == pytest.approx(150)
+    assert figures.tpot_ms is not None
+    assert figures.tpot_ms.p50 == pytest.approx(100)
+    assert figures.request_ms is not None
+    assert figures.request_ms.p50 == pytest.approx(750)
+    assert figures.turns == []
+    assert table([figures], "x").row_count == 1
+
+
+def test_spread_of_nothing_is_nothing() -> None:
+    assert spread([]) is None
+
+
+def test_cases_are_drawn_from_the_seed() -> None:
+    shape = shape_of(Case.IMAGE, words=None, output_tokens=None, image_pixels=32, turns=8)
+    assert (shape.words, shape.output_tokens, shape.turns) == (100, 64, 1)
+    assert draw_session(Case.IMAGE, shape, 1) == draw_session(Case.IMAGE, shape, 1)
+    assert draw_session(Case.IMAGE, shape, 1) != draw_session(Case.IMAGE, shape, 2)
+    first, second = (draw_session(Case.SAME_IMAGE, shape, seed)[0]["content"] for seed in (1, 2))
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    conversation = shape_of(Case.CONVERSATION, words=2, output_tokens=3, image_pixels=32, turns=8)
+    turns = draw_session(Case.CONVERSATION, conversation, 1)
+    assert len({str(turn["content"][0]) for turn in turns}) == 8
+
+
+def test_images_are_ones_that_a_server_takes() -> None:
+    encoded = read_local(draw_image(3, 448), MediaSettings())
+    assert inspect(encoded, PixelLimits(image=10**6, webp=10**6)).width == 448
+
+
+def test_default_sessions_follow_the_concurrency() -> None:
+    assert [default_sessions(Case.TEXT, level) for level in (1, 8, 32)] == [8, 16, 64]
+    assert default_sessions(Case.CONVERSATION, 3) == 3

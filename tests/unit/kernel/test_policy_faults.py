@@ -1,0 +1,226 @@
+"""A policy that raises or answers nonsense is counted, and the kernel's own default decides."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
+from tests.unit.kernel.setups import assert_holds_nothing, assert_served, image_request, sizes, words
+from vsched.policy import (
+    AdmissionPolicy,
+    AdmissionView,
+    EncodingPolicy,
+    EncodingView,
+    EvictionOrder,
+    EvictionPolicy,
+    Policy,
+    PreemptionPolicy,
+    PreemptionView,
+)
+from vsched_policies.eviction import Lru
+
+
+class Answers:
+    """Gives answers in turn, the last for ever; raises those that are exceptions."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def __call__(self) -> Any:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Said:
+    """What stands for an admission."""
+
+    def __init__(self, indices: Any = (), hold_until_ns: Any = None) -> None:
+        self.indices = indices
+        self.hold_until_ns = hold_until_ns
+
+
+class BadAdmission(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Any:  # noqa: ARG002
+        return BROKEN["admission"]()
+
+
+class BadEncoding(EncodingPolicy, frozen=True, kw_only=True):
+    def select(self, view: EncodingView) -> Any:  # noqa: ARG002
+        return BROKEN["encoding"]()
+
+
+class BadPreemption(PreemptionPolicy, frozen=True, kw_only=True):
+    def victim(self, view: PreemptionView) -> Any:  # noqa: ARG002
+        return BROKEN["preemption"]()
+
+
+class BadEviction(EvictionPolicy, frozen=True, kw_only=True):
+    def build_order(self) -> Any:
+        return BROKEN["eviction"]()
+
+
+BROKEN: dict[str, Answers] = {}
+
+
+class BadOrder:
+    """An eviction order of which one method does not work."""
+
+    def __init__(self, broken: str, answer: Any) -> None:
+        self._broken = broken
+        self._answer = answer
+        self._order: EvictionOrder[Hashable] = Lru().build_order()
+
+    def _do(self, name: str, *arguments: Any) -> Any:
+        if name == self._broken:
+            if isinstance(self._answer, Exception):
+                raise self._answer
+            return self._answer
+        return getattr(self._order, name)(*arguments)
+
+    def add(self, key: Hashable, size: int) -> Any:
+        return self._do("add", key, size)
+
+    def reuse(self, key: Hashable) -> Any:
+        return self._do("reuse", key)
+
+    def drop(self, key: Hashable) -> Any:
+        return self._do("drop", key)
+
+    def victim(self) -> Any:
+        return self._do("victim")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._order)
+
+
+BOOM = RuntimeError("a bug in the policy")
+
+
+def serve_all(policies: dict[str, Policy]) -> Cluster:
+    """Serve requests that need every kind of decision."""
+    limits = sizes(blocks=14, slots=4, pages=8, chunk_tokens=12)
+    cluster = Cluster(limits, default_policies(**policies))
+    for index in range(5):
+        image = (b"image%d" % (index % 3), 10)
+        cluster.submit(image_request(f"image{index}", image, max_tokens=20))
+        cluster.submit(make_request(f"text{index}", words(12, start=20 * index), max_tokens=24))
+    cluster.drain()
+    assert_served(cluster, *cluster.requests)
+    assert_holds_nothing(cluster)
+    return cluster
+
+
+@pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        BOOM,
+        None,
+        Said([99]),
+        Said([-1]),
+        Said([0, 0]),
+        Said(["first"]),
+        Said([0.5]),
+        Said([], hold_until_ns=1),
+        Said([], hold_until_ns="soon"),
+        Said(None),
+    ],
+    ids=repr,
+)
+def test_guard_admission_default_decides(stage: str, answer: Any) -> None:
+    """Everybody is served in order of arrival; the failures are counted and told."""
+    BROKEN["admission"] = Answers(answer)
+    cluster = serve_all({stage: BadAdmission()})
+    faults = cluster.kernel.statistics()["policy_faults"]
+    assert isinstance(faults, dict)
+    assert faults["BadAdmission"] >= len(cluster.notices) > 0
+    assert "policy BadAdmission failed" in cluster.notices[0]
+    assert "the default decided. Input: AdmissionView(stage=" in cluster.notices[0]
+
+
+def test_guard_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
+    """F5: with nothing running and no time to hold until, somebody must join."""
+    BROKEN["admission"] = Answers(Said())
+    cluster = serve_all({"generate_admission": BadAdmission()})
+    assert any("nothing is admitted" in notice for notice in cluster.notices)
+    assert cluster.kernel.statistics()["policy_faults"]
+
+
+@pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], ["first"], [0.5], 3], ids=repr)
+def test_guard_encoding_default_decides(answer: Any) -> None:
+    """The items that a chunk needs are encoded, whatever the policy says."""
+    BROKEN["encoding"] = Answers(answer)
+    cluster = serve_all({"encoding": BadEncoding()})
+    assert "policy BadEncoding failed" in cluster.notices[0]
+    assert cluster.kernel.statistics()["policy_faults"]
+
+
+def test_guard_encoding_that_forgets_the_needed_items_is_completed() -> None:
+    """An empty answer is legal: what the chunk needs is always added."""
+    BROKEN["encoding"] = Answers([])
+    cluster = serve_all({"encoding": BadEncoding()})
+    assert cluster.notices == []
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+@pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "youngest", 0.5], ids=repr)
+def test_guard_preemption_default_decides(answer: Any) -> None:
+    """The youngest goes."""
+    BROKEN["preemption"] = Answers(answer)
+    cluster = serve_all({"preemption": BadPreemption()})
+    assert "policy BadPreemption failed" in cluster.notices[0]
+    assert "Input: PreemptionView(" in cluster.notices[0]
+    assert cluster.ended["image0"].times.preemptions == 0
+
+
+@pytest.mark.parametrize("cache", ["embedding_eviction", "prefix_eviction"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        BOOM,
+        None,
+        object(),
+        *[BadOrder(method, BOOM) for method in ("add", "reuse", "drop", "victim")],
+        *[BadOrder("victim", answer) for answer in (None, b"not in it", 12345, [])],
+    ],
+    ids=lambda order: f"{getattr(order, '_broken', order)} {getattr(order, '_answer', '')}",
+)
+def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
+    """A broken order is given up for the kernel's own, and nothing that is cached is lost by it."""
+    BROKEN["eviction"] = Answers(order)
+    cluster = serve_all({cache: BadEviction()})
+    assert "policy BadEviction failed" in cluster.notices[0]
+    faults = cluster.kernel.statistics()["policy_faults"]
+    assert faults == {"BadEviction": 1}
+
+
+def test_guard_eviction_may_keep_nothing() -> None:
+    """`add` answering False is legal: the entry is dropped at once."""
+    BROKEN["eviction"] = Answers(BadOrder("add", False))  # noqa: FBT003
+    cluster = serve_all({"embedding_eviction": BadEviction()})
+    assert cluster.notices == []
+    encode = cluster.kernel.statistics()["encode"]
+    assert isinstance(encode, dict)
+    assert encode["cache_entries"] == 0
+
+
+def test_guard_notices_do_not_flood() -> None:
+    """E11: a policy that fails in every step is told of a hundred times and counted on."""
+    BROKEN["encoding"] = Answers(BOOM)
+    policies = default_policies(encoding=BadEncoding())
+    cluster = Cluster(sizes(), policies)
+    for index in range(150):
+        cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
+        cluster.drain()
+    assert len(cluster.notices) == 100
+    faults = cluster.kernel.statistics()["policy_faults"]
+    assert isinstance(faults, dict)
+    assert faults["BadEncoding"] >= 150

@@ -1,0 +1,268 @@
+"""Ends before the end: cancellation in every phase, clearing, lost groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, make_request
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    encode_statistics,
+    generate_statistics,
+    image_request,
+    joined,
+    sizes,
+    words,
+)
+from vsched.kernel.events import Cleared
+from vsched.types import FinishReason
+
+TWO_IMAGES = [(0, 16, b"a"), (30, 16, b"b")]
+
+
+def waits_in_the_encode_queue(cluster: Cluster) -> None:
+    cluster.submit(image_request("busy", (b"other", 8)))
+    cluster.submit(image_request("r", (b"a", 16)))
+    assert encode_statistics(cluster)["waiting_items"] == 1
+
+
+def is_being_encoded(cluster: Cluster) -> None:
+    cluster.submit(image_request("r", (b"a", 16)))
+    assert encode_statistics(cluster)["running_items"] == 1
+
+
+def waits_for_a_slot(cluster: Cluster) -> None:
+    for index in range(4):
+        cluster.submit(make_request(f"busy{index}", words(3, start=20 * index), max_tokens=8))
+    cluster.submit(image_request("r", (b"a", 16)))
+    cluster.run_encode()
+    assert "waiting for a slot" in cluster.kernel.explain("r")
+
+
+def prefills(cluster: Cluster) -> None:
+    cluster.submit(make_request("r", words(80), TWO_IMAGES))
+    cluster.run_encode()
+    assert "prefilling" in cluster.kernel.explain("r")
+
+
+def waits_for_an_image_in_mid_prefill(cluster: Cluster) -> None:
+    cluster.submit(make_request("r", words(80), [(0, 16, b"a"), (16, 16, b"b")]))
+    cluster.run_encode()
+    while cluster.generate_log:
+        cluster.run_generate()
+    assert "prefilling" in cluster.kernel.explain("r")
+
+
+def decodes(cluster: Cluster) -> None:
+    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
+    cluster.run_encode()
+    for _ in range(5):
+        cluster.run_generate()
+    assert "decoding" in cluster.kernel.explain("r")
+
+
+def settles(cluster: Cluster) -> None:
+    for index in range(3):
+        cluster.submit(
+            make_request(f"busy{index}", words(60, start=100 * index), max_tokens=4 + index)
+        )
+    cluster.submit(image_request("r", (b"a", 16), max_tokens=80))
+    while "preempted" not in cluster.kernel.explain("r"):
+        cluster.run_encode() if cluster.encode_log else cluster.run_generate()
+
+
+def waits_for_the_generate_group(cluster: Cluster) -> None:
+    decodes(cluster)
+    cluster.lose("generate")
+
+
+def waits_for_the_encode_group(cluster: Cluster) -> None:
+    waits_in_the_encode_queue(cluster)
+    cluster.lose("encode")
+
+
+PHASES: list[Callable[[Cluster], None]] = [
+    waits_in_the_encode_queue,
+    is_being_encoded,
+    waits_for_a_slot,
+    prefills,
+    waits_for_an_image_in_mid_prefill,
+    decodes,
+    settles,
+    waits_for_the_generate_group,
+    waits_for_the_encode_group,
+]
+
+
+@pytest.mark.parametrize("enter", PHASES, ids=lambda enter: enter.__name__)
+def test_scheduler_abort_frees_everything_in_every_phase(enter: Callable[[Cluster], None]) -> None:
+    """F3: queued encodes go at once; what a step in flight uses goes with that step."""
+    cluster = Cluster(sizes(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
+    enter(cluster)
+    number = next(number for number, name in cluster.names.items() if name == "r")
+    encoding = [task.key for step in cluster.encode_log for task in step.tasks]
+    cluster.abort("r")
+    assert cluster.ended["r"].reason is FinishReason.ABORT
+    assert cluster.kernel.explain("r") == ""
+    for name in cluster.requests:
+        if name != "r" and name not in cluster.ended:
+            cluster.abort(name)
+    # Nothing is left but what the steps in flight use, and no new step begins.
+    assert encode_statistics(cluster)["waiting_items"] == 0
+    assert generate_statistics(cluster)["blocks_held"] == 0
+    steps = len(cluster.decisions), len(cluster.encoded)
+    cluster.drain()
+    assert (len(cluster.decisions), len(cluster.encoded)) == steps
+    assert_holds_nothing(cluster)
+    # The ranks forget it too: their next decision says so.
+    for group in sorted(cluster.down):
+        cluster.restore(group)
+    cluster.submit(make_request("next", words(5)))
+    cluster.drain()
+    assert number not in cluster.sequences
+    assert set(cluster.sequences) <= {max(cluster.names)}
+    assert encoding == [] or cluster.encoded[-1] == encoding, "what was aborted is not encoded again"
+    assert_served(cluster, "next")
+
+
+def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
+    """F4: a request that ended by itself meanwhile gets no second reply."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(5), max_tokens=2))
+    cluster.drain()
+    cluster.abort("r")
+    cluster.abort("never seen")
+    assert cluster.kernel.statistics()["finished"] == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
+    """F3: the next in line joins in the very decision after."""
+    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster.submit(make_request("r1", words(5), max_tokens=50))
+    cluster.submit(make_request("r2", words(5, start=50)))
+    cluster.run_generate()
+    cluster.abort("r1")
+    cluster.run_generate()
+    assert [join.number for join in cluster.decisions[-1].joined] == [2]
+    cluster.drain()
+    assert_served(cluster, "r2")
+
+
+def test_scheduler_stop_string_ends_with_its_reason() -> None:
+    """F4: an end that the engine asks for carries the reason it gives."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(5), max_tokens=50))
+    cluster.run_generate()
+    cluster.abort("r", FinishReason.STOP)
+    assert cluster.ended["r"].reason is FinishReason.STOP
+    cluster.drain()
+    assert_holds_nothing(cluster)
+
+
+def test_scheduler_clear_ends_everything() -> None:
+    """E20: one call interrupts all, running or waiting, and then reports 0 and 0."""
+    cluster = Cluster(sizes(slots=2))
+    for index in range(4):
+        cluster.submit(make_request(f"text{index}", words(5, start=20 * index), max_tokens=30))
+    cluster.submit(image_request("image1", (b"a", 8)))
+    cluster.submit(image_request("image2", (b"b", 8)))
+    cluster.run_generate()
+    statistics = cluster.kernel.statistics()
+    assert (statistics["running"], statistics["waiting"]) == (2, 4)
+    cluster.send(Cleared())
+    statistics = cluster.kernel.statistics()
+    assert (statistics["running"], statistics["waiting"]) == (0, 0)
+    assert {finish.code for finish in cluster.ended.values()} == {"cleared"}
+    assert set(cluster.ended) == set(cluster.requests)
+    cluster.drain()
+    assert_holds_nothing(cluster)
+    cluster.submit(make_request("next", words(5)))
+    cluster.drain()
+    assert_served(cluster, "next")
+
+
+@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:  # noqa: FBT001
+    """F6: whenever the group goes, its requests return in their original order and end with the right tokens."""
+    limits = sizes(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
+    cluster = Cluster(limits)
+    cluster.submit(make_request("r1", words(20), max_tokens=12))
+    cluster.submit(image_request("r2", (b"a", 12), max_tokens=12))
+    cluster.submit(make_request("r3", words(4), [(2, 15, b"b")], max_tokens=3))
+    cluster.submit(make_request("r4", words(9, start=60), max_tokens=12))
+    cluster.submit(image_request("r5", (b"a", 12), max_tokens=12))
+    for _ in range(steps):
+        if cluster.encode_log:
+            cluster.run_encode()
+        else:
+            cluster.run_generate()
+    cluster.lose("generate")
+    assert cluster.restarts == ["generate"]
+    alive = [name for name in cluster.requests if name not in cluster.ended]
+    before = len(joined(cluster))
+    while cluster.encode_log:  # whose image is not ready would be passed, loss or no loss
+        cluster.run_encode()
+    cluster.restore("generate")
+    cluster.drain()
+    again = [name for name in joined(cluster)[before:] if not cluster.ended[name].message]
+    assert sorted(again) == again == alive
+    assert_served(cluster, "r1", "r2", "r3", "r4", "r5")
+    assert_holds_nothing(cluster)
+
+
+def test_scheduler_data_is_sent_again_after_a_loss() -> None:
+    """F6: new ranks know nothing: prompt and earlier outputs go with the first join."""
+    cluster = Cluster(sizes())
+    cluster.submit(make_request("r", words(6), max_tokens=9))
+    for _ in range(4):
+        cluster.run_generate()
+    cluster.lose("generate")
+    cluster.restore("generate")
+    (join,) = cluster.decisions[-2].joined
+    assert join.data is not None
+    assert (join.length, join.data.prompt_length) == (6 + 4, 6)
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -> None:
+    """F6, F4: what was in flight in two losses is taken for their cause; others are served."""
+    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster.submit(make_request("poison", words(6), max_tokens=9))
+    cluster.submit(make_request("other", words(6, start=50), max_tokens=9))
+    for _ in range(2):
+        cluster.run_generate()
+        cluster.lose("generate")
+        cluster.restore("generate")
+    finish = cluster.ended["poison"]
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "group_lost")
+    cluster.drain()
+    assert_served(cluster, "other")
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
+    """F6, F1: the batch in flight is encoded again one by one; what is there twice when it goes is ended."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("busy", (b"other", 4)))
+    for name in ("r1", "r2"):
+        cluster.submit(image_request(name, (name.encode(), 8)))
+    cluster.run_encode()
+    cluster.lose("encode")
+    cluster.restore("encode")
+    if losses == 2:
+        cluster.lose("encode")
+        cluster.restore("encode")
+    cluster.drain()
+    assert cluster.encoded[1] == [b"r1", b"r2"]
+    assert all(len(batch) == 1 for batch in cluster.encoded[2:])
+    if losses == 2:
+        assert cluster.ended["r1"].code == "encode_failed"
+        assert_served(cluster, "busy", "r2")
+    else:
+        assert_served(cluster, "busy", "r1", "r2")
+    assert_holds_nothing(cluster)

@@ -1,0 +1,186 @@
+"""The prefix cache: what a block's hash covers, and what a conversation's next turn still has to compute."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, make_request
+from tests.unit.kernel.setups import (
+    assert_served,
+    encode_statistics,
+    generate_statistics,
+    image_request,
+    sizes,
+    words,
+)
+from vsched.kernel.blocks import chain_hashes
+from vsched.types import MediaItem, Request
+
+
+def next_turn(cluster: Cluster, request: Request, name: str, image: tuple[bytes, int]) -> Request:
+    """Return the conversation so far, a new image and a new question."""
+    history = [*request.prompt_token_ids, *cluster.outputs[request.request_id]]
+    added = image_request(name, image, max_tokens=4)
+    offset = len(history)
+    moved = msgspec.structs.replace(added.items[0], offset=offset)
+    return msgspec.structs.replace(
+        added,
+        prompt_token_ids=[*history, *added.prompt_token_ids],
+        items=(*request.items, moved),
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
+    """D2: the next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
+    cluster = Cluster(sizes(block_size=block_size))
+    request = image_request("turn1", (b"image1", 30), max_tokens=4)
+    cluster.submit(request)
+    cluster.drain()
+    for turn in range(2, 6):
+        before = generate_statistics(cluster)["tokens_prefilled"]
+        # The last output was sampled and never computed.
+        known = len(request.prompt_token_ids) + len(cluster.outputs[request.request_id]) - 1
+        request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20 + turn))
+        cluster.submit(request)
+        cluster.drain()
+        cached = known - known % block_size
+        prefilled = generate_statistics(cluster)["tokens_prefilled"] - before
+        assert prefilled == len(request.prompt_token_ids) - cached
+        assert cluster.ended[f"turn{turn}"].times.cached_tokens == cached
+        assert cluster.ended[f"turn{turn}"].times.encoded_items == 1
+        assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
+        assert_served(cluster, f"turn{turn}")
+    assert encode_statistics(cluster)["items_encoded"] == 5
+
+
+def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
+    """The counters of the test above do tell: without a prefix cache everything is prefilled twice."""
+    cluster = Cluster(sizes(prefix_cache=False))
+    request = image_request("turn1", (b"image1", 30))
+    cluster.submit(request)
+    cluster.drain()
+    cluster.submit(next_turn(cluster, request, "turn2", (b"image2", 22)))
+    cluster.drain()
+    assert generate_statistics(cluster)["tokens_prefilled"] == 31 + 58
+    assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is cached all the same"
+    assert_served(cluster, "turn2")
+
+
+def item(key: bytes, offset: int, tokens: int) -> MediaItem:
+    return MediaItem(key=key, tokens=tokens, offset=offset, grid=(1, 2, 2))
+
+
+def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b"") -> list[bytes]:
+    return chain_hashes(array("i", tokens or [5] * 16), items, block_size=4, parent=salt)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal_blocks"),
+    [
+        pytest.param(hashes(), hashes(), 4, id="same text"),
+        pytest.param(
+            hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2, id="another token in block 2"
+        ),
+        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"a", 0, 16)), 4, id="same image"),
+        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"b", 0, 16)), 0, id="another image"),
+        pytest.param(hashes(), hashes(item(b"a", 0, 16)), 0, id="text of placeholders"),
+        pytest.param(
+            hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2, id="another image in block 2"
+        ),
+        pytest.param(
+            hashes(item(b"a", 0, 4), item(b"b", 4, 4)),
+            hashes(item(b"b", 0, 4), item(b"a", 4, 4)),
+            0,
+            id="two images swapped",
+        ),
+        pytest.param(
+            hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1, id="an image that starts later"
+        ),
+        pytest.param(
+            hashes(item(b"a", 0, 2), item(b"b", 2, 2)),
+            hashes(item(b"a", 0, 3), item(b"b", 3, 1)),
+            0,
+            id="two images in a block, split elsewhere",
+        ),
+        pytest.param(hashes(salt=b"x"), hashes(salt=b"y"), 0, id="another tenant"),
+    ],
+)
+def test_prefix_hashes_cover_tokens_items_and_salt(
+    one: list[bytes], other: list[bytes], equal_blocks: int
+) -> None:
+    """G9, D14: equal hashes mean equal KV, though every placeholder is the same token."""
+    assert len(one) == len(other) == 4
+    assert [a == b for a, b in zip(one, other, strict=True)] == [
+        index < equal_blocks for index in range(4)
+    ]
+    assert len({*one}) == 4
+
+
+def test_prefix_hashes_continue_where_they_stopped() -> None:
+    """Hashing in two goes gives what one go gives: outputs are hashed as they become known."""
+    items = (item(b"a", 2, 3), item(b"b", 6, 7))
+    tokens = array("i", range(16))
+    whole = chain_hashes(tokens, items, block_size=4, parent=b"")
+    for split in range(1, 4):
+        first = chain_hashes(tokens[: split * 4], items, block_size=4, parent=b"")
+        rest = chain_hashes(tokens, items, block_size=4, parent=first[-1], start_block=split)
+        assert first + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("image", "salt", "cached"),
+    [(b"a", "", 12), (b"b", "", 0), (b"a", "tenant", 0)],
+)
+def test_prefix_is_shared_only_with_equal_content_and_salt(
+    image: bytes, salt: str, cached: int
+) -> None:
+    """G9: the same placeholders over another image, or of another tenant, find nothing."""
+    cluster = Cluster(sizes())
+    cluster.submit(image_request("r1", (b"a", 14)))
+    cluster.drain()
+    request = image_request("r2", (image, 14))
+    cluster.submit(msgspec.structs.replace(request, cache_salt=salt))
+    cluster.drain()
+    assert cluster.ended["r2"].times.cached_tokens == cached
+    assert_served(cluster, "r2")
+
+
+def test_prefix_of_a_running_request_is_shared() -> None:
+    """A block may be found as soon as the step that fills it is decided: ranks execute in order."""
+    cluster = Cluster(sizes(generate_depth=1))
+    cluster.submit(make_request("r1", words(40), max_tokens=30))
+    cluster.submit(make_request("r2", words(40), max_tokens=30))
+    cluster.run_generate()
+    assert generate_statistics(cluster)["tokens_cached"] == 36
+    held = generate_statistics(cluster)["blocks_held"]
+    assert held <= 10 + 1 + 2, "nine blocks are held once for both"
+    cluster.drain()
+    assert_served(cluster, "r1", "r2")
+
+
+def test_prefix_always_leaves_a_token_to_compute() -> None:
+    """A prompt that is cached to its last token still has to yield its first output."""
+    cluster = Cluster(sizes())
+    for name in ("r1", "r2"):
+        cluster.submit(make_request(name, words(16), max_tokens=3))
+        cluster.drain()
+    assert cluster.ended["r2"].times.cached_tokens == 12
+    assert_served(cluster, "r1", "r2")
+
+
+def test_prefix_blocks_are_evicted_from_their_end() -> None:
+    """The end of a prefix goes before its beginning, so what stays can still be found."""
+    cluster = Cluster(sizes(blocks=12))
+    cluster.submit(make_request("long", words(39), max_tokens=1))
+    cluster.drain()
+    cluster.submit(make_request("other", words(16, start=500), max_tokens=1))
+    cluster.drain()
+    cluster.submit(make_request("again", words(39), max_tokens=1))
+    cluster.drain()
+    assert generate_statistics(cluster)["prefix_evictions"] >= 2
+    assert 24 <= cluster.ended["again"].times.cached_tokens < 36
+    assert_served(cluster, "long", "other", "again")

@@ -1,0 +1,149 @@
+"""What can never fit, or cannot wait: refused at once, with the reason, and in nobody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.model_ranks import Cluster, make_request
+from tests.unit.kernel.setups import assert_holds_nothing, assert_served, image_request, sizes, words
+from vsched.kernel import Sizes
+from vsched.types import MediaItem, Request
+
+
+def with_items(*places: tuple[int, int]) -> Request:
+    """Return a request of ten tokens with items at these (offset, tokens)."""
+    items = tuple(
+        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset, grid=(1, 2, 2))
+        for index, (offset, tokens) in enumerate(places)
+    )
+    return msgspec.structs.replace(make_request("bad", words(10)), items=items)
+
+
+LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "status", "said"),
+    [
+        pytest.param(
+            make_request("bad", words(97), max_tokens=4),
+            "context_exceeded",
+            400,
+            ["101", "100 tokens", "shorten the prompt or lower max_tokens"],
+            id="context",
+        ),
+        pytest.param(
+            make_request("bad", words(60), max_tokens=21),
+            "kv_exceeded",
+            400,
+            ["81", "80 tokens", "generate.memory"],
+            id="KV cache",
+        ),
+        pytest.param(
+            image_request("bad", (b"a", 33)),
+            "image_exceeds_cache",
+            400,
+            ["33", "32 tokens", "arena.embedding_bytes"],
+            id="embedding cache",
+        ),
+        pytest.param(make_request("bad", []), "empty", 400, ["at least 1"], id="no prompt"),
+        pytest.param(
+            make_request("bad", words(3), max_tokens=0), "empty", 400, ["max_tokens"], id="no output"
+        ),
+        pytest.param(with_items((8, 4)), "bad_items", 400, ["outside the prompt"], id="item outside"),
+        pytest.param(with_items((0, 4), (3, 4)), "bad_items", 400, ["overlap"], id="items overlap"),
+        pytest.param(with_items((0, 0)), "bad_items", 400, [], id="item of no tokens"),
+        pytest.param(with_items((-1, 2)), "bad_items", 400, [], id="item before the prompt"),
+        pytest.param(
+            make_request("first", words(3)), "duplicate_id", 409, ["in use"], id="same id"
+        ),
+    ],
+)
+def test_scheduler_refuses_the_impossible(
+    request_: Request, code: str, status: int, said: list[str]
+) -> None:
+    """E18, F4: refused at once with value, limit and remedy; who came before and after is served."""
+    cluster = Cluster(sizes(**LIMITS))
+    first = make_request("first", words(30))
+    cluster.submit(first)
+    cluster.submit(request_)
+    cluster.requests["first"] = first
+    cluster.submit(image_request("last", (b"image", 32)))
+    refuse = cluster.refused[request_.request_id]
+    assert (refuse.code, refuse.status, refuse.retry_after_s) == (code, status, None)
+    for text in said:
+        assert text in refuse.message
+    assert cluster.kernel.statistics()["refused"] == {code: 1}
+    cluster.drain()
+    assert_served(cluster, "first", "last")
+    assert_holds_nothing(cluster)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request("r", words(96), max_tokens=4),
+        make_request("r", words(1), max_tokens=99),
+        image_request("r", (b"a", 32), (b"b", 32)),
+        with_items((0, 5), (5, 5)),
+    ],
+)
+def test_scheduler_serves_what_just_fits(request_: Request) -> None:
+    """E18: a limit is reached before it is exceeded."""
+    cluster = Cluster(sizes(context_tokens=100, blocks=25, pages=8, page_rows=4))
+    pixels = image_request("x", (b"x", 1)).items[0].pixels
+    items = tuple(msgspec.structs.replace(item, pixels=pixels) for item in request_.items)
+    request_ = msgspec.structs.replace(request_, items=items)
+    cluster.submit(request_)
+    cluster.drain()
+    assert_served(cluster, request_.request_id)
+
+
+def test_scheduler_refuses_when_too_many_wait() -> None:
+    """G12, F4: the waiting line is bounded; 429 says when to try again, and a free place is given again."""
+    cluster = Cluster(sizes(slots=1, waiting=2, generate_depth=1))
+    for index in range(4):
+        cluster.submit(make_request(f"r{index}", words(3, start=20 * index)))
+    refuse = cluster.refused["r3"]
+    assert (refuse.code, refuse.status) == ("queue_full", 429)
+    assert refuse.retry_after_s is not None
+    assert refuse.retry_after_s > 0
+    assert "value 3, limit 2" in refuse.message
+    cluster.abort("r2")
+    cluster.submit(make_request("again", words(3)))
+    cluster.drain()
+    assert_served(cluster, "r0", "r1", "again")
+
+
+def test_scheduler_reports_everything_that_waits() -> None:
+    """E9: the queue length counts who waits for an image, for a slot, and to settle."""
+    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster.submit(make_request("running", words(3)))
+    cluster.submit(make_request("in line", words(3)))
+    cluster.submit(image_request("for its image", (b"a", 8)))
+    statistics = cluster.kernel.statistics()
+    assert (statistics["running"], statistics["waiting"]) == (1, 2)
+    explained = {name: cluster.kernel.explain(name) for name in cluster.requests}
+    assert explained["running"].startswith("prefilling: 3 of 3 tokens") or explained[
+        "running"
+    ].startswith("decoding")
+    assert explained["in line"].startswith("waiting for a slot")
+    assert explained["for its image"].startswith("waiting for embeddings: items [0] of 1")
+    assert cluster.kernel.explain("nobody") == ""
+
+
+def test_sizes_need_room_for_prefill() -> None:
+    """F5: a step full of decodes would never prefill; such limits are an error at once."""
+    with pytest.raises(ValueError, match="batch_tokens is 4, must be above slots"):
+        Sizes(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)
+
+
+def test_scheduler_stuck_state_is_an_assertion() -> None:
+    """F5: a state from which no step can progress is an assertion failure that says who is stuck."""
+    cluster = Cluster(sizes())
+    cluster.kernel.encode.plan = lambda now_ns: None  # type: ignore[method-assign] # noqa: ARG005
+    with pytest.raises(AssertionError, match="stuck: .*waiting for embeddings"):
+        cluster.submit(image_request("r", (b"a", 8)))

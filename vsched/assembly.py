@@ -1,0 +1,137 @@
+"""From a configuration to the parts of an engine: sizes, layouts, settings, rank specifications."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.aio.leader import Deadlines
+from vsched.config import Config, ConfiguredPolicies
+from vsched.errors import ConfigError, limit_message
+from vsched.kernel import KernelPolicies, Sizes
+from vsched.media.settings import MediaSettings
+from vsched.types import ArenaLayout, ModelInfo
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.spec import EncodeRole, GenerateRole
+
+PAGE_ROWS = 64
+"""Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""
+
+
+def kernel_policies(policies: ConfiguredPolicies) -> KernelPolicies:
+    """Return the policies that the kernel consults."""
+    return KernelPolicies(
+        encode_admission=policies.encode_admission,
+        generate_admission=policies.generate_admission,
+        encoding=policies.encoding,
+        embedding_eviction=policies.encode_eviction,
+        prefix_eviction=policies.generate_eviction,
+        preemption=policies.preemption,
+    )
+
+
+def media_settings(config: Config) -> MediaSettings:
+    """Return the media pipeline's settings: the section has the same keys."""
+    return MediaSettings(**msgspec.structs.asdict(config.media))
+
+
+def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
+    """Return the arena's layout for a checkpoint.
+
+    Raises:
+        ConfigError: When the embedding region is smaller than one page.
+    """
+    page_bytes = PAGE_ROWS * info.embedding_row_bytes
+    pages = config.arena.embedding_bytes // page_bytes
+    if pages < 1:
+        raise ConfigError(
+            limit_message(
+                "arena.embedding_bytes: smaller than one page",
+                value=config.arena.embedding_bytes,
+                limit=f"at least {page_bytes} bytes for this checkpoint",
+                remedy="raise arena.embedding_bytes",
+            )
+        )
+    return ArenaLayout(
+        pixel_bytes=config.arena.pixel_bytes,
+        pages=pages,
+        page_rows=PAGE_ROWS,
+        row_bytes=info.embedding_row_bytes,
+    )
+
+
+def context_tokens(config: Config, info: ModelInfo) -> int:
+    """Return the longest sequence: as configured, but never longer than the checkpoint allows.
+
+    Raises:
+        ConfigError: When more is configured than the checkpoint allows.
+    """
+    wanted = config.generate.context_tokens
+    if wanted > info.context_tokens:
+        raise ConfigError(
+            limit_message(
+                "generate.context_tokens: more than the checkpoint was made for",
+                value=wanted,
+                limit=f"{info.context_tokens} tokens",
+                remedy="lower it, or set it to 0 for the checkpoint's",
+            )
+        )
+    return wanted or info.context_tokens
+
+
+def kernel_sizes(
+    config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
+) -> Sizes:
+    """Return the kernel's limits for a KV cache of so many blocks."""
+    generate = config.generate
+    return Sizes(
+        block_size=generate.block_size,
+        blocks=blocks,
+        slots=generate.slots,
+        batch_tokens=generate.max_batch_tokens,
+        chunk_tokens=generate.chunk_tokens,
+        context_tokens=context_tokens(config, info),
+        page_rows=PAGE_ROWS,
+        pages=arena_layout(config, info).pages,
+        encode_items=policies.encode_items_max,
+        waiting=generate.max_waiting,
+        prefix_cache=generate.prefix_cache,
+    )
+
+
+def leader_deadlines(config: Config) -> Deadlines:
+    """Return how long leaders wait for ranks."""
+    limits = config.deadlines
+    return Deadlines(
+        ready_s=limits.ready_s,
+        step_s=limits.step_s,
+        heartbeat_s=limits.heartbeat_s,
+        rank_timeout_s=limits.rank_timeout_s,
+    )
+
+
+def rank_roles(
+    config: Config, info: ModelInfo
+) -> list[tuple[EncodeRole | None, GenerateRole | None]]:
+    """Return the roles of each crew: one crew a group, or one for both; addresses come later."""
+    encode = EncodeRole(
+        address="",
+        plugin=config.encode.plugin,
+        settings=WorkerSettings(device=config.encode.device, threads=config.encode.threads_used),
+    )
+    generate = GenerateRole(
+        address="",
+        plugin=config.generate.plugin,
+        settings=WorkerSettings(
+            device=config.generate.device,
+            threads=config.generate.threads_used,
+            attention=config.generate.attention,
+        ),
+        memory=config.generate.memory,
+        slots=config.generate.slots,
+        block_size=config.generate.block_size,
+        context_tokens=context_tokens(config, info),
+        tokens_min=config.generate.block_size,
+    )
+    if config.placement == "together":
+        return [(encode, generate)]
+    return [(encode, None), (None, generate)]

@@ -1,0 +1,46 @@
+"""The cases of the load generator and their sizes; cheap to import, so that the command line may."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Case(enum.StrEnum):
+    """The four cases."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    SAME_IMAGE = "same-image"
+    CONVERSATION = "conversation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The size of the requests of a case; `turns` is 1 but for conversations."""
+
+    words: int
+    output_tokens: int
+    image_pixels: int
+    turns: int = 1
+
+
+_DEFAULT_SIZES = {
+    Case.TEXT: (120, 128),
+    Case.IMAGE: (100, 64),
+    Case.SAME_IMAGE: (100, 64),
+    Case.CONVERSATION: (30, 32),
+}
+
+
+def shape_of(
+    case: Case, *, words: int | None, output_tokens: int | None, image_pixels: int, turns: int
+) -> Shape:
+    """Return the shape of a case, its defaults replaced by what is given."""
+    default_words, default_output_tokens = _DEFAULT_SIZES[case]
+    return Shape(
+        words=default_words if words is None else words,
+        output_tokens=default_output_tokens if output_tokens is None else output_tokens,
+        image_pixels=image_pixels,
+        turns=turns if case is Case.CONVERSATION else 1,
+    )
