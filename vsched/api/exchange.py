@@ -155,6 +155,6 @@ def _too_large(size: str, limit: int) -> RequestRefused:
         "the request body is too large",
         value=f"{size} bytes",
         limit=f"{limit} bytes",
-        remedy="send fewer or smaller images or raise api.body_bytes_max",
+        remedy="send fewer or smaller images or raise server.body_bytes_max",
     )
     return RequestRefused(message, code="body_too_large", status=413)

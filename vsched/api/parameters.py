@@ -351,6 +351,6 @@ def template_arguments(
                 "chat_template_kwargs",
                 value="another name",
                 limit=", ".join(settings.template_arguments) or "none",
-                remedy="leave the others out or raise api.template_arguments",
+                remedy="leave the others out",
             )
     return dict(arguments or {})

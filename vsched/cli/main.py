@@ -6,6 +6,7 @@ import sys
 
 from vsched.cli import (
     app,
+    bench,
     checkpoint_command,
     config_commands,
     demo_command,
@@ -15,6 +16,7 @@ from vsched.cli import (
 from vsched.errors import VschedError
 
 COMMANDS = (
+    bench,
     demo_command,
     serve_command,
     checkpoint_command,

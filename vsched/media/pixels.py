@@ -158,7 +158,7 @@ class PixelStore:
                 "the images of this request are larger than the pixel space",
                 value=f"{needed} bytes of pixels",
                 limit=f"{self._size} bytes",
-                remedy="send fewer or smaller images, or raise the arena's pixel space",
+                remedy="send fewer or smaller images, or raise arena.pixel_bytes",
             )
             raise RequestRefused(message, code="pixels_exceeded", status=413)
         if self._waiters:

@@ -59,8 +59,14 @@ class KvCache:
     ) -> None:
         self.block_size = block_size
         shape = (blocks * block_size, kv_heads, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+        def layer() -> torch.Tensor:
+            # Written, not just asked for: a host hands out pages on first touch, and a step should neither wait for
+            # that nor be the one who finds that there are none.
+            return torch.empty(shape, dtype=dtype, device=device).zero_()
+
+        self.keys = [layer() for _ in range(layers)]
+        self.values = [layer() for _ in range(layers)]
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:

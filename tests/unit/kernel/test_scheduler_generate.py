@@ -15,10 +15,17 @@ from tests.unit.kernel.setups import (
     sizes,
     words,
 )
-from vsched.kernel.commands import EmitTokens
+from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.sizes import KernelPolicies, Sizes
-from vsched.policy import PreemptionPolicy, PreemptionView
+from vsched.kernel.events import Timer
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    PreemptionPolicy,
+    PreemptionView,
+)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -227,3 +234,37 @@ def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     cluster.drain()
     assert joined(cluster) == ["first", "second", "third"]
     assert_served(cluster, "first", "second", "third")
+
+
+class Held(AdmissionPolicy, frozen=True, kw_only=True):
+    """Holds everything until a time, then admits in order."""
+
+    until_ns: int
+
+    def admit(self, view: AdmissionView) -> Admission:
+        if view.now_ns < self.until_ns:
+            return Admission(hold_until_ns=self.until_ns)
+        return Admission(range(min(view.entries_free, len(view.waiting))))
+
+
+@pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
+def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
+    """E8: held entries are looked at again when the time has come, and nothing asks in between."""
+    held = Held(until_ns=1_000_000)
+    cluster = Cluster(sizes(), default_policies(**{stage: held}))
+    commands = cluster.submit(image_request("r1", (b"a", 8)))
+    if cluster.encode_log:
+        cluster.run_encode()
+        commands = []
+    commands += cluster.submit(image_request("r2", (b"b", 8)))
+    if cluster.encode_log:
+        cluster.run_encode()
+    assert cluster.encoded == [] if stage == "encode_admission" else cluster.decisions == []
+    cluster.now_ns = 1_000_000
+    cluster.send(Timer())
+    cluster.drain()
+    assert_served(cluster, "r1", "r2")
+    if stage == "encode_admission":
+        timers = [one for one in commands if isinstance(one, SetTimer)]
+        assert timers == [SetTimer(1_000_000)]
+        assert cluster.encoded == [[b"a", b"b"]]

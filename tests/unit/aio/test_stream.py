@@ -1,0 +1,232 @@
+"""From tokens to deltas: stop strings across tokens, merging, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from vsched.aio.stream import Generation, OutputDelta, StopMatcher, TokenLogprob
+from vsched.errors import RequestFailed
+from vsched.kernel.commands import Finish, RequestTimes
+from vsched.types import FinishReason
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "out", "stopped", "flushed"),
+    [
+        ((), ["ab", "c"], ["ab", "c"], False, ""),
+        (("x",), ["ab", "cxd"], ["ab", "c"], True, ""),
+        (("END",), ["some E", "N", "D more"], ["some ", "", ""], True, ""),
+        (("END",), ["some E", "N", "T"], ["some ", "", "ENT"], False, ""),
+        (("END",), ["EEN", "D"], ["E", ""], True, ""),
+        (("END",), ["a EN"], ["a "], False, "EN"),
+        (("bc", "abcd"), ["ab", "cd"], ["", "a"], True, ""),
+        (("cd", "bc"), ["abcd"], ["a"], True, ""),
+        (("\n\n",), ["a\n", "b\n", "\nc"], ["a", "\nb", ""], True, ""),
+        (("aab",), ["aa", "a", "b"], ["", "a", ""], True, ""),
+    ],
+)
+def test_stop_matcher_finds_stop_strings_across_pieces(
+    stops: tuple[str, ...], pieces: list[str], out: list[str], stopped: bool, flushed: str  # noqa: FBT001
+) -> None:
+    """Text that may begin a stop string is held back until that is decided."""
+    matcher = StopMatcher(stops)
+    results = [matcher.push(piece) for piece in pieces]
+    assert [text for text, _ in results] == out
+    assert results[-1][1] is stopped
+    assert not any(found for _, found in results[:-1])
+    assert matcher.flush() == flushed
+
+
+@pytest.mark.parametrize("stops", [("STOP",), ("\n\n", "###"), ("aba", "bab")])
+def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, ...]) -> None:
+    text = "one\n two ## aab STO ab STOP three ### abab \n\n four"
+    ends = [found for stop in stops if (found := text.find(stop)) >= 0]
+    for size in range(1, len(text)):
+        matcher = StopMatcher(stops)
+        out = ""
+        for start in range(0, len(text), size):
+            piece, stopped = matcher.push(text[start : start + size])
+            out += piece
+            if stopped:
+                break
+        assert out == text[: min(ends)]
+
+
+class Letters:
+    """Token n is the n-th letter; 99 is half a character, which is held back."""
+
+    def __init__(self) -> None:
+        self._half = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._half = token_ids[-1] == 99
+        return "".join(chr(97 + token) for token in token_ids if token < 26)
+
+    def flush(self) -> str:
+        return "?" if self._half else ""
+
+
+class Ended:
+    """What a generation asks of its replica."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[str, FinishReason]] = []
+        self.ends = 0
+
+    def on_stop(self, request_id: str, reason: FinishReason) -> None:
+        self.stops.append((request_id, reason))
+
+    def on_end(self) -> None:
+        self.ends += 1
+
+
+def generation(
+    *, stop: tuple[str, ...] = (), stop_token_ids: frozenset[int] = frozenset(), logprobs: bool = False
+) -> tuple[Generation, Ended]:
+    ended = Ended()
+    made = Generation(
+        "r",
+        prompt_tokens=3,
+        detokenizer=Letters(),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+        on_stop=ended.on_stop,
+        on_end=ended.on_end,
+    )
+    return made, ended
+
+
+def finish(
+    reason: FinishReason = FinishReason.LENGTH, *, message: str = "", code: str = ""
+) -> Finish:
+    return Finish("r", 1, reason, RequestTimes(cached_tokens=2), message, code)
+
+
+async def read(made: Generation) -> list[OutputDelta]:
+    async with asyncio.timeout(1):
+        return [delta async for delta in made]
+
+
+async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
+    made, _ = generation()
+    for token in (0, 1, 2):
+        made.push(token, None)
+    delta = await anext(made)
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("abc", [0, 1, 2], None)
+    made.push(3, None)
+    made.finish(finish())
+    assert await read(made) == [OutputDelta("d", [3], finish_reason="length")]
+    assert (made.output_tokens, made.cached_tokens) == (4, 2)
+
+
+async def test_generation_waits_for_a_token() -> None:
+    made, _ = generation()
+    reading = asyncio.ensure_future(anext(made))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    made.push(4, None)
+    async with asyncio.timeout(1):
+        assert (await reading).text == "e"
+
+
+async def test_generation_stop_string_across_tokens_ends_it() -> None:
+    """The text ends before the stop string, the replica is told, and nothing after it counts."""
+    made, ended = generation(stop=("bc",))
+    for token in (0, 1, 2, 3):
+        made.push(token, None)
+    assert ended.stops == [("r", FinishReason.STOP)]
+    made.finish(finish(FinishReason.STOP))
+    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop")]
+    assert made.output_tokens == 3
+    assert made.reason is FinishReason.STOP
+
+
+async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
+    """A stop string that the last allowed token completes ends the answer as a stop, not for its length."""
+    made, _ = generation(stop=("bc",))
+    for token in (0, 1, 2):
+        made.push(token, None)
+    made.finish(finish(FinishReason.LENGTH))
+    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop")]
+    assert made.reason is FinishReason.STOP
+
+
+async def test_generation_held_text_goes_out_at_the_end() -> None:
+    """The beginning of a stop string that never came, and half a character, are not lost."""
+    made, _ = generation(stop=("bcd",))
+    for token in (0, 1, 2):
+        made.push(token, None)
+    assert (await anext(made)).text == "a"
+    made.push(99, None)
+    made.finish(finish())
+    assert "".join(delta.text for delta in await read(made)) == "bc?"
+
+
+async def test_generation_stop_token_is_counted_and_not_shown() -> None:
+    made, ended = generation(stop_token_ids=frozenset({1}))
+    made.push(0, None)
+    made.push(1, None)
+    made.finish(finish(FinishReason.STOP))
+    assert await read(made) == [OutputDelta("a", [0, 1], finish_reason="stop")]
+    assert made.output_tokens == 2
+    assert ended.stops == []
+
+
+async def test_generation_logprobs_go_with_their_tokens() -> None:
+    made, _ = generation(logprobs=True)
+    first, second = (TokenLogprob(token, -0.5, [(token, -0.5)]) for token in (0, 1))
+    made.push(0, first)
+    assert (await anext(made)).logprobs == [first]
+    made.push(1, second)
+    made.finish(finish())
+    assert [delta.logprobs for delta in await read(made)] == [[second]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "status"),
+    [
+        (FinishReason.ERROR, "encode_failed", 500),
+        (FinishReason.ABORT, "cleared", 503),
+        (FinishReason.ABORT, "stopping", 503),
+    ],
+)
+async def test_generation_error_reaches_the_reader(
+    reason: FinishReason, code: str, status: int
+) -> None:
+    """F2: the failure travels to the caller, once."""
+    made, ended = generation()
+    made.push(0, None)
+    made.finish(finish(reason, message="why", code=code))
+    with pytest.raises(RequestFailed, match="why") as caught:
+        await anext(made)
+    assert (caught.value.code, caught.value.status) == (code, status)
+    assert await read(made) == []
+    assert ended.ends == 1
+
+
+async def test_generation_abort_asks_once_it_matters() -> None:
+    """F3: leaving frees what the request holds; after its end there is nothing to free."""
+    made, ended = generation()
+    made.push(0, None)
+    made.abort()
+    assert ended.stops == [("r", FinishReason.ABORT)]
+    made.finish(finish(FinishReason.ABORT))
+    made.abort()
+    assert len(ended.stops) == 1
+    assert [delta.finish_reason for delta in await read(made)] == ["abort"]
+
+
+async def test_generation_has_exactly_one_end() -> None:
+    """F4: a second terminal reply is a programming error; tokens after the first are dropped."""
+    made, ended = generation()
+    made.finish(finish())
+    made.push(0, None)
+    with pytest.raises(AssertionError, match="two terminal replies"):
+        made.finish(finish())
+    assert await read(made) == [OutputDelta("", [], finish_reason="length")]
+    assert await read(made) == []
+    assert ended.ends == 1

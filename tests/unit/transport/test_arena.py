@@ -1,0 +1,109 @@
+"""The shared-memory arena: seen by every process that is given it, and by no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from vsched.errors import ConfigError
+from vsched.transport.arena import Arena
+from vsched.types import ArenaLayout, Extent
+
+LAYOUT = ArenaLayout(pixel_bytes=1000, pages=6, page_rows=4, row_bytes=32)
+CHILD = """
+import sys, msgspec
+from vsched.transport.arena import Arena
+from vsched.types import ArenaLayout, Extent
+arena = Arena(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=ArenaLayout))
+pixels = arena.pixel_values(Extent(64, 48), 3)
+print(pixels.shape, float(pixels.sum()))
+arena.embeddings[5, 3, :] = 77
+"""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(LAYOUT)
+    yield arena
+    arena.close()
+
+
+def test_arena_regions_do_not_overlap(arena: Arena) -> None:
+    arena.pixels[:] = b"\xff" * LAYOUT.pixel_bytes
+    assert arena.embeddings.shape == (6, 4, 32)
+    assert not arena.embeddings.any()
+    arena.embeddings[:] = 1
+    assert bytes(arena.pixels) == b"\xff" * LAYOUT.pixel_bytes
+    assert LAYOUT.embedding_offset % 64 == 0
+    assert LAYOUT.total_bytes == LAYOUT.embedding_offset + 6 * 4 * 32
+
+
+def test_arena_pixel_values_are_a_view(arena: Arena) -> None:
+    values = arena.pixel_values(Extent(128, 96), 6)
+    assert (values.shape, values.dtype) == ((4, 6), np.float32)
+    arena.pixels[128:132] = np.float32(2.5).tobytes()
+    assert values[0, 0] == 2.5
+
+
+@pytest.mark.slow
+def test_arena_is_shared_with_a_child(arena: Arena) -> None:
+    """Both directions: a rank reads the pixels and writes embeddings that the engine sees."""
+    arena.pixels[64:112] = np.ones(12, np.float32).tobytes()
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(arena.fd), msgspec.json.encode(LAYOUT).decode()],
+        pass_fds=(arena.fd,),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=15,
+    )
+    assert done.stdout.strip() == "(4, 3) 12.0"
+    assert (arena.embeddings[5, 3] == 77).all()
+    assert not arena.embeddings[5, 2].any()
+
+
+def test_arena_has_no_name() -> None:
+    """Nothing to be left behind: no file in /dev/shm, and the descriptor is not inherited by accident."""
+    before = sorted(os.listdir("/dev/shm"))
+    arena = Arena.create(LAYOUT)
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert "memfd:vsched-arena (deleted)" in os.readlink(f"/proc/self/fd/{arena.fd}")
+    assert not os.get_inheritable(arena.fd)
+    arena.close()
+    assert not Path(f"/proc/self/fd/{arena.fd}").exists() or "vsched-arena" not in os.readlink(
+        f"/proc/self/fd/{arena.fd}"
+    )
+
+
+def test_arena_views_outlive_the_descriptor() -> None:
+    """A view that somebody still reads keeps the memory, not the descriptor."""
+    arena = Arena.create(LAYOUT)
+    rows = arena.embeddings
+    rows[0] = 3
+    arena.close()
+    assert (rows[0] == 3).all()
+
+
+def test_arena_larger_than_the_host_is_refused() -> None:
+    """F4: value, limit and remedy, before anything is taken from the host."""
+    layout = ArenaLayout(pixel_bytes=1 << 60, pages=1, page_rows=1, row_bytes=1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=r"value \d+, limit \d+ bytes\. Remedy: lower arena\."):
+        Arena.create(layout)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_arena_takes_memory_only_where_it_is_written() -> None:
+    """A large arena costs nothing until it is used."""
+    arena = Arena.create(ArenaLayout(pixel_bytes=1 << 30, pages=1, page_rows=1, row_bytes=64))
+    assert os.fstat(arena.fd).st_blocks == 0
+    arena.pixels[:10] = b"x" * 10
+    assert 0 < os.fstat(arena.fd).st_blocks * 512 < 1 << 20
+    arena.close()

@@ -1,0 +1,218 @@
+"""The control plane: nothing is lost behind an edge, and a deaf rank holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, RankLink, rank_identity, wait_readable
+
+Frame = tuple[bytes, bytes]
+
+
+@pytest.fixture
+async def context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+class Leading:
+    """A leader's link that keeps what it hears."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.heard: list[Frame] = []
+        self._changed = asyncio.Event()
+        self.link = LeaderLink(context, address, self._on_frame)
+
+    def _on_frame(self, identity: bytes, frame: bytes) -> None:
+        self.heard.append((identity, frame))
+        self._changed.set()
+
+    async def hear(self, count: int) -> list[Frame]:
+        async with asyncio.timeout(10):
+            while len(self.heard) < count:
+                await self._changed.wait()
+                self._changed.clear()
+        return self.heard
+
+
+@pytest.fixture
+async def leading(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> AsyncIterator[Leading]:
+    leading = Leading(context, f"ipc://{tmp_path}/group")
+    yield leading
+    leading.link.close()
+
+
+@pytest.fixture
+def connect(leading: Leading) -> Iterator[Callable[[int], RankLink]]:
+    links: list[RankLink] = []
+
+    def connect(rank: int) -> RankLink:
+        links.append(RankLink(leading.link.address, rank))
+        return links[-1]
+
+    yield connect
+    for link in links:
+        link.socket.setsockopt(zmq.LINGER, 0)
+        link.close()
+
+
+def receive(link: RankLink, count: int) -> list[list[bytes]]:
+    """Receive so many messages, blocking."""
+    messages = []
+    while len(messages) < count:
+        message = link.receive()
+        if message is not None:
+            messages.append(message)
+        elif not wait_readable([link], 10):
+            break
+    return messages
+
+
+async def test_link_drains_everything_behind_one_edge(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """The descriptor tells only that something changed: all that came is read, in order."""
+    link = connect(0)
+    frames = [b"%d" % index for index in range(3000)]
+    for frame in frames:
+        link.send(frame)
+    heard = await leading.hear(len(frames))
+    assert heard == [(rank_identity(0), frame) for frame in frames]
+
+
+async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """Sending processes the socket's commands, and with them the edge of what has come meanwhile."""
+    link = connect(0)
+    link.send(b"hello")
+    await leading.hear(1)
+    for index in range(50):
+        # The report arrives while the loop is kept from its descriptor.
+        link.send(b"report %d" % index)
+        assert zmq.Poller().poll(0) == []
+        assert leading.link.send(0, [b"decision", b"%d" % index])
+        assert receive(link, 1) == [[b"decision", b"%d" % index]]
+        await leading.hear(2 + index)
+    assert len(leading.heard) == 51
+
+
+async def test_link_keeps_order_in_both_directions(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """A7: entries arrive in the order in which they were sent, to every rank."""
+    links = [connect(rank) for rank in range(3)]
+    for link in links:
+        link.send(b"hello")
+    await leading.hear(3)
+    for index in range(200):
+        for rank in range(3):
+            assert leading.link.send(rank, [b"head", b"%d" % index])
+    expected = [[b"head", b"%d" % index] for index in range(200)]
+    assert [receive(link, 200) for link in links] == [expected] * 3
+
+
+async def test_link_tells_that_a_rank_was_never_there(leading: Leading) -> None:
+    """G2: an unknown peer gets nothing, and sending to it tells so."""
+    assert not leading.link.send(7, [b"decision"])
+
+
+async def test_link_tells_that_a_rank_is_gone(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """F2: a rank that went is noticed by sending, at the latest when its queue is full."""
+    link = RankLink(leading.link.address, 0)
+    link.send(b"hello")
+    await leading.hear(1)
+    link.close()
+    async with asyncio.timeout(5):
+        while leading.link.send(0, [b"decision"]):
+            await asyncio.sleep(0)
+
+
+async def test_link_never_waits_for_a_peer_that_never_reads(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """G2: a deaf rank is reported once its queue is full; the others do not notice."""
+    deaf, good = RankLinkThatNeverReads(leading.link.address, 0), connect(1)
+    deaf.send(b"hello")
+    good.send(b"hello")
+    await leading.hear(2)
+    sent = 0
+    frames = [b"h" * 24, bytes(4096)]
+    started_s = asyncio.get_running_loop().time()
+    while leading.link.send(0, frames):
+        sent += 1
+        assert sent < 20 * QUEUE_MAX, "the queue to a rank has no bound"
+    assert asyncio.get_running_loop().time() - started_s < 5
+    assert sent >= QUEUE_MAX
+    assert leading.link.send(1, [b"still", b"here"])
+    assert receive(good, 1) == [[b"still", b"here"]]
+    deaf.close()
+
+
+class RankLinkThatNeverReads(RankLink):
+    """A rank with a bounded queue of its own, as a stuck process is."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.connect(address)
+
+
+async def test_link_drops_messages_of_another_shape(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """G2: a report is one frame; anything else is dropped."""
+    link = connect(0)
+    link.socket.send_multipart([b"two", b"frames"])
+    link.socket.send_multipart([b"", b"", b""])
+    link.send(b"one frame")
+    assert await leading.hear(1) == [(rank_identity(0), b"one frame")]
+
+
+async def test_link_second_peer_with_a_rank_identity_is_not_heard(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """G2: nobody takes over the place of a rank that is connected."""
+    link = connect(0)
+    link.send(b"hello")
+    await leading.hear(1)
+    thief = connect(0)
+    thief.send(b"I am rank 0")
+    link.send(b"no, I am")
+    assert await leading.hear(2) == [
+        (rank_identity(0), b"hello"),
+        (rank_identity(0), b"no, I am"),
+    ]
+    assert leading.link.send(0, [b"for the", b"first"])
+    assert receive(link, 1) == [[b"for the", b"first"]]
+    assert thief.receive() is None
+
+
+async def test_link_close_may_be_called_twice(leading: Leading) -> None:
+    leading.link.close()
+    leading.link.close()
+    assert not leading.link.send(0, [b"decision"])
+
+
+async def test_link_rank_hears_nothing_for_the_timeout(
+    leading: Leading, connect: Callable[[int], RankLink]
+) -> None:
+    """A18: a rank waits no longer than it is told."""
+    link = connect(0)
+    assert not wait_readable([link], 0.001)
+    assert link.receive() is None
+
+

@@ -1,0 +1,49 @@
+"""`vsched bench kernel`: what the scheduler itself costs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from vsched.cli.config_commands import ConfigOption, SetOption, load
+
+
+def kernel(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    steps: Annotated[int, typer.Option(help="Events a repeat.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Repeats a case.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure microseconds a steady decode step, and a one-image request, with the configured policies."""
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    from vsched.assembly import kernel_policies
+    from vsched.bench.kernel import RUNNING, measure_arrival, measure_decode
+
+    policies = kernel_policies(load(config, assignments).policies)
+    console = Console()
+    rows = [
+        measure_decode(policies, running, steps=steps, repeats=repeats)
+        for running in track(RUNNING, "decode steps", console=console, transient=True)
+    ]
+    rows.append(measure_arrival(policies, requests=steps, repeats=repeats))
+    table = Table(title=f"The kernel alone, µs an event ({repeats} x {steps} events)")
+    for name in ("case", "running", "p50", "p99", "mean", "spread of medians"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in rows:
+        numbers = (row.p50_us, row.p99_us, row.mean_us, row.spread_us)
+        running = str(row.running) if row.running else "-"
+        table.add_row(row.case, running, *(f"{number:.1f}" for number in numbers))
+    console.print(table)
+    if out is not None:
+        report = {"load": os.getloadavg()[0], "rows": rows}
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
