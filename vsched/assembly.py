@@ -94,6 +94,7 @@ def kernel_sizes(
         pages=arena_layout(config, info).pages,
         encode_items=policies.encode_items_max,
         waiting=generate.max_waiting,
+        waiting_bytes=generate.max_waiting_bytes,
         prefix_cache=generate.prefix_cache,
     )
 

@@ -9,7 +9,7 @@ it; a proposal that is out of range, or a policy that raises, is counted and log
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Annotated, ClassVar, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ class Entry(Protocol):
 
     `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
     the size is not known; such an entry is never counted as 0. `blocks` is the KV blocks it needs (0 for items).
+    A larger `priority` is more urgent. `target_ns` is when its first token is due, None without a target.
     """
 
     @property
@@ -44,6 +45,8 @@ class Entry(Protocol):
     def priority(self) -> int: ...
     @property
     def arrived_ns(self) -> int: ...
+    @property
+    def target_ns(self) -> int | None: ...
 
 
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +126,9 @@ class EncodingPolicy(Policy, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "encoding"
     method: ClassVar[str] = "select"
+    scope: ClassVar[Literal["item", "request"]] = "item"
+    """What shares a cache entry: `item`, equal images wherever they appear; `request`, only the very same set of
+    images in the same order, so that an image more makes all of them new."""
 
     def select(self, view: EncodingView) -> Sequence[int]:
         """Return indices into `view.items` to encode now; those that the chunk needs are always added."""

@@ -25,7 +25,6 @@ from vsched.plugins import load_worker, resolve_policy
 from vsched.policy import Fail, MemoryPolicy
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import RankLink, wait_readable
-from vsched.types import Extent
 from vsched.wire import (
     Beat,
     EncodeResult,
@@ -179,11 +178,8 @@ def _load_encoder(
     spec: RankSpec, role: EncodeRole, arena: Arena, progress: Callable[[str, float], None]
 ) -> EncodeSide:
     worker = load_worker(role.plugin).load_encoder(spec.info, role.settings, progress)
-
-    def pixel_values(extent: Extent) -> object:
-        return arena.pixel_values(extent, spec.info.patch_values)
-
-    return EncodeSide(EncodeRank(worker, arena.embeddings, pixel_values))  # type: ignore[arg-type]
+    patch_values = spec.info.patch_values
+    return EncodeSide(EncodeRank(worker, arena.embeddings, arena.read, patch_values=patch_values))
 
 
 def _load_generator(

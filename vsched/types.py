@@ -62,6 +62,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         offset: Index of its first placeholder in the prompt.
         grid: Patches in time, height and width, before the merge.
         pixels: Where its pixels lie in the arena, float32 of shape [t*h*w, patch values].
+        encoded: The client brought the embedding itself: `pixels` holds its rows, [tokens, row bytes], instead.
     """
 
     key: bytes
@@ -69,6 +70,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     grid: tuple[int, int, int]
     pixels: Extent | None = None
+    encoded: bool = False
 
     @property
     def end(self) -> int:
@@ -79,8 +81,9 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the engine submits it to a replica.
 
-    `items` are in prompt order and do not overlap. `arrived_ns` is the shell's clock at submission. `cache_salt`
-    separates the prefix and embedding caches of tenants.
+    `items` are in prompt order and do not overlap. A larger `priority` is more urgent, and `ttft_target_ms` is when the
+    client wants its first token, counted from arrival, for policies that heed them. `cache_salt` separates the prefix
+    and embedding caches of tenants.
     """
 
     request_id: str
@@ -88,7 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[MediaItem, ...] = ()
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
-    arrived_ns: int = 0
+    ttft_target_ms: int | None = None
     cache_salt: str = ""
 
 

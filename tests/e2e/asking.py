@@ -113,17 +113,19 @@ async def begin(
 ) -> Generation:
     """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
-    return await engine.generate(
-        prompt=engine.preprocessor.render(ask.messages),
-        images=[data_url(image) for image in ask.images],
-        sampling=chosen,
-        request_id=request_id or f"ask-{next(_numbers)}",
-    )
+    async with asyncio.timeout(WAIT_S):
+        return await engine.generate(
+            prompt=engine.preprocessor.render(ask.messages),
+            images=[data_url(image) for image in ask.images],
+            sampling=chosen,
+            request_id=request_id or f"ask-{next(_numbers)}",
+        )
 
 
 async def read(generation: Generation) -> Answer:
     """Read a generation to its end."""
-    return Answer([delta async for delta in generation])
+    async with asyncio.timeout(WAIT_S):
+        return Answer([delta async for delta in generation])
 
 
 async def answer(

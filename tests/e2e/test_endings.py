@@ -43,7 +43,10 @@ async def test_abort_while_prefilling_and_waiting(engine: Engine) -> None:
             await asyncio.sleep(0)
     found = await asyncio.gather(*(read(one) for one in generations))
     assert [one.token_ids for one in found[::5]] == alone
-    assert {one.finish_reason for index, one in enumerate(found) if index % 5} <= {"abort", "length"}
+    assert {one.finish_reason for index, one in enumerate(found) if index % 5} <= {
+        "abort",
+        "length",
+    }
 
 
 async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:

@@ -55,7 +55,9 @@ async def test_bad_image_is_refused_and_others_are_served(engine: Engine, name: 
     """G7: a 400 for that request, which says which image; F4, G8."""
     good = drawn_image(903)
     prompt = engine.preprocessor.render(Ask(TEXTS[0], [good, good]).messages)
-    error = await refusal(engine, prompt=prompt, images=[data_url(good), IMAGES[name]()], sampling=GREEDY)
+    error = await refusal(
+        engine, prompt=prompt, images=[data_url(good), IMAGES[name]()], sampling=GREEDY
+    )
     assert error.status == 400
     assert "Remedy: " in error.message or "remedy" in error.message.lower(), error.message
     assert "image 1" in error.message or "images[1]" in error.message, error.message

@@ -35,7 +35,9 @@ def grown(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engine: Engine) -> None:
     """D2: turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
     # Random weights may say anything, an image placeholder too: then that conversation has no next turn.
-    turns = [await converse(engine, [drawn_image(700 + 4 * n + k) for k in range(4)]) for n in range(4)]
+    turns = [
+        await converse(engine, [drawn_image(700 + 4 * n + k) for k in range(4)]) for n in range(4)
+    ]
     assert max(turns) == 4, f"no conversation was whole: {turns}"
 
 

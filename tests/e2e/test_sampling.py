@@ -37,7 +37,9 @@ SAMPLINGS = {
 
 
 def sampling(name: str, **changes: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": ASK.count, "ignore_eos": True, **SAMPLINGS[name], **changes})
+    return SamplingParams(
+        **{"max_tokens": ASK.count, "ignore_eos": True, **SAMPLINGS[name], **changes}
+    )
 
 
 @pytest.mark.slow
@@ -68,6 +70,8 @@ async def test_seeds_give_different_answers(engine: Engine) -> None:
 
 
 async def test_penalties_change_the_greedy_answer(engine: Engine) -> None:
-    plain = await answer(engine, ASK, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    plain = await answer(
+        engine, ASK, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    )
     penalised = await answer(engine, ASK, sampling("greedy-penalised", max_tokens=60))
     assert len(set(penalised.token_ids)) > len(set(plain.token_ids))

@@ -1,8 +1,8 @@
 """The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
 
-One timer serves all of it. At every tick the leader sends a heartbeat if it sent nothing since the last one, and looks
-whether a deadline has passed: of a step that is out, or of a rank that owes an answer. So an idle gap is never longer
-than one interval, whatever the leader was doing.
+One timer serves all of it, due one interval after the last entry was sent. When it fires, the leader sends a heartbeat
+if nothing was sent meanwhile, and looks whether a deadline has passed: of a step that is out, or of a rank that owes an
+answer. So a gap is never longer than one interval, whatever the leader was doing.
 """
 
 from __future__ import annotations
@@ -130,10 +130,12 @@ class Leader:
         try:
             report = decode_report(frame)
         except msgspec.DecodeError:
-            self.lose(f"rank {rank} sent a frame that is no report")
+            if rank in self._heard_s:
+                self.lose(f"rank {rank} sent a frame that is no report")
             return
         if isinstance(report, Hello):
-            if report.rank == rank and hmac.compare_digest(report.secret, self._secret):
+            said, secret = report.secret.encode(), self._secret.encode()
+            if report.rank == rank and hmac.compare_digest(said, secret):
                 self._heard_s[rank] = self._loop.time()
             return
         if rank not in self._heard_s:
@@ -146,8 +148,7 @@ class Leader:
         match report:
             case GenerateResult() | EncodeResult():
                 if rank == 0:  # all ranks compute the same; the first speaks for the group
-                    self._steps_out.popleft()
-                    self._on_result(report)
+                    self._take_result(report)
             case Beat(_, memory):
                 self.memory[rank] = {**self.memory.get(rank, {}), **memory}
             case Loading(what, fraction):
@@ -157,10 +158,24 @@ class Leader:
                 self.memory[rank] = report.memory
                 self._ready[rank] = report
                 if len(self._ready) == self._ranks and not self.ready.done():
-                    self._timer = self._loop.call_later(self._deadlines.heartbeat_s, self._tick)
-                    self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
+                    self._begin()
             case Failure(kind, message):
                 self.lose(f"rank {rank} stopped with {kind}: {message}")
+
+    def _begin(self) -> None:
+        """All ranks are ready: from now on they owe answers, however early they were."""
+        self._heard_s = dict.fromkeys(self._heard_s, self._loop.time())
+        self._timer = self._loop.call_later(self._deadlines.heartbeat_s, self._tick)
+        self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
+
+    def _take_result(self, result: GenerateResult | EncodeResult) -> None:
+        if not self._steps_out:
+            self.lose("rank 0 sent a result of no step that is out")
+            return
+        self._steps_out.popleft()
+        if self._steps_out:
+            self._steps_out[0] = self._loop.time()  # the next begins when the one before it is done
+        self._on_result(result)
 
     def _tick(self) -> None:
         if self._over:
@@ -179,6 +194,7 @@ class Leader:
                 if now_s - heard_s > limits.rank_timeout_s + limits.heartbeat_s:
                     self.lose(f"rank {rank} was silent for {now_s - heard_s:.0f} s")
                     return
-        if now_s - self._sent_s >= limits.heartbeat_s / 2:
+        if now_s >= self._sent_s + limits.heartbeat_s:
             self._append(Heartbeat())
-        self._timer = self._loop.call_later(limits.heartbeat_s, self._tick)
+        due_s = self._sent_s + limits.heartbeat_s
+        self._timer = self._loop.call_later(due_s - now_s, self._tick)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
 
@@ -67,7 +68,8 @@ class FifoQueue(Generic[Item]):
                 await getter
             except asyncio.CancelledError:
                 if getter.cancelled():
-                    self._getters.remove(getter)
+                    with contextlib.suppress(ValueError):  # an entry that came meanwhile skipped it
+                        self._getters.remove(getter)
                 elif self._items:
                     self._wake()  # the wake-up was ours; somebody else must take the entry
                 raise

@@ -80,6 +80,7 @@ class Replica:
         self._result: GenerateResult | None = None
         self._streams: dict[str, Generation] = {}
         self._by_number: dict[int, Generation] = {}
+        self._arriving: Generation | None = None
         self._refused: Refuse | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,16 +137,16 @@ class Replica:
         Raises:
             RequestRefused: When the kernel refuses it.
         """
-        self._streams[request.request_id] = generation
-        self._idle.clear()
+        # It gets its id once it is accepted: a refused one may carry the id of another that runs.
+        self._arriving = generation
         self._refused = None
         self.handle(Submitted(request, stop_token_ids))
-        self._raise_refused(request.request_id)
+        self._arriving = None
+        self._raise_refused()
 
-    def _raise_refused(self, request_id: str) -> None:
+    def _raise_refused(self) -> None:
         refused = self._refused
         if refused is not None:
-            self._drop(request_id)
             raise RequestRefused(
                 refused.message,
                 code=refused.code,
@@ -203,7 +204,9 @@ class Replica:
                     self._by_number.pop(command.number)
                     self._drop(command.request_id).finish(command)
                 case Accept(request_id, number):
-                    self._by_number[number] = self._streams[request_id]
+                    assert self._arriving is not None, "accepted what nobody submitted"
+                    self._by_number[number] = self._streams[request_id] = self._arriving
+                    self._idle.clear()
                 case Refuse():
                     self._refused = command
                 case SetTimer(deadline_ns):

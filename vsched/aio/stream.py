@@ -45,9 +45,14 @@ class StopMatcher:
         if not self._stops:
             return text, False
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [
+            (index + len(stop), index)
+            for stop in self._stops
+            if (index := self._held.find(stop)) >= 0
+        ]
         if found:
-            out, self._held = self._held[: min(found)], ""
+            # What ends first is what a text that came letter by letter would have stopped at.
+            out, self._held = self._held[: min(found)[1]], ""
             return out, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
@@ -138,6 +143,9 @@ class Generation:
         if not self._stopped:
             text, _ = self._matcher.push(self._detokenizer.flush())
             self._text += [text, self._matcher.flush()]
+        elif finish.reason is FinishReason.LENGTH:
+            # The last token that it was allowed completed a stop string.
+            finish = msgspec.structs.replace(finish, reason=FinishReason.STOP)
         self._finish = finish
         self.times = finish.times
         self._on_end()

@@ -21,6 +21,7 @@ from vsched.errors import ConfigError, VschedError
 
 _READ_BYTES = 256 * 1024
 _ERROR_CHARACTERS_MAX = 300
+_READY_POLL_S = 0.5
 
 
 class BenchError(VschedError):
@@ -67,6 +68,7 @@ class Sample:
     pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    status: int | None = None
     error: str | None = None
 
     @property
@@ -133,6 +135,7 @@ class BenchClient:
                 status = await self._exchange(
                     "POST", "/v1/chat/completions", body, response, sample
                 )
+            sample.status = status
             if status != 200:
                 text = bytes(response.body).decode("utf-8", "replace")
                 sample.error = f"status {status}: {text[:_ERROR_CHARACTERS_MAX]}"
@@ -142,6 +145,18 @@ class BenchClient:
             sample.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]
         sample.ended = time.perf_counter()
         return sample
+
+    async def chat_when_ready(self, body: bytes) -> Sample:
+        """Send a chat request again for as long as the server answers 503, as one that is still loading does.
+
+        Blocks: up to the client's timeout, and once more for the request itself.
+        """
+        deadline = time.perf_counter() + self._timeout_s
+        while True:
+            sample = await self.chat(body)
+            if sample.status != 503 or time.perf_counter() > deadline:
+                return sample
+            await asyncio.sleep(_READY_POLL_S)
 
     async def _exchange(
         self, method: str, path: str, body: bytes, response: _Response, sample: Sample | None

@@ -66,7 +66,7 @@ async def run_load(client: BenchClient, load: Load, finished: Callable[[], None]
     Everything is drawn, and for one-turn cases encoded, before the clock starts.
     """
     for index in range(load.warmup):
-        await _talk(client, load, load.draw(-1 - index)[:1], lambda: None)
+        await client.chat_when_ready(load.body(load.draw(-1 - index)[:1]))
     drawn = [load.draw(index) for index in range(load.sessions)]
     if load.shape.turns == 1:
         bodies = [load.body(turns) for turns in drawn]

@@ -169,6 +169,10 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     max_waiting: Annotated[
         int, Meta(ge=0, description="Most requests that wait; further ones get a 429.")
     ] = 1024
+    max_waiting_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Most bytes that waiting requests hold; further ones get a 429."),
+    ] = 1 << 30
     context_tokens: Annotated[
         int, Meta(ge=0, description="Longest prompt and output together; 0 for the checkpoint's.")
     ] = 0

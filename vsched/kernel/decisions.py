@@ -85,13 +85,17 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 
 
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
-    """Encode one item from the arena's pixels into the arena's pages."""
+    """Encode one item from the arena's pixels into the arena's pages.
+
+    With `encoded`, `pixels` holds finished embedding rows, which are only copied.
+    """
 
     key: bytes
     grid: tuple[int, int, int]
     tokens: int
     pixels: Extent
     pages: list[int]
+    encoded: bool = False
 
 
 class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from vsched.types import MediaItem
+from vsched.kernel.request import RequestState
 
 
 class EntryPhase(enum.Enum):
@@ -33,28 +33,33 @@ class EmbeddingEntry:
         "priority",
         "readers",
         "tainted",
+        "target_ns",
         "users",
     )
 
-    def __init__(
-        self, item: MediaItem, order: tuple[int, int], *, now_ns: int, priority: int
-    ) -> None:
-        self.item = item
-        self.order = order
+    def __init__(self, state: RequestState, index: int, now_ns: int) -> None:
+        self.item = state.items[index]
+        self.order = (state.number, index)
         self.phase = EntryPhase.QUEUED
         self.pages: list[int] = []
-        self.users: dict[int, tuple[int, int]] = {}
+        self.users: dict[int, tuple[int, int]] = {state.number: self.order}
         self.readers = 0
         self.attempts = 0
         self.alone = False
         self.tainted = False
         self.arrived_ns = now_ns
-        self.priority = priority
+        self.priority = state.request.priority
+        self.target_ns = state.target_ns
 
     @property
     def tokens(self) -> int | None:
-        """Encoder output tokens; None (runs alone) once it was part of a batch that failed."""
-        return None if self.alone else self.item.tokens
+        """Tokens that the encoder computes: none for an embedding that the client brought.
+
+        None (it runs alone) once it was part of a batch that failed.
+        """
+        if self.alone:
+            return None
+        return 0 if self.item.encoded else self.item.tokens
 
     @property
     def blocks(self) -> int:

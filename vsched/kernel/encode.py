@@ -59,10 +59,9 @@ class EncodeStage:
 
     # --- what requests ask for ---
 
-    def want(
-        self, item: MediaItem, user: int, order: tuple[int, int], *, now_ns: int, priority: int
-    ) -> bool:
+    def want(self, state: RequestState, index: int, now_ns: int) -> bool:
         """Claim an item for a request; return whether its embedding is ready."""
+        item, user, order = state.items[index], state.number, (state.number, index)
         entry = self._entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and self._is_idle(entry):
             # D9: the digest says the same, the length another: the cached entry cannot be trusted.
@@ -70,16 +69,17 @@ class EncodeStage:
             entry = None
         if entry is None:
             self.misses += 1
-            entry = EmbeddingEntry(item, order, now_ns=now_ns, priority=priority)
-            entry.users[user] = order
+            entry = EmbeddingEntry(state, index, now_ns)
             self._entries[item.key] = entry
             self._queue.put(entry)
+            self.hold_until_ns = None  # the policy may find it worth going now
             return False
         if user not in entry.users:
             self.hits += 1
             self._use(entry)
             if entry.item.tokens == item.tokens:
                 entry.item = item  # the pixels of an earlier user may be gone
+            entry.priority = max(entry.priority, state.request.priority)
         entry.users[user] = min(order, entry.users.get(user, order))
         self._move_up(entry, order)
         return entry.phase is EntryPhase.READY
@@ -156,6 +156,18 @@ class EncodeStage:
         admission = ask_admission(self._admission, view, self._faults)
         self.hold_until_ns = admission.hold_until_ns
         chosen = [waiting[index] for index in admission.indices][: self._sizes.encode_items]
+        batch = self._take(chosen)
+        if not batch and chosen:
+            # The policy's first choice has no room. The front of the line can always make some.
+            batch = self._take([waiting[0]])
+        if not batch:
+            return None
+        self._flying = batch
+        self._step += 1
+        return EncodeDecision(self._step, [_task(entry) for entry in batch])
+
+    def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
+        """Move entries from the queue into a batch, as far as pages allow."""
         batch: list[EmbeddingEntry] = []
         for entry in chosen:
             if (entry.alone and batch) or not self._allocate(entry):
@@ -165,11 +177,7 @@ class EncodeStage:
             batch.append(entry)
             if entry.alone:
                 break
-        if not batch:
-            return None
-        self._flying = batch
-        self._step += 1
-        return EncodeDecision(self._step, [_task(entry) for entry in batch])
+        return batch
 
     def finish(self, step: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
@@ -357,4 +365,5 @@ class EncodeStage:
 def _task(entry: EmbeddingEntry) -> EncodeTask:
     item = entry.item
     assert item.pixels is not None, "an item without pixels reached the encode stage"
-    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, list(entry.pages))
+    pages = list(entry.pages)
+    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, pages, item.encoded)

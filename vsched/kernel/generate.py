@@ -78,6 +78,7 @@ class GenerateStage:
         self._entries[state.number] = entry
         self._queue.put(entry)
         self._blocked = False
+        self.hold_until_ns = None  # the policy may find it worth going now
 
     def dequeue(self, state: RequestState) -> None:
         """Take a request out of the line."""
@@ -97,7 +98,7 @@ class GenerateStage:
         parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
         hashes += chain_hashes(
             state.tokens,
-            state.items,
+            state.request.items,  # by content: what KV depends on, however embeddings are cached
             block_size=self._sizes.block_size,
             parent=parent,
             start_block=len(hashes),

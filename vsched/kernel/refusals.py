@@ -67,13 +67,24 @@ def refuse_duplicate(request: Request) -> Refuse:
     return Refuse(request.request_id, "duplicate_id", 409, message)
 
 
-def refuse_full(request: Request, waiting: int, sizes: Sizes) -> Refuse:
+def refuse_full_count(request: Request, waiting: int, sizes: Sizes) -> Refuse:
     """Refuse a request because too many wait already; it may come again."""
     message = limit_message(
         "too many requests wait",
         value=waiting + 1,
         limit=sizes.waiting,
         remedy="try again later, or raise generate.max_waiting",
+    )
+    return Refuse(request.request_id, "queue_full", 429, message, retry_after_s=1)
+
+
+def refuse_full_bytes(request: Request, size: int, sizes: Sizes) -> Refuse:
+    """Refuse a request because those that wait hold too many bytes; it may come again."""
+    message = limit_message(
+        "the requests that wait hold too many bytes",
+        value=size,
+        limit=sizes.waiting_bytes,
+        remedy="try again later, or raise generate.max_waiting_bytes",
     )
     return Refuse(request.request_id, "queue_full", 429, message, retry_after_s=1)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
+from hashlib import blake2b
+
+import msgspec
 
 from vsched.kernel.decisions import ItemPlace, RequestData
 from vsched.types import MediaItem, Request
@@ -30,6 +33,8 @@ class RequestState:
         first_step: The step that yields the first token of this life; -1 before its last chunk is decided.
         bucket: Which steps, modulo the block size, give it a block while it decodes.
         wanted: Indices of its items that it asked the encode stage for and has not consumed.
+        items: The request's items, under the keys that the embedding cache knows them by.
+        host_bytes: Host memory that it keeps occupied.
         known: Whether the generate ranks hold its data.
         losses: How often a group went down while it was in flight there.
     """
@@ -44,6 +49,8 @@ class RequestState:
         "first_step",
         "first_token_ns",
         "hashes",
+        "host_bytes",
+        "items",
         "items_ready_ns",
         "known",
         "losses",
@@ -61,9 +68,17 @@ class RequestState:
     )
 
     def __init__(
-        self, request: Request, number: int, stop_token_ids: tuple[int, ...], now_ns: int
+        self,
+        request: Request,
+        number: int,
+        stop_token_ids: tuple[int, ...],
+        now_ns: int,
+        *,
+        scope: str = "item",
     ) -> None:
         self.request = request
+        self.items = request.items if scope == "item" else _keyed_by_set(request.items)
+        self.host_bytes = host_bytes(request)
         self.number = number
         self.order = (number, 0)
         self.stop_token_ids = stop_token_ids
@@ -93,9 +108,12 @@ class RequestState:
         return len(self.request.prompt_token_ids)
 
     @property
-    def items(self) -> tuple[MediaItem, ...]:
-        """Its items in prompt order."""
-        return self.request.items
+    def target_ns(self) -> int | None:
+        """When its first token is due; None without a target, or once it came."""
+        target_ms = self.request.ttft_target_ms
+        if target_ms is None or self.first_token_ns:
+            return None
+        return self.submitted_ns + target_ms * 1_000_000
 
     def data(self) -> RequestData:
         """Return what ranks must hold of it."""
@@ -106,6 +124,25 @@ class RequestState:
             sampling=self.request.sampling,
             stop_token_ids=self.stop_token_ids,
         )
+
+
+def host_bytes(request: Request) -> int:
+    """Return the bytes of host memory that a request occupies: its tokens, and its items' pixels."""
+    pixels = sum(item.pixels.size for item in request.items if item.pixels is not None)
+    return 4 * len(request.prompt_token_ids) + pixels
+
+
+def _keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+    """Return items whose keys cover the whole set of images that they are part of."""
+    whole = blake2b(
+        b"".join(item.key for item in items), digest_size=32, person=b"vsched.set"
+    ).digest()
+    return tuple(
+        msgspec.structs.replace(
+            item, key=blake2b(whole + index.to_bytes(4, "little"), digest_size=32).digest()
+        )
+        for index, item in enumerate(items)
+    )
 
 
 class ReadyEntry:
@@ -137,6 +174,11 @@ class ReadyEntry:
     def arrived_ns(self) -> int:
         """When it was submitted."""
         return self.state.submitted_ns
+
+    @property
+    def target_ns(self) -> int | None:
+        """When its first token is due."""
+        return self.state.target_ns
 
     def __repr__(self) -> str:
         return f"<request {self.state.number}: {self.tokens} tokens, {self.blocks} blocks>"

@@ -16,6 +16,7 @@ from vsched.kernel.commands import (
     EmitTokens,
     Finish,
     Notice,
+    Refuse,
     RequestTimes,
     RestartGroup,
     SetTimer,
@@ -35,8 +36,13 @@ from vsched.kernel.events import (
 )
 from vsched.kernel.generate import GenerateStage
 from vsched.kernel.guard import PolicyFaults, ask_encoding
-from vsched.kernel.refusals import refuse_duplicate, refuse_full, refuse_impossible
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.refusals import (
+    refuse_duplicate,
+    refuse_full_bytes,
+    refuse_full_count,
+    refuse_impossible,
+)
+from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.policy import EncodingView, ItemSpan
 from vsched.types import FinishReason, Request
@@ -59,6 +65,7 @@ class Scheduler:
         self._requests: dict[int, RequestState] = {}
         self._numbers: dict[str, int] = {}
         self._arrivals = 0
+        self._live_bytes = 0
         self._now_ns = 0
         self._timer_ns: int | None = None
         self._commands: list[Command] = []
@@ -98,23 +105,38 @@ class Scheduler:
     # --- arrivals ---
 
     def _on_submitted(self, request: Request, stop_token_ids: tuple[int, ...]) -> None:
-        waiting = len(self._requests) - len(self.generate.running)
         refusal = refuse_impossible(request, self.sizes)
         if refusal is None and request.request_id in self._numbers:
             refusal = refuse_duplicate(request)
-        if refusal is None and waiting >= self.sizes.waiting:
-            refusal = refuse_full(request, waiting, self.sizes)
+        if refusal is None:
+            refusal = self._refuse_full(request)
         if refusal is not None:
             self.refused[refusal.code] = self.refused.get(refusal.code, 0) + 1
             self._commands.append(refusal)
             return
         self._arrivals += 1
-        state = RequestState(request, self._arrivals, stop_token_ids, self._now_ns)
+        scope = self._policies.encoding.scope
+        state = RequestState(request, self._arrivals, stop_token_ids, self._now_ns, scope=scope)
+        self._live_bytes += state.host_bytes
         self._requests[state.number] = state
         self._numbers[request.request_id] = state.number
         self._commands.append(Accept(request.request_id, state.number))
         self.generate.hash_tokens(state)
         self._stand_in_line(state, arriving=True)
+
+    def _refuse_full(self, request: Request) -> Refuse | None:
+        """Return the refusal when too many requests wait already, or too many bytes (G12)."""
+        running = self.generate.running
+        waiting = len(self._requests) - len(running)
+        if waiting >= self.sizes.waiting:
+            return refuse_full_count(request, waiting, self.sizes)
+        limit = self.sizes.waiting_bytes
+        size = host_bytes(request)
+        if self._live_bytes + size > limit:
+            waiting_bytes = self._live_bytes - sum(one.host_bytes for one in running.in_order())
+            if waiting and waiting_bytes + size > limit:
+                return refuse_full_bytes(request, waiting_bytes + size, self.sizes)
+        return None
 
     # --- the way into the line ---
 
@@ -152,13 +174,7 @@ class Scheduler:
             if index in state.wanted or item.end <= start:
                 continue
             state.wanted.add(index)
-            ready = self.encode.want(
-                item,
-                state.number,
-                (state.number, index),
-                now_ns=self._now_ns,
-                priority=state.request.priority,
-            )
+            ready = self.encode.want(state, index, self._now_ns)
             state.encoded_items += not ready
             if not self.encode.matches(item):
                 message = "the image's token count differs from its cached embedding's"
@@ -207,6 +223,7 @@ class Scheduler:
             self.generate.dequeue(state)
         self.generate.retire(state)
         self._drop_claims(state)
+        self._live_bytes -= state.host_bytes
         del self._requests[state.number]
         del self._numbers[state.request.request_id]
         self.finished[reason.value] += 1
@@ -346,6 +363,7 @@ class Scheduler:
         return {
             "running": len(self.generate.running),
             "waiting": len(self._requests) - len(self.generate.running),
+            "live_bytes": self._live_bytes,
             "finished": dict(self.finished),
             "refused": dict(self.refused),
             "policy_faults": dict(self._faults.counts),
@@ -357,6 +375,7 @@ class Scheduler:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
         self.encode.check(self._requests)
         self.generate.check()
+        assert self._live_bytes == sum(state.host_bytes for state in self._requests.values())
         for state in self._requests.values():
             if state.phase is Phase.READY:
                 assert self.generate.stands_in_line(state), "a ready request is not in line"

@@ -21,6 +21,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         pages: Arena pages for embeddings.
         encode_items: Most items of one encode step.
         waiting: Most requests that wait for a slot.
+        waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
         generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
     """
 
@@ -34,6 +35,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     encode_items: int = 8
     waiting: int = 1024
+    waiting_bytes: int = 1 << 30
     prefix_cache: bool = True
     generate_depth: int = 2
 

@@ -60,12 +60,9 @@ class Arena:
         )
         return region.reshape(layout.pages, layout.page_rows, layout.row_bytes)
 
-    def pixel_values(self, extent: Extent, columns: int) -> npt.NDArray[np.float32]:
-        """Return an extent of the pixel region as float32 [rows, columns]."""
-        values = np.frombuffer(
-            self._map, dtype=np.float32, count=extent.size // 4, offset=extent.offset
-        )
-        return values.reshape(-1, columns)
+    def read(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return an extent of the pixel region as bytes, uint8 [size]."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=extent.size, offset=extent.offset)
 
     def close(self) -> None:
         """Give the descriptor back; the mapping goes when its last view does."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import DeviceOutOfMemory
-from vsched.kernel.decisions import EncodeDecision
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult
 from vsched.worker.contract import EncodeJob, EncodeWorker
@@ -24,26 +24,27 @@ class EncodeRank:
         self,
         worker: EncodeWorker,
         embeddings: npt.NDArray[np.uint8],
-        pixel_values: Callable[[Extent], npt.NDArray[np.float32]],
+        read: Callable[[Extent], npt.NDArray[np.uint8]],
+        *,
+        patch_values: int,
     ) -> None:
+        """Prepare a rank; `read` gives the bytes of an extent of the arena's pixel region."""
         self._worker = worker
         self._embeddings = embeddings
-        self._pixel_values = pixel_values
+        self._read = read
+        self._patch_values = patch_values
 
     def apply(self, decision: EncodeDecision) -> EncodeResult:
         """Encode one batch. An error fails the batch, never the rank; its message names no internals."""
-        jobs = [
-            EncodeJob(
-                key=task.key,
-                grid=task.grid,
-                tokens=task.tokens,
-                pixels=self._pixel_values(task.pixels),
-                pages=task.pages,
-            )
-            for task in decision.tasks
-        ]
         try:
-            self._worker.encode(jobs, self._embeddings)
+            jobs = []
+            for task in decision.tasks:
+                if task.encoded:
+                    self._copy(task)
+                else:
+                    jobs.append(self._job(task))
+            if jobs:
+                self._worker.encode(jobs, self._embeddings)
         except DeviceOutOfMemory as error:
             logger.warning("encode step %d ran out of memory: %s", decision.step, error)
             return EncodeResult(decision.step, "the encoder ran out of memory for this image", 0)
@@ -51,3 +52,15 @@ class EncodeRank:
             logger.exception("encode step %d failed", decision.step)
             return EncodeResult(decision.step, "the image could not be encoded", 0)
         return EncodeResult(decision.step, "", 0)
+
+    def _job(self, task: EncodeTask) -> EncodeJob:
+        pixels = self._read(task.pixels).view(np.float32).reshape(-1, self._patch_values)
+        return EncodeJob(task.key, task.grid, task.tokens, pixels, task.pages)
+
+    def _copy(self, task: EncodeTask) -> None:
+        """Put embedding rows that the client brought where the generate ranks look for them."""
+        _, page_rows, row_bytes = self._embeddings.shape
+        rows = self._read(task.pixels)[: task.tokens * row_bytes].reshape(task.tokens, row_bytes)
+        for index, page in enumerate(task.pages):
+            part = rows[index * page_rows : (index + 1) * page_rows]
+            self._embeddings[page, : len(part)] = part

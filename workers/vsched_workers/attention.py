@@ -43,6 +43,20 @@ class DecodeKernel(Protocol):
         ...
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Allocate memory and write it.
+
+    Writing matters on the host, which hands out pages on first touch: a step should neither wait for that nor be the
+    one who finds that there are none. The memory is numpy's because numpy asks for huge pages; walking a block table
+    over small ones costs three times as much.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    array = np.empty(shape, dtype=np.dtype(f"u{dtype.itemsize}"))
+    array.fill(0)
+    return torch.from_numpy(array).view(dtype)
+
+
 class KvCache:
     """Keys and values of every layer, [blocks * block_size, kv heads, head dim] each."""
 
@@ -59,14 +73,8 @@ class KvCache:
     ) -> None:
         self.block_size = block_size
         shape = (blocks * block_size, kv_heads, head_dim)
-
-        def layer() -> torch.Tensor:
-            # Written, not just asked for: a host hands out pages on first touch, and a step should neither wait for
-            # that nor be the one who finds that there are none.
-            return torch.empty(shape, dtype=dtype, device=device).zero_()
-
-        self.keys = [layer() for _ in range(layers)]
-        self.values = [layer() for _ in range(layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:

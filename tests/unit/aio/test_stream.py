@@ -40,10 +40,12 @@ def test_stop_matcher_finds_stop_strings_across_pieces(
     assert matcher.flush() == flushed
 
 
-@pytest.mark.parametrize("stops", [("STOP",), ("\n\n", "###"), ("aba", "bab")])
+@pytest.mark.parametrize("stops", [("STOP",), ("\n\n", "###"), ("aba", "bab"), ("tw", "e\n two"), ("n", "one")])
 def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, ...]) -> None:
+    """The stop string that is complete first counts, also where several overlap."""
     text = "one\n two ## aab STO ab STOP three ### abab \n\n four"
-    ends = [found for stop in stops if (found := text.find(stop)) >= 0]
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    expected = text[: min(ends)[1]]
     for size in range(1, len(text)):
         matcher = StopMatcher(stops)
         out = ""
@@ -52,7 +54,7 @@ def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, .
             out += piece
             if stopped:
                 break
-        assert out == text[: min(ends)]
+        assert out == expected
 
 
 class Letters:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -35,10 +35,10 @@ ANSWER += piece("ab") + piece("c") + USAGE + b"data: [DONE]\n\n"
 
 
 class Server:
-    """Answers with canned bytes; keeps the bodies and how many requests were in flight."""
+    """Answers with canned bytes, the last ones over and over; keeps the bodies, counts what is in flight."""
 
-    def __init__(self, answer: bytes) -> None:
-        self.answer = answer
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self.answers = list(answers)
         self.url = ""
         self.bodies: list[Any] = []
         self.in_flight = 0
@@ -52,7 +52,7 @@ class Server:
         body = await reader.readexactly(int(fields["Content-Length"]))
         if head.startswith("POST /v1/chat/completions "):
             self.bodies.append(msgspec.json.decode(body))
-            writer.write(self.answer)
+            writer.write(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
         else:
             content = msgspec.json.encode({"data": [{"id": "demo"}]})
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
@@ -62,8 +62,8 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: bytes) -> AsyncIterator[Server]:
-    server = Server(answer)
+async def serving(*answers: bytes) -> AsyncIterator[Server]:
+    server = Server(answers)
     listener = await asyncio.start_server(server.handle, "127.0.0.1", 0, limit=2**20)
     async with listener:
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
@@ -106,6 +106,19 @@ async def test_client_reports_failures_in_the_sample(answer: bytes, text: str) -
         sample = await BenchClient(server.url).chat(b"{}")
     assert sample.error is not None
     assert text in sample.error
+
+
+async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.bench.client._READY_POLL_S", 0.0)
+    async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n", whole(ANSWER)) as server:
+        sample = await BenchClient(server.url).chat_when_ready(b"{}")
+    assert (sample.text, len(server.bodies)) == ("abc", 2)
+
+
+async def test_client_gives_up_on_a_server_that_never_loads() -> None:
+    async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n") as server:
+        client = BenchClient(server.url, timeout_s=0.02)
+        assert (await client.chat_when_ready(b"{}")).status in {503, None}
 
 
 async def test_client_asks_for_the_model() -> None:

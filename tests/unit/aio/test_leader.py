@@ -1,0 +1,408 @@
+"""The leader of a group: whom it believes, when it sends a heartbeat, and when it gives the group up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from vsched.aio import leader as leader_module
+from vsched.aio.leader import Deadlines, Leader
+from vsched.kernel.decisions import GenerateDecision
+from vsched.transport.zmq_link import rank_identity
+from vsched.wire import (
+    Beat,
+    EncodeResult,
+    Entry,
+    Failure,
+    FollowerLog,
+    GenerateResult,
+    Heartbeat,
+    Hello,
+    Loading,
+    Ready,
+    Report,
+    Stop,
+    encode_report,
+)
+
+LIMITS = Deadlines(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
+
+
+class FakeLink:
+    """A link without a wire: what is sent is kept, what comes is handed in."""
+
+    made: FakeLink
+
+    def __init__(self, context: object, address: str, on_frame: object) -> None:  # noqa: ARG002
+        FakeLink.made = self
+        self.on_frame = on_frame
+        self.sent: dict[int, list[list[bytes]]] = {}
+        self.deaf: set[int] = set()
+        self.closed = False
+
+    def send(self, rank: int, frames: list[bytes]) -> bool:
+        if rank in self.deaf:
+            return False
+        self.sent.setdefault(rank, []).append(frames)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeTimer:
+    def __init__(self, deadline_s: float, call: object) -> None:
+        self.deadline_s = deadline_s
+        self.call = call
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeLoop:
+    """A clock that moves when it is told, and the timers that are set on it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self._real = asyncio.get_running_loop()
+        self.timers: list[FakeTimer] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: object) -> FakeTimer:
+        self.timers.append(FakeTimer(self.now_s + delay_s, call))
+        return self.timers[-1]
+
+    def create_future(self) -> asyncio.Future[list[Ready]]:
+        return self._real.create_future()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and fire what is due, in order."""
+        until_s = self.now_s + seconds
+        while due := [t for t in self.timers if not t.cancelled and t.deadline_s <= until_s]:
+            timer = min(due, key=lambda one: one.deadline_s)
+            self.timers.remove(timer)
+            self.now_s = timer.deadline_s
+            timer.call()  # type: ignore[operator]
+        self.now_s = until_s
+
+
+class Led:
+    """A leader with a fake link and a fake clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, limits: Deadlines) -> None:
+        self.results: list[GenerateResult | EncodeResult] = []
+        self.lost: list[str] = []
+        self.progress: list[tuple[str, float]] = []
+        self.loop = FakeLoop()
+        monkeypatch.setattr(leader_module, "LeaderLink", FakeLink)
+        monkeypatch.setattr(leader_module.asyncio, "get_running_loop", lambda: self.loop)
+        self.leader = Leader(
+            "generate",
+            None,  # type: ignore[arg-type]
+            "ipc://nowhere",
+            secret="sesame",
+            ranks=ranks,
+            deadlines=limits,
+            on_result=self.results.append,
+            on_lost=self.lost.append,
+            on_progress=lambda what, fraction: self.progress.append((what, fraction)),
+        )
+        monkeypatch.undo()
+        self.link = FakeLink.made
+
+    def hear(self, rank: int, report: Report) -> None:
+        self.link.on_frame(rank_identity(rank), encode_report(report))  # type: ignore[operator]
+
+    def enter(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.hear(rank, Hello(rank, "sesame"))
+        for rank in ranks:
+            self.hear(rank, Ready(10 + rank, {"kv": rank}))
+
+    def entries(self, rank: int = 0) -> list[Entry]:
+        log = FollowerLog()
+        return [log.accept(frames) for frames in self.link.sent.get(rank, [])]
+
+
+@pytest.fixture
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
+    led = Led(monkeypatch, ranks=1, limits=LIMITS)
+    yield led
+    led.leader.close()
+
+
+@pytest.fixture
+async def led_two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
+    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    yield led
+    led.leader.close()
+
+
+RESULT = GenerateResult(1, b"", b"", [], [], 0)
+
+
+async def test_leader_is_ready_when_every_rank_is(led_two: Led) -> None:
+    """E12: the first rank included, in rank order whatever the order of readiness."""
+    led = led_two
+    led.enter(1)
+    assert not led.leader.ready.done()
+    led.hear(0, Hello(0, "sesame"))
+    led.hear(0, Loading("weights", 0.5))
+    assert not led.leader.ready.done()
+    led.hear(0, Ready(10, {"kv": 0}))
+    assert led.leader.ready.result() == [Ready(10, {"kv": 0}), Ready(11, {"kv": 1})]
+    assert led.progress == [("weights", 0.5)]
+    assert led.leader.memory == {0: {"kv": 0}, 1: {"kv": 1}}
+
+
+@pytest.mark.parametrize(
+    "hello", [Hello(0, "wrong"), Hello(0, ""), Hello(1, "sesame"), Hello(0, "sésame"), None]
+)
+async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello | None) -> None:
+    """G2: a wrong secret, none, or another's rank: nothing it says is heard, and nothing breaks."""
+    if hello is not None:
+        led.hear(0, hello)
+    led.hear(0, Ready(99, {}))
+    led.hear(0, Failure("RankDesync", "ha"))
+    led.hear(0, RESULT)
+    assert not led.leader.ready.done()
+    assert (led.lost, led.results) == ([], [])
+    led.enter(0)
+    assert led.leader.ready.result() == [Ready(10, {"kv": 0})]
+
+
+async def test_leader_ignores_identities_that_are_no_rank(led: Led) -> None:
+    """G2: a peer of another name gets no hearing, even with the secret."""
+    for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
+        led.link.on_frame(identity, encode_report(Hello(0, "sesame")))  # type: ignore[operator]
+        led.link.on_frame(identity, encode_report(Ready(1, {})))  # type: ignore[operator]
+    assert not led.leader.ready.done()
+
+
+def test_leader_needs_a_secret() -> None:
+    """G2: an empty secret is refused."""
+    with pytest.raises(AssertionError, match="empty secret"):
+        Leader(
+            "generate",
+            None,  # type: ignore[arg-type]
+            "",
+            secret="",
+            ranks=1,
+            deadlines=LIMITS,
+            on_result=print,
+            on_lost=print,
+            on_progress=print,
+        )
+
+
+async def test_leader_sends_every_decision_to_every_rank(led_two: Led) -> None:
+    """A7: one numbered log, the same frames for all."""
+    led = led_two
+    led.enter(0, 1)
+    decisions = [GenerateDecision(step) for step in (1, 2, 3)]
+    for decision in decisions:
+        led.leader.decide(decision)
+    led.leader.stop()
+    assert led.entries(0) == [*decisions, Stop()]
+    assert led.link.sent[0] == led.link.sent[1]
+
+
+async def test_leader_hears_results_of_the_first_rank(led_two: Led) -> None:
+    led = led_two
+    led.enter(0, 1)
+    led.leader.decide(GenerateDecision(1))
+    led.hear(1, RESULT)
+    assert led.results == []
+    led.hear(0, RESULT)
+    assert led.results == [RESULT]
+
+
+async def test_leader_idle_sends_heartbeats(led: Led) -> None:
+    """A18: an idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
+    led.enter(0)
+    for _ in range(1000):
+        led.loop.advance(LIMITS.heartbeat_s)
+        led.hear(0, Beat(len(led.entries()), {}))
+    assert led.lost == []
+    assert led.entries() == [Heartbeat()] * 1000
+
+
+async def test_leader_with_work_sends_no_heartbeats(led: Led) -> None:
+    """A18: decisions are as good as heartbeats."""
+    led.enter(0)
+    for step in range(1, 50):
+        led.leader.decide(GenerateDecision(step))
+        led.hear(0, RESULT)
+        led.loop.advance(1)
+    assert not any(isinstance(entry, Heartbeat) for entry in led.entries())
+
+
+@pytest.mark.parametrize("last_s", [0.0, 0.5, 1.9, 2.1, 3.9])
+async def test_leader_gap_is_at_most_one_interval(led: Led, last_s: float) -> None:
+    """A21: one deadline for the heartbeat, wherever in the interval the last decision fell."""
+    led.enter(0)
+    led.loop.advance(last_s)
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, RESULT)
+    sent_s = led.loop.now_s
+    while len(led.entries()) == 1:
+        led.loop.advance(0.1)
+    assert led.loop.now_s - sent_s <= LIMITS.heartbeat_s + 0.15
+
+
+async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
+    """A18, F2: the rank that no longer answers is named; the one that does is not."""
+    led = led_two
+    led.enter(0, 1)
+    waited_s = 0.0
+    while not led.lost:
+        led.loop.advance(1)
+        waited_s += 1
+        led.hear(0, Beat(1, {}))
+        assert waited_s < 60
+    assert led.lost == [f"generate: rank 1 was silent for {waited_s:.0f} s"]
+    assert LIMITS.rank_timeout_s < waited_s <= LIMITS.rank_timeout_s + 3 * LIMITS.heartbeat_s
+    led.loop.advance(100)
+    led.hear(0, RESULT)
+    assert len(led.lost) == 1
+    assert led.results == []
+
+
+async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(led_two: Led) -> None:
+    """E12: ranks load for different times; who is ready first owes no answer until all are."""
+    led = led_two
+    led.enter(0)
+    led.loop.advance(10 * LIMITS.rank_timeout_s)
+    led.enter(1)
+    led.loop.advance(LIMITS.heartbeat_s)
+    assert led.lost == []
+    assert led.entries(0) == [Heartbeat()]
+
+
+async def test_leader_gives_up_a_step_that_takes_too_long(led: Led) -> None:
+    """F2: every wait has a deadline; the message names the knob."""
+    led.enter(0)
+    led.leader.decide(GenerateDecision(1))
+    led.loop.advance(LIMITS.step_s - 1)
+    assert led.lost == []
+    led.leader.decide(GenerateDecision(2))
+    led.loop.advance(1 + LIMITS.heartbeat_s)
+    assert led.lost[0].startswith("generate: a step took 3")
+    assert led.lost[0].endswith("limit 30 (deadlines.step_s)")
+
+
+async def test_leader_deadline_of_a_step_ends_with_its_result(led: Led) -> None:
+    led.enter(0)
+    led.leader.decide(GenerateDecision(1))
+    led.loop.advance(LIMITS.step_s - 1)
+    led.leader.decide(GenerateDecision(2))
+    led.hear(0, RESULT)
+    led.loop.advance(LIMITS.step_s - 1)
+    assert led.lost == []
+
+
+async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(led: Led) -> None:
+    """F2: a decision goes out one step ahead; the wait for the step before is not its own."""
+    led.enter(0)
+    led.leader.decide(GenerateDecision(1))
+    led.leader.decide(GenerateDecision(2))
+    led.loop.advance(LIMITS.step_s - 1)
+    led.hear(0, RESULT)
+    led.loop.advance(LIMITS.step_s - 1)
+    assert led.lost == []
+    led.loop.advance(1 + LIMITS.heartbeat_s)
+    assert len(led.lost) == 1
+
+
+async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: Led) -> None:
+    """G2: a stranger cannot bring a group down."""
+    led.link.on_frame(rank_identity(0), b"garbage")  # type: ignore[operator]
+    led.enter(0)
+    assert led.lost == []
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2])])
+async def test_leader_gives_up_a_rank_that_talks_garbage(led: Led, frame: bytes) -> None:
+    """G2, F2: frames are typed, and the failure is told once."""
+    led.enter(0)
+    led.link.on_frame(rank_identity(0), frame)  # type: ignore[operator]
+    led.link.on_frame(rank_identity(0), frame)  # type: ignore[operator]
+    assert led.lost == ["generate: rank 0 sent a frame that is no report"]
+
+
+async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -> None:
+    """A7: a result without a step that is out is a divergence, told and not raised into the event loop."""
+    led.enter(0)
+    led.hear(0, RESULT)
+    assert led.results == []
+    assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
+
+
+async def test_leader_passes_on_why_a_rank_stops(led: Led) -> None:
+    """F2: the failure travels to the caller."""
+    led.enter(0)
+    led.hear(0, Failure("RankDesync", "heard entry 3, expected 2"))
+    assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
+
+
+async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
+    """G2: a rank whose queue is full does not stall the step; the group is given up."""
+    led = led_two
+    led.enter(0, 1)
+    led.link.deaf.add(1)
+    led.leader.decide(GenerateDecision(1))
+    assert led.lost == ["generate: rank 1 does not read its decisions"]
+
+
+async def test_leader_that_is_closed_says_nothing_more(led: Led) -> None:
+    led.enter(0)
+    led.leader.close()
+    led.hear(0, Failure("RankDesync", "late"))
+    led.loop.advance(100)
+    led.leader.stop()
+    assert (led.lost, led.entries()) == ([], [])
+    assert led.link.closed
+
+
+async def test_leader_over_a_real_link(tmp_path: Path) -> None:
+    """The same over ZeroMQ: hello, ready, a decision, its result."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    arrived: asyncio.Future[GenerateResult | EncodeResult] = (
+        asyncio.get_running_loop().create_future()
+    )
+    lost: list[str] = []
+    leader = Leader(
+        "generate",
+        context,
+        f"ipc://{tmp_path}/group",
+        secret="sesame",
+        ranks=1,
+        deadlines=LIMITS,
+        on_result=arrived.set_result,
+        on_lost=lost.append,
+        on_progress=lambda *_: None,
+    )
+    rank = context.socket(zmq.DEALER)
+    rank.setsockopt(zmq.IDENTITY, rank_identity(0))
+    rank.connect(f"ipc://{tmp_path}/group")
+    rank.send(encode_report(Hello(0, "sesame")))
+    rank.send(encode_report(Ready(1, {})))
+    async with asyncio.timeout(5):
+        await leader.ready
+        leader.decide(GenerateDecision(1))
+        while not rank.poll(0):
+            await asyncio.sleep(0)
+        assert FollowerLog().accept(rank.recv_multipart()) == GenerateDecision(1)
+        rank.send(encode_report(RESULT))
+        assert await arrived == RESULT
+    leader.close()
+    context.destroy(linger=0)
+    assert lost == []
