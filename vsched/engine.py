@@ -90,12 +90,12 @@ class Engine:
         """
         config = self.config
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
-        self.info = plugin.inspect(
-            config.model.path,
-            dtype=config.model.dtype,
-            item_tokens_max=self._policies.item_tokens_max or 0,
-        )
         try:
+            self.info = plugin.inspect(
+                config.model.path,
+                dtype=config.model.dtype,
+                item_tokens_max=self._policies.item_tokens_max or 0,
+            )
             await self._start_parts(plugin.load_preprocessor)
         except BaseException:
             await self.stop()

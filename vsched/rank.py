@@ -88,7 +88,7 @@ class Member:
         self.link = RankLink(address, spec.rank)
         self.log = FollowerLog()
         self.side: Role | None = None
-        self.heard_s = time.monotonic()
+        self.heard_s: float | None = None  # the timeout runs from the first entry on
         self.link.send(encode_report(Hello(spec.rank, spec.secret)))
 
     def report(self, report: Report) -> None:
@@ -226,9 +226,11 @@ def _follow(members: list[Member], timeout_s: float) -> None:
             return
         if any(turns):
             continue
-        deadline_s = min(member.heard_s for member in members) + timeout_s
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not wait_readable([member.link for member in members], left_s):
+        heard_s = [member.heard_s for member in members if member.heard_s is not None]
+        # The leader is silent until every rank of the group is ready, and its deadline bounds that.
+        left_s = min(heard_s) + timeout_s - time.monotonic() if heard_s else timeout_s
+        waited = left_s > 0 and wait_readable([member.link for member in members], left_s)
+        if not waited and heard_s:
             raise GroupLost(
                 f"heard nothing from the engine for {timeout_s:g} s (deadlines.rank_timeout_s); "
                 "a living engine sends a heartbeat every deadlines.heartbeat_s"

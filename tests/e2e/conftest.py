@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,29 +16,35 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.asking import crowd, held, in_flight, until  # noqa: E402
+from tests.e2e.asking import Ask, crowd, held, in_flight, until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
+from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
+from vsched.worker.contract import Preprocessor  # noqa: E402
 from vsched_workers.make_checkpoint import make_checkpoint  # noqa: E402
 from vsched_workers.plugin import plugin  # noqa: E402
 
 KV_TOKENS = 480
 """So small that eight requests at a time do not fit."""
 CONTEXT_TOKENS = 2048
+WAITING_MAX = 24
+IMAGES_MAX = 6
 SETTINGS = (
     "encode.threads=1",
     "generate.threads=1",
     "generate.slots=8",
     "generate.chunk_tokens=48",
     "generate.max_batch_tokens=256",
-    "generate.max_waiting=24",
+    f"generate.max_waiting={WAITING_MAX}",
     f"generate.context_tokens={CONTEXT_TOKENS}",
     f"generate.memory.tokens={KV_TOKENS}",
     "arena.pixel_bytes=33554432",
     "arena.embedding_bytes=8388608",
+    f"media.images_max={IMAGES_MAX}",
     "media.threads=1",
+    "server.port=0",
 )
 
 
@@ -68,27 +74,43 @@ def configure(checkpoints: Callable[[str], Path]) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoints: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
-    """Return what transformers' `generate` answers the crowd with."""
+def generated(
+    checkpoints: Callable[[str], Path],
+) -> Callable[[str, Sequence[Ask]], list[list[int]]]:
+    """Return what transformers' `generate` answers to questions, greedily."""
 
     @functools.cache
-    def generate(size: str) -> list[list[int]]:
+    def load(size: str) -> tuple[Reference, Preprocessor]:
         path = checkpoints(size)
         info: ModelInfo = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
-        preprocessor = plugin.load_preprocessor(info)
-        reference = Reference(path)
-        return [
-            reference.generate(ask.prompt(preprocessor), ask.images, ask.count) for ask in crowd()
-        ]
+        return Reference(path), plugin.load_preprocessor(info)
+
+    def generate(size: str, asks: Sequence[Ask]) -> list[list[int]]:
+        reference, preprocessor = load(size)
+        return [reference.generate(ask.prompt(preprocessor), ask.images, ask.count) for ask in asks]
 
     return generate
 
 
+@pytest.fixture(scope="session")
+def expected(
+    generated: Callable[[str, Sequence[Ask]], list[list[int]]],
+) -> Callable[[str], list[list[int]]]:
+    """Return what transformers' `generate` answers to the crowd."""
+    return functools.cache(lambda size: generated(size, crowd()))
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def shared_engine(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
+async def server(configure: Callable[..., Config]) -> AsyncIterator[RunningServer]:
+    """The server whose engine most tests use."""
+    async with running_server(configure("nano25")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shared_engine(server: RunningServer) -> Engine:
     """The engine that most tests use."""
-    async with Engine(configure("nano25")) as engine:
-        yield engine
+    return server.engine
 
 
 @pytest_asyncio.fixture(loop_scope="session")

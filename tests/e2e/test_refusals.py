@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, begin, data_url, drawn_image, read
-from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS
+from tests.e2e.conftest import CONTEXT_TOKENS, IMAGES_MAX, KV_TOKENS, WAITING_MAX
 from vsched import Engine, RequestRefused, SamplingParams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
@@ -107,11 +107,10 @@ async def test_images_and_placeholders_must_match(engine: Engine) -> None:
 
 
 async def test_too_many_images_are_refused(engine: Engine) -> None:
-    error = await refusal(
-        engine, prompt="x", images=[data_url(drawn_image(905))] * 17, sampling=GREEDY
-    )
+    images = [data_url(drawn_image(905))] * (IMAGES_MAX + 1)
+    error = await refusal(engine, prompt="x", images=images, sampling=GREEDY)
     assert error.code == "too_many_images"
-    assert "value 17 images, limit 16 images. Remedy: " in error.message
+    assert f"value {IMAGES_MAX + 1} images, limit {IMAGES_MAX} images. Remedy: " in error.message
 
 
 async def test_request_id_in_use_is_refused(engine: Engine) -> None:
@@ -140,7 +139,7 @@ async def test_full_queue_refuses_and_takes_again(engine: Engine) -> None:
     assert refused
     assert {(one.code, one.status) for one in refused} == {("queue_full", 429)}
     assert all(one.retry_after_s for one in refused)
-    assert "limit 24. Remedy: " in refused[0].message
+    assert f"limit {WAITING_MAX}. Remedy: " in refused[0].message
     found = await asyncio.gather(*(read(one) for one in accepted))
     assert len({tuple(one.token_ids) for one in found}) == 1
     assert (await answer(engine, ask)).token_ids == found[0].token_ids

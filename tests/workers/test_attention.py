@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -127,8 +128,32 @@ def test_make_segment_gathers_and_masks_only_where_needed(
         ]
 
 
+def test_triton_equals_attention_written_out() -> None:
+    """Runs on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and not in Triton's interpreter")
+    from vsched_workers.cuda_attention import TritonDecode
+
+    cache, step = filled(torch.float32, 2, 80)
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(len(CONTEXTS), 6, 80, generator=generator)
+    wanted = written_out(query, cache, step, 0.3)
+    cache.keys = [tensor.to(device) for tensor in cache.keys]
+    cache.values = [tensor.to(device) for tensor in cache.values]
+    found = TritonDecode()(query.to(device), 1, step, 0.3).cpu()
+    assert (found.double() - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kernel", ["triton", "varlen"])
+def test_choose_decode_wants_cuda_for_its_kernels(kernel: str) -> None:
+    with pytest.raises(ConfigError, match="runs on cuda only, not on cpu. Remedy"):
+        choose_decode(WorkerSettings(attention=kernel), torch.float32)
+
+
 def test_choose_decode_explains_what_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="`numba` runs on cpu with float32 or bfloat16 only"):
+    with pytest.raises(ConfigError, match="'numba' runs on cpu with float32 or bfloat16 only"):
         choose_decode(WorkerSettings(attention="numba"), torch.float16)
 
 

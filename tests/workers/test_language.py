@@ -174,7 +174,7 @@ def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) ->
 def test_load_refuses_an_unknown_kernel(checkpoints: Callable[[str], Path]) -> None:
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     settings = WorkerSettings(attention="fastest")
-    with pytest.raises(ConfigError, match="'fastest'.*auto, exact, numba"):
+    with pytest.raises(ConfigError, match="'fastest'.*auto, exact, numba, triton, varlen"):
         plugin.load_generator(info, settings, lambda _label, _fraction: None)
 
 

@@ -161,22 +161,25 @@ def test_filters_keep_the_likely(options: dict[str, Any], allowed: set[int]) -> 
 @given(
     seed=st.integers(0, 10**6),
     size=st.sampled_from([3, 300, 5000]),
-    top_p=st.floats(0.01, 0.99),
-    spread=st.sampled_from([0.1, 3.0]),
+    top_p=st.floats(0.0, 0.99),
+    top_k=st.sampled_from([0, 2, 40]),
+    levels=st.sampled_from([2, 10**6]),
 )
 @REPEATABLE
-def test_nucleus_equals_the_full_sort(seed: int, size: int, top_p: float, spread: float) -> None:
-    """The short cut past sorting the whole vocabulary never changes the draw."""
-    values = np.random.default_rng(seed).normal(size=size) * spread
+def test_filters_equal_the_full_sort(
+    seed: int, size: int, top_p: float, top_k: int, levels: int
+) -> None:
+    """What is kept is what sorting the whole vocabulary keeps, many equal logits included."""
+    values = np.floor(np.random.default_rng(seed).random(size) * levels) / levels * 5
     logits = torch.from_numpy(values).float()[None]
-    params = SamplingParams(seed=seed, top_p=top_p)
+    params = SamplingParams(seed=seed, top_p=top_p, top_k=top_k)
     token = int(sample(logits, [special(0, params)]).tokens[0])
     weights = np.exp(logits[0].double().numpy() - float(logits.max()))
-    order = np.lexsort((np.arange(size), -weights))
+    order = np.argsort(-weights, kind="stable")[: top_k or size]
     cumulative = np.cumsum(weights[order])
-    kept = int(np.searchsorted(cumulative, top_p * weights.sum())) + 1
-    target = uniform(seed, 1) * cumulative[:kept][-1]
-    assert token == order[int(np.searchsorted(cumulative[:kept], target, side="right"))]
+    kept = np.sort(order[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1])
+    drawn = np.cumsum(weights[kept])
+    assert token == kept[int(np.searchsorted(drawn, uniform(seed, 1) * drawn[-1], side="right"))]
 
 
 def test_uniform_depends_on_seed_and_position_only() -> None:

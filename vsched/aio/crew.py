@@ -7,7 +7,6 @@ With `placement = "separate"` each group has a crew of its own, so a lost encode
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -64,6 +63,7 @@ class Crew:
         self._processes: list[RankProcess] = []
         self._starts = 0
         self._failure = ""
+        self._up = False
         self._stopping = False
         self._lost = asyncio.Event()
 
@@ -106,6 +106,7 @@ class Crew:
             failure = self._failure
             await self.stop(grace_s=0)
             raise _startup_error(failure)
+        self._up = True
         return dict(zip(self.groups, all_ready.result(), strict=True))
 
     def decide(self, group: str, decision: Decision) -> None:
@@ -118,15 +119,17 @@ class Crew:
         Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
+        self._up = False
         for leader in self._leaders.values():
             if grace_s > 0:
                 leader.stop()
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.gather(*(process.end(grace_s=grace_s) for process in self._processes))
-        for leader in self._leaders.values():
-            leader.close()
-        self._processes = []
-        self._stopping = False
+            self._processes = []
+        finally:
+            for leader in self._leaders.values():
+                leader.close()
+            self._stopping = False
 
     @property
     def pids(self) -> list[int]:
@@ -177,12 +180,8 @@ class Crew:
         if self._stopping or self._failure:
             return
         self._failure = reason
-        was_ready = all(
-            leader.ready.done() and not leader.ready.cancelled()
-            for leader in self._leaders.values()
-        )
         self._lost.set()
-        if was_ready:
+        if self._up:  # else `start` is still waiting, and raises
             logger.error("lost: %s", reason)
             self._events.on_lost(self.groups, reason)
 

@@ -65,4 +65,4 @@ class RankProcess:
                 await asyncio.shield(self._exited)
         except TimeoutError:
             self._process.kill()
-            await self._exited
+            await asyncio.shield(self._exited)

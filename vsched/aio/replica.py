@@ -16,6 +16,7 @@ from typing import Any
 
 from vsched.aio.crew import Crew, CrewEvents
 from vsched.aio.stream import Generation, TokenLogprob
+from vsched.errors import GroupLost as GroupLostError
 from vsched.errors import RequestRefused, VschedError
 from vsched.kernel import KernelPolicies, Scheduler, Sizes
 from vsched.kernel.commands import (
@@ -87,6 +88,7 @@ class Replica:
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._down: set[str] = set()
         self._stopping = False
+        self._lost_early = ""
         self.given_up = ""
 
     # --- life ---
@@ -103,6 +105,8 @@ class Replica:
             *(crew.start() for crew in self._crews), return_exceptions=True
         )
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if self._lost_early:
+            errors.append(GroupLostError(self._lost_early))
         if errors:
             await self.stop()
             raise errors[0]
@@ -121,8 +125,10 @@ class Replica:
         Blocks: at most the crews' grace.
         """
         self._stopping = True
-        for task in self._restarts.values():
+        restarts = list(self._restarts.values())
+        for task in restarts:
             task.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
         if self._kernel is not None:
             self.handle(Cleared())
         await asyncio.gather(*(crew.stop() for crew in self._crews))
@@ -135,8 +141,11 @@ class Replica:
         """Hand a request to the kernel; its tokens and its end go to `generation`.
 
         Raises:
-            RequestRefused: When the kernel refuses it.
+            RequestRefused: When the kernel refuses it, or no group is left to serve it.
         """
+        if self.given_up:
+            message = f"{self.given_up}. Remedy: restart the server."
+            raise RequestRefused(message, code="given_up", status=503)
         # It gets its id once it is accepted: a refused one may carry the id of another that runs.
         self._arriving = generation
         self._refused = None
@@ -252,6 +261,9 @@ class Replica:
 
     def _on_lost(self, groups: list[str], reason: str) -> None:
         if self._stopping:
+            return
+        if self._kernel is None:
+            self._lost_early = reason  # `start` waits for other crews still, and raises
             return
         crew = self._crew_of(groups[0])
         self._down.update(groups)

@@ -23,15 +23,15 @@ _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def flatten(statistics: object, path: str = "vsched") -> Iterator[tuple[str, float]]:
-    """Yield (metric name, value) of every numeric leaf; names follow the path to it."""
+    """Yield (metric name, value) of every numeric leaf; names follow the path to it.
+
+    Lists are left out: they are histories of requests, and would give every scrape new names.
+    """
     if isinstance(statistics, bool | int | float):
         yield path, float(statistics)
     elif isinstance(statistics, dict):
         for key, value in statistics.items():
             yield from flatten(value, f"{path}_{_NOT_A_NAME.sub('_', str(key))}")
-    elif isinstance(statistics, list | tuple):
-        for index, value in enumerate(statistics):
-            yield from flatten(value, f"{path}_{index}")
 
 
 class _EngineGauges(Collector):

@@ -26,6 +26,7 @@ Body = TypeVar("Body")
 
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_EXPECTED = re.compile(r"^Expected `(float|int)` (?=[<>])")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 # What each unsupported field may hold without changing the meaning of a request, and what to do instead.
@@ -85,7 +86,10 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
     number = _number_at(body, path)
     if number is not None:
         return out_of_bounds(
-            path, value=number, limit=text.replace("`", ""), remedy="send a value within the limit"
+            path,
+            value=number,
+            limit=_EXPECTED.sub("", text).replace("`", ""),
+            remedy="send a value within the limit",
         )
     where = f"`{path}`: " if path else ""
     message = f"{where}{text}. Remedy: correct this parameter."

@@ -183,7 +183,7 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
         PolicyTable, Meta(description="Which waiting requests join the next step.")
     ] = msgspec.field(default_factory=partial(dict, use="fifo"))
     memory: Annotated[PolicyTable, Meta(description="How large the KV cache is.")] = msgspec.field(
-        default_factory=partial(dict, use="pinned", tokens=16384)
+        default_factory=partial(dict, use="pinned", tokens=65536)
     )
     preemption: Annotated[
         PolicyTable, Meta(description="Which request gives way when KV blocks run out.")

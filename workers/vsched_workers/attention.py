@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "vsched_paged"
-KERNELS = ("auto", "exact", "numba")
+KERNELS = ("auto", "exact", "numba", "triton", "varlen")
 
 
 class DecodeKernel(Protocol):
@@ -253,20 +253,45 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
         raise ConfigError(
             f"generate.attention: unknown kernel {choice!r}. Known: {', '.join(KERNELS)}."
         )
-    fits = settings.device == "cpu" and dtype in {torch.float32, torch.bfloat16}
-    if choice == "exact" or (choice == "auto" and not fits):
+    if choice == "exact":
         return decode_by_gather
-    if not fits:
-        raise ConfigError(
-            f"generate.attention: `numba` runs on cpu with float32 or bfloat16 only, not on {settings.device} with "
-            f"{dtype}. Remedy: use `auto`."
-        )
+    on_cuda = settings.device.startswith("cuda")
+    wanted = choice
+    if choice == "auto":
+        half_or_single = dtype in {torch.float32, torch.bfloat16}
+        wanted = "triton" if on_cuda else "numba" if half_or_single else "exact"
     try:
-        from vsched_workers.numba_attention import NumbaDecode
+        return _load_kernel(wanted, settings, dtype)
     except ImportError as error:
         if choice == "auto":
             return decode_by_gather
         raise ConfigError(
-            "generate.attention: `numba` is not installed. Remedy: install it, or use `auto`."
+            f"generate.attention: {choice!r} is not installed. Remedy: install it, or use `auto`."
         ) from error
-    return NumbaDecode(dtype, settings.threads)
+
+
+def _load_kernel(kernel: str, settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
+    on_cuda = settings.device.startswith("cuda")
+    if kernel in {"triton", "varlen"} and not on_cuda:
+        raise ConfigError(
+            f"generate.attention: {kernel!r} runs on cuda only, not on {settings.device}. "
+            "Remedy: use `auto`."
+        )
+    if kernel == "numba":
+        if settings.device != "cpu" or dtype not in {torch.float32, torch.bfloat16}:
+            raise ConfigError(
+                f"generate.attention: 'numba' runs on cpu with float32 or bfloat16 only, not on "
+                f"{settings.device} with {str(dtype).removeprefix('torch.')}. Remedy: use `auto`."
+            )
+        from vsched_workers.numba_attention import NumbaDecode
+
+        return NumbaDecode(dtype, settings.threads)
+    if kernel == "triton":
+        from vsched_workers.cuda_attention import TritonDecode
+
+        return TritonDecode()
+    if kernel == "varlen":
+        from vsched_workers.cuda_attention import VarlenDecode
+
+        return VarlenDecode()
+    return decode_by_gather

@@ -94,19 +94,23 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _draw(logits: Logits, entry: SpecialRow) -> int:
-    """Draw a token; candidates are kept in order of falling probability where a filter needs it."""
+    """Draw a token; the candidates stay in order of their ids, whatever filters thin them out."""
     params = entry.sequence.sampling
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
     scaled /= params.temperature
     candidates: npt.NDArray[np.int64] | None = None
     if 0 < params.top_k < len(scaled):
-        candidates = np.argpartition(-scaled, params.top_k - 1)[: params.top_k]
+        candidates = _largest(scaled, params.top_k, np.partition(scaled, -params.top_k))
         scaled = scaled[candidates]
     weights = np.exp(scaled)
     if params.top_p < 1.0:
-        order, weights = _nucleus(weights, params.top_p)
-        candidates = order if candidates is None else candidates[order]
+        # Sorting values alone is vectorised, sorting positions by value is not.
+        ordered = np.sort(weights)
+        reached = np.searchsorted(np.cumsum(ordered[::-1]), params.top_p * weights.sum()) + 1
+        kept = _largest(weights, min(int(reached), len(weights)), ordered)
+        weights = weights[kept]
+        candidates = kept if candidates is None else candidates[kept]
     if params.min_p > 0.0:
         kept = np.flatnonzero(weights >= params.min_p * weights.max())
         weights = weights[kept]
@@ -117,29 +121,20 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
     return place if candidates is None else int(candidates[place])
 
 
-def _nucleus(
-    weights: npt.NDArray[np.float64], top_p: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Return the smallest set of the most likely tokens whose probability reaches `top_p`, and their weights.
+def _largest(
+    values: npt.NDArray[np.float64], count: int, partitioned: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return the places of the `count` largest values, ascending; of equal values the first win.
 
-    Sorting a whole vocabulary is what makes this filter slow; a few hundred tokens nearly always suffice.
+    `partitioned` holds the same values with the count-th largest in its place.
     """
-    wanted = top_p * weights.sum()
-    for size in (256, 4096):
-        if size >= len(weights):
-            break
-        head = np.argpartition(-weights, size)[:size]
-        if weights[head].sum() >= wanted:
-            break
-    else:
-        size = len(weights)
-    if size >= len(weights):
-        head = np.arange(len(weights))
-    # Ties go to the smaller id, so that the order does not hang on how the partition went.
-    head = head[np.lexsort((head, -weights[head]))]
-    sorted_weights = weights[head]
-    reached = int(np.searchsorted(np.cumsum(sorted_weights), wanted, side="left")) + 1
-    return head[:reached], sorted_weights[:reached]
+    least = partitioned[-count]
+    places = np.flatnonzero(values >= least)
+    surplus = len(places) - count
+    if surplus > 0:
+        equal = np.flatnonzero(values[places] == least)
+        places = np.delete(places, equal[-surplus:])
+    return places
 
 
 def _logprobs(raw: Logits, row: int, token: int, count: int) -> TokenLogprobs:
@@ -149,7 +144,7 @@ def _logprobs(raw: Logits, row: int, token: int, count: int) -> TokenLogprobs:
     top: list[tuple[int, float]] = []
     if count > 0:
         size = min(count, len(values))
-        head = np.argpartition(-values, size - 1)[:size]
-        head = head[np.lexsort((head, -values[head]))]
+        head = _largest(values, size, np.partition(values, -size))
+        head = head[np.argsort(-values[head], kind="stable")]
         top = [(int(index), float(values[index])) for index in head]
     return TokenLogprobs(row=row, logprob=float(values[token]), top=top)

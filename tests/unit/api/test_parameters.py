@@ -132,7 +132,7 @@ async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -
 
 async def test_number_out_of_bounds_says_value_and_limit() -> None:
     reply = await post(FakeEngine(), CHAT, chat(temperature=3.5))
-    assert "value 3.5, limit Expected float <= 2.0" in reply.error["message"]
+    assert "value 3.5, limit <= 2.0. Remedy" in reply.error["message"]
 
 
 async def test_min_tokens_above_max_tokens_is_refused() -> None:

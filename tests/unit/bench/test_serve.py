@@ -115,7 +115,10 @@ async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.Mon
     assert (sample.text, len(server.bodies)) == ("abc", 2)
 
 
-async def test_client_gives_up_on_a_server_that_never_loads() -> None:
+async def test_client_gives_up_on_a_server_that_never_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vsched.bench.client._READY_POLL_S", 0.0)
     async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n") as server:
         client = BenchClient(server.url, timeout_s=0.02)
         assert (await client.chat_when_ready(b"{}")).status in {503, None}

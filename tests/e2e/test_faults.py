@@ -1,0 +1,101 @@
+"""A rank that dies or hangs loses nobody's tokens (F6, F2)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read, until
+from tests.e2e.conftest import assert_idle
+from vsched import Config, Engine, SamplingParams
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(90),
+    pytest.mark.slow,
+]
+
+Generated = Callable[[str, Sequence[Ask]], list[list[int]]]
+SAMPLED = SamplingParams(
+    max_tokens=60, temperature=0.9, top_p=0.9, frequency_penalty=0.3, seed=5, ignore_eos=True
+)
+
+
+def asks(seed: int, count: int) -> list[Ask]:
+    """Return questions about images that nobody has sent before."""
+    return [
+        Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=60)
+        for n in range(1, count + 1)
+    ]
+
+
+async def back(engine: Engine) -> None:
+    await until(lambda: engine.state == "ready", "the lost group is back")
+
+
+async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
+    """F6: streams stop for as long as a restart takes, and go on where they were; seeded draws too."""
+    questions = asks(2000, 7)
+    wanted = generated("nano25", questions)
+    drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
+    encode_pid, generate_pid = engine.rank_pids
+    begun = [await begin(engine, ask) for ask in questions]
+    sampled = await begin(engine, questions[1], SAMPLED)
+    await until(lambda: sum(one.output_tokens for one in begun) > 60, "streams are under way")
+    assert any(one.output_tokens == 0 for one in [*begun, sampled]), "some should still wait"
+    os.kill(generate_pid, signal.SIGKILL)
+    await until(lambda: engine.state == "degraded", "the loss is noticed")
+    found = await asyncio.gather(*(read(one) for one in begun), read(sampled))
+    assert [one.token_ids for one in found] == [*wanted, drawn]
+    assert [one.text for one in found[:-1]] == [
+        engine.preprocessor.detokenize(ids) for ids in wanted
+    ]
+    await back(engine)
+    assert engine.rank_pids[0] == encode_pid, "the encoder had no part in it"
+    assert engine.rank_pids[1] != generate_pid
+
+
+async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:
+    """F6: killed with a batch in its hands; text is served meanwhile, images when it is back."""
+    questions = [ask for ask in asks(3000, 9) if ask.images]
+    text = Ask(TEXTS[4], count=30)
+    encode_pid, generate_pid = engine.rank_pids
+    os.kill(encode_pid, signal.SIGSTOP)
+    begun = [await begin(engine, ask) for ask in questions]
+    await until(
+        lambda: engine.statistics()["encode"]["running_items"] > 0, "the encoder has a batch"
+    )
+    assert (await answer(engine, text)).token_ids == generated("nano25", [text])[0]
+    assert not any(one.output_tokens for one in begun)
+    os.kill(encode_pid, signal.SIGKILL)
+    found = await asyncio.gather(*(read(one) for one in begun))
+    assert [one.token_ids for one in found] == generated("nano25", questions)
+    await back(engine)
+    assert engine.rank_pids[1] == generate_pid, "the language model had no part in it"
+    assert engine.rank_pids[0] != encode_pid
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def together(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
+    async with Engine(configure("nano3", "placement=together", "deadlines.step_s=3")) as engine:
+        yield engine
+
+
+async def test_hung_rank_is_replaced(together: Engine, generated: Generated) -> None:
+    """F2: a rank that neither answers nor exits; both its groups come back, in one process."""
+    questions = asks(4000, 5)
+    begun = [await begin(together, ask) for ask in questions]
+    await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
+    (pid,) = together.rank_pids
+    os.kill(pid, signal.SIGSTOP)
+    found = await asyncio.gather(*(read(one) for one in begun))
+    assert [one.token_ids for one in found] == generated("nano3", questions)
+    await back(together)
+    assert pid not in together.rank_pids
+    assert len(together.rank_pids) == 1
+    await assert_idle(together)

@@ -1,0 +1,248 @@
+"""Starting, failing to start, draining and stopping: in words, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read, until
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.traces import is_alive, parent, running, traces
+from vsched import Config, Engine
+from vsched.config import load_config
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+Checkpoints = Callable[[str], Path]
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def temporary(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder for temporary files; nothing of any kind may be left after the test."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    before = traces(folder)
+    yield folder
+    assert traces(folder) == before
+
+
+@pytest.fixture
+def copy(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint of its own to be spoilt."""
+    return Path(shutil.copytree(checkpoints("nano25"), tmp_path / "spoilt"))
+
+
+async def failure(configure: Configure, path: Path, *settings: str) -> str:
+    """Return the message of a checkpoint that cannot be served."""
+    engine = Engine(configure("nano25", f"model.path={path}", *settings))
+    with pytest.raises(CheckpointError) as caught:
+        await engine.start()
+    assert engine.state == "stopped"
+    assert str(path.parent) not in str(caught.value), "G8: no paths in messages"
+    return str(caught.value)
+
+
+async def test_wrong_path_is_an_error(
+    configure: Configure, temporary: Path, tmp_path: Path
+) -> None:
+    message = await failure(configure, tmp_path / "nowhere")
+    assert "'nowhere' does not exist. Remedy: " in message
+
+
+async def test_folder_without_checkpoint_is_an_error(
+    configure: Configure, temporary: Path, tmp_path: Path
+) -> None:
+    assert "config.json is missing. Remedy: " in await failure(configure, tmp_path)
+
+
+async def test_unsupported_family_is_an_error(
+    configure: Configure, temporary: Path, copy: Path
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    message = await failure(configure, copy)
+    assert "'llama'" in message
+    assert "qwen2_5_vl" in message
+    assert "qwen3_vl" in message
+
+
+async def test_missing_weights_are_an_error(
+    configure: Configure, temporary: Path, copy: Path
+) -> None:
+    """G1: a pickle in their place is not loaded either."""
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    message = await failure(configure, copy)
+    assert "only pickled weights (.bin, .pt), which are never loaded. Remedy: " in message
+
+
+@pytest.mark.parametrize("spoil", ["cut", "garbage"])
+async def test_corrupt_weights_are_an_error(
+    configure: Configure, temporary: Path, copy: Path, spoil: str
+) -> None:
+    weights = copy / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1000] if spoil == "cut" else b"\xff" * 64 + data[64:])
+    message = await failure(configure, copy)
+    assert "model.safetensors is corrupt" in message
+    assert "Remedy: " in message
+
+
+@pytest.mark.slow
+async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
+    configure: Configure, temporary: Path, copy: Path
+) -> None:
+    """E12, F2: found while loading, in the rank's process; told here, and the other rank is stopped."""
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    lost = next(name for name in sorted(weights) if "visual" in name and "norm" in name)
+    del weights[lost]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    message = await failure(configure, copy)
+    assert lost.partition("visual.")[2] in message
+    assert "Remedy: " in message
+
+
+@pytest.mark.slow
+async def test_kv_cache_that_does_not_fit_is_an_error(
+    configure: Configure, temporary: Path
+) -> None:
+    """C5: value, limit and remedy."""
+    engine = Engine(configure("nano25", "generate.memory.tokens=1000000000000"))
+    with pytest.raises(
+        DeviceOutOfMemory, match=r"value .*, limit .*\. Remedy: lower generate.memory"
+    ):
+        await engine.start()
+    assert engine.state == "stopped"
+
+
+async def test_unknown_key_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"generate\.chunk_token .*Did you mean generate.chunk_tokens"
+    ):
+        load_config(None, sets=["generate.chunk_token=3"], environ={})
+
+
+@pytest.mark.slow
+async def test_drained_and_stopped_engine_leaves_nothing(
+    configure: Configure, temporary: Path
+) -> None:
+    """Live requests finish, new ones are refused, and then there is no process, no file and no memory."""
+    engine = Engine(configure("nano3"))
+    with pytest.raises(RequestRefused, match="loading"):
+        await engine.generate(prompt="early", request_id="early")
+    await engine.start()
+    assert len(traces(temporary).files) > 0
+    begun = [
+        await begin(engine, Ask(TEXTS[n], [drawn_image(5000 + n)], count=80)) for n in range(4)
+    ]
+    pids = engine.rank_pids
+    draining = asyncio.create_task(engine.drain())
+    await until(lambda: engine.state == "draining", "draining begins")
+    with pytest.raises(RequestRefused) as caught:
+        await begin(engine, Ask())
+    assert (caught.value.code, caught.value.status) == ("draining", 503)
+    await draining
+    assert [len((await read(one)).token_ids) for one in begun] == [80] * 4
+    await engine.stop()
+    await engine.stop()
+    assert engine.state == "stopped"
+    assert not any(is_alive(pid) for pid in pids)
+    with pytest.raises(RequestRefused, match="stopped"):
+        await begin(engine, Ask())
+
+
+def serve(path: Path) -> subprocess.Popen[str]:
+    """Start `vsched serve` in a process group of its own."""
+    command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve", str(path)]
+    for setting in SETTINGS:
+        command += ["--set", setting]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def ranks_of(pid: int) -> list[int]:
+    return [one for one in running() if parent(one) == pid]
+
+
+@pytest.mark.slow
+async def test_killed_server_leaves_no_rank(checkpoints: Checkpoints, temporary: Path) -> None:
+    """SIGKILL gives the engine no chance to clean up: the ranks notice, clean up and go."""
+    process = serve(checkpoints("nano25"))
+    ranks: list[int] = []
+
+    def both_started() -> bool:
+        ranks[:] = ranks_of(process.pid)
+        return len(ranks) == 2 and bool(traces(temporary).files)
+
+    try:
+        await until(both_started, "both ranks are started")
+    finally:
+        process.kill()
+        process.communicate()
+    await until(lambda: not any(map(is_alive, ranks)), "the ranks end")
+    assert traces(temporary).files == frozenset()
+
+
+@pytest.mark.slow
+async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Path) -> None:
+    """One Ctrl-C: the running answer is given to its end, and the process ends well."""
+    process = serve(checkpoints("nano25"))
+    try:
+        url = await asyncio.to_thread(_address, process)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        body: dict[str, Any] = {
+            "messages": Ask("Count.").messages,
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        request = urllib.request.Request(
+            f"{url}/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        lines = await asyncio.to_thread(_interrupt_in_mid_stream, request, process.pid)
+        assert lines[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in lines[-2]
+        assert await asyncio.to_thread(process.wait, 20) == 0
+        await until(lambda: not any(map(is_alive, ranks)), "the ranks end")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "http://" in line:
+            return "http://" + line.partition("http://")[2].split()[0]
+    raise AssertionError("the server ended before it was ready")
+
+
+def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:
+    lines = []
+    with urllib.request.urlopen(request, timeout=30) as response:
+        for line in response:
+            if not lines:
+                os.kill(pid, signal.SIGINT)
+            if line.strip():
+                lines.append(line.decode().strip())
+    return lines

@@ -1,0 +1,200 @@
+"""A worker plug-in without a model: its tokens follow from the tokens before, its embeddings from the grid.
+
+What it should do beyond that stands, as JSON, where the path of a checkpoint would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import CheckpointError, DeviceOutOfMemory
+from vsched.policy import MemoryView
+from vsched.types import ArenaLayout, ModelInfo
+from vsched.worker.contract import (
+    Batch,
+    EncodeJob,
+    Progress,
+    Sampled,
+    SequenceState,
+    WorkerSettings,
+)
+
+NAME = "tests.unit.rank.fake_plugin:plugin"
+PATCH_VALUES = 4
+LAYOUT = ArenaLayout(pixel_bytes=4096, pages=8, page_rows=4, row_bytes=16)
+
+
+class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plug-in does beyond its work.
+
+    Attributes:
+        load_s: Time to load.
+        load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
+        meet: A directory in which this many ranks must meet while they load.
+        step_s: Time of a generate step.
+        exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
+        encode_error: Fail items of this many tokens.
+    """
+
+    load_s: float = 0.0
+    load_error: str = ""
+    meet: str = ""
+    meet_ranks: int = 0
+    step_s: float = 0.0
+    exit_at: int = 0
+    encode_error: int = 0
+
+
+def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
+    """Return the facts of a model that behaves so."""
+    return ModelInfo(
+        family="fake",
+        path=msgspec.json.encode(behaviour or Behaviour()).decode(),
+        dtype="float32",
+        hidden_size=4,
+        embedding_levels=1,
+        vocab_size=100,
+        context_tokens=1000,
+        kv_bytes_per_token=8,
+        patch_values=PATCH_VALUES,
+        item_tokens_max=32,
+        image_token_id=5,
+        stop_token_ids=(),
+    )
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Return the token that follows; never a negative or a special one."""
+    return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31) % 80 + 10
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """Return what follows a prompt, however it was scheduled."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def raise_named(name: str) -> NoReturn:
+    """Raise the error of this name."""
+    message = "weights.safetensors is not there"
+    known: dict[str, type[Exception]] = {
+        "CheckpointError": CheckpointError,
+        "DeviceOutOfMemory": DeviceOutOfMemory,
+    }
+    raise known.get(name, RuntimeError)(message)
+
+
+class FakeEncoder:
+    """Fills every row of an item with the width of its grid."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        for job in jobs:
+            if job.tokens == self._behaviour.encode_error:
+                raise RuntimeError("/secret/path of the encoder")
+            for page in job.pages:
+                embeddings[page] = job.grid[2]
+
+
+class FakeGenerator:
+    """Checks the embeddings that it is handed, and yields `next_token` of each sequence."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+        self.blocks = 0
+
+    def memory(self) -> MemoryView:
+        return MemoryView(
+            device="fake",
+            total_bytes=1 << 30,
+            available_bytes=1 << 30,
+            weights_bytes=1 << 10,
+            bytes_per_token=8,
+            tokens_min=0,
+        )
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:
+        self.blocks = blocks * block_size
+
+    def prepare(self, sequence: SequenceState) -> None:
+        sequence.state = sequence.prompt_length
+
+    def step(self, batch: Batch) -> Sampled:
+        time.sleep(self._behaviour.step_s)
+        decodes = zip(batch.decode_sequences, batch.decode_positions.tolist(), strict=True)
+        rows = [(sequence, position + 1) for sequence, position in decodes]
+        for chunk in batch.chunks:
+            widths = [grid[2] for _, _, grid in chunk.sequence.items]
+            for item in chunk.items:
+                assert batch.embeddings[item.pages[0], 0, 0] in widths
+            if chunk.samples:
+                rows.append((chunk.sequence, chunk.stop))
+        for _, length in rows:
+            if length == self._behaviour.exit_at:
+                exit_once(self._behaviour.meet)
+        tokens = [next_token(sequence.tokens[:length].tolist()) for sequence, length in rows]
+        return Sampled(np.asarray(tokens, np.int32))
+
+
+def exit_once(directory: str) -> None:
+    """End this process, unless another did so before."""
+    mark = Path(directory, "exited")
+    if not mark.exists():
+        mark.touch()
+        os._exit(7)
+
+
+class FakePlugin:
+    """What `load_worker` finds."""
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:  # noqa: ARG002
+        return model_info(msgspec.json.decode(path, type=Behaviour))
+
+    def load_preprocessor(self, info: ModelInfo) -> Any:
+        raise NotImplementedError
+
+    def load_encoder(
+        self,
+        info: ModelInfo,
+        settings: WorkerSettings,  # noqa: ARG002
+        progress: Progress,
+    ) -> FakeEncoder:
+        return FakeEncoder(_load(info, progress))
+
+    def load_generator(
+        self,
+        info: ModelInfo,
+        settings: WorkerSettings,  # noqa: ARG002
+        progress: Progress,
+    ) -> FakeGenerator:
+        return FakeGenerator(_load(info, progress))
+
+
+def _load(info: ModelInfo, progress: Progress) -> Behaviour:
+    behaviour = msgspec.convert(json.loads(info.path), Behaviour)
+    progress("weights", 0.5)
+    time.sleep(behaviour.load_s)
+    if behaviour.meet_ranks:
+        Path(behaviour.meet, str(os.getpid())).touch()
+        while len(list(Path(behaviour.meet).iterdir())) < behaviour.meet_ranks:
+            time.sleep(0.005)
+    if behaviour.load_error:
+        raise_named(behaviour.load_error)
+    progress("weights", 1.0)
+    return behaviour
+
+
+plugin = FakePlugin()

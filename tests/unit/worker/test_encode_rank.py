@@ -1,0 +1,105 @@
+"""The encode side of a rank survives its worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from vsched.errors import DeviceOutOfMemory
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.types import Extent
+from vsched.wire import EncodeResult
+from vsched.worker.contract import EncodeJob
+from vsched.worker.encode_rank import EncodeRank
+
+
+class Encoder:
+    """Keeps the jobs it gets; writes the sum of the pixels, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.batches: list[list[EncodeJob]] = []
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        self.batches.append(list(jobs))
+        if self.error is not None:
+            raise self.error
+        for job in jobs:
+            embeddings[list(job.pages)] = int(job.pixels.sum())
+
+
+def rank_of(encoder: Encoder) -> tuple[EncodeRank, npt.NDArray[np.uint8]]:
+    embeddings = np.zeros((6, 4, 8), np.uint8)
+    region = np.arange(256, dtype=np.float32).view(np.uint8)
+
+    def read(extent: Extent) -> npt.NDArray[np.uint8]:
+        return region[extent.offset : extent.offset + extent.size]
+
+    return EncodeRank(encoder, embeddings, read, patch_values=2), embeddings
+
+
+def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> EncodeTask:
+    return EncodeTask(key, (1, 2, 2), 4 * len(pages), Extent(offset, size), pages)
+
+
+def test_encode_rank_hands_over_one_batch() -> None:
+    """D8: all items of a decision in one call, in its order, each with its pixels and pages."""
+    encoder = Encoder()
+    rank, embeddings = rank_of(encoder)
+    result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
+    assert result == EncodeResult(7, "", 0)
+    ((first, second),) = encoder.batches
+    assert (first.key, first.tokens, first.grid, first.pages) == (b"a", 8, (1, 2, 2), [3, 1])
+    assert first.pixels.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert second.pixels.tolist() == [[4, 5]]
+    assert embeddings[:, 0, 0].tolist() == [9, 28, 0, 28, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("/home/me/model.py: <object at 0x7f>"), "the image could not be encoded"),
+        (AssertionError(), "the image could not be encoded"),
+        (DeviceOutOfMemory("cuda:0 10.0.0.1"), "the encoder ran out of memory for this image"),
+    ],
+)
+def test_encode_rank_survives_its_worker(
+    error: Exception, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F1, G8: an error becomes a result that names no path, address or repr; the log has the rest."""
+    encoder = Encoder(error)
+    rank, _ = rank_of(encoder)
+    with caplog.at_level(logging.WARNING):
+        assert rank.apply(EncodeDecision(1, [task(b"a", [0])])) == EncodeResult(1, message, 0)
+    assert "encode step 1" in caplog.text
+    encoder.error = None
+    assert rank.apply(EncodeDecision(2, [task(b"a", [0])])) == EncodeResult(2, "", 0)
+
+
+@pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
+def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
+    """F1, G7: what does not make whole patches fails that batch."""
+    encoder = Encoder()
+    rank, _ = rank_of(encoder)
+    bad = EncodeTask(b"a", (1, 2, 2), 4, extent, [0])
+    result = rank.apply(EncodeDecision(1, [bad]))
+    assert result.error == "the image could not be encoded"
+    assert encoder.batches == []
+
+
+def test_encode_rank_copies_what_is_encoded_already() -> None:
+    """E1: rows that the client brought skip the encoder, mixed freely with raw items."""
+    encoder = Encoder()
+    rank, embeddings = rank_of(encoder)
+    encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
+    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
+    assert result.error == ""
+    assert [job.key for job in encoder.batches[0]] == [b"a"]
+    rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8)
+    assert (embeddings[5] == rows[:4]).all()
+    assert (embeddings[2, :2] == rows[4:]).all()
+    assert not embeddings[2, 2:].any()
