@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ class Traces:
 
 def traces(temporary: Path) -> Traces:
     """Return what there is now; the files are those below `temporary`."""
+    gc.collect()  # a caught exception holds on to its frames, and they to what was stopped
     return Traces(
         children=frozenset(pid for pid in running() if parent(pid) == os.getpid()),
         shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),

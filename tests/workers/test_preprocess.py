@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -259,6 +260,16 @@ def test_settings_digest_is_the_same_in_another_process(
         env=os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert run.stdout.strip() == load("nano25").settings_digest.hex()
+
+
+def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    """An id beyond the embedding would otherwise take the worker down with the first prompt that has it."""
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    smaller = msgspec.structs.replace(info, vocab_size=300)
+    with pytest.raises(CheckpointError, match=r"value 383, limit 299\. Remedy"):
+        plugin.load_preprocessor(smaller)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_draws_follow_the_distribution() -> None:
         ({"min_p": 1.0}, {3}),
         ({"top_k": 3, "top_p": 0.95, "min_p": 0.2}, {3, 4}),
         ({"temperature": 0.05}, {3}),
+        ({"temperature": 1e-300}, {3}),
         ({"top_k": 10**6}, {3, 4, 5}),
     ],
 )

@@ -100,8 +100,9 @@ class Crew:
             )
         finally:
             lost.cancel()
-            if not all_ready.done():
-                all_ready.cancel()
+            all_ready.cancel()
+            # Awaited, or else the log complains that nobody asked how they ended.
+            await asyncio.gather(lost, all_ready, return_exceptions=True)
         if self._failure:
             failure = self._failure
             await self.stop(grace_s=0)

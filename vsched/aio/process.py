@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -35,8 +36,9 @@ class RankProcess:
         )
         assert self._process.stdin is not None
         self._lifeline = self._process.stdin
-        self._lifeline.write(msgspec.json.encode(spec) + b"\n")
-        self._lifeline.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is gone already; its exit says so
+            self._lifeline.write(msgspec.json.encode(spec) + b"\n")
+            self._lifeline.flush()
         self._on_exit = on_exit
         self._exited = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -51,7 +53,8 @@ class RankProcess:
         code = self._process.wait()
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._lifeline.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.close()
         self._exited.set_result(code)
         self._on_exit(code)
 

@@ -87,6 +87,7 @@ class Replica:
         self._idle.set()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._down: set[str] = set()
+        self._busy_ns = {"encode": 0, "generate": 0}
         self._stopping = False
         self._lost_early = ""
         self.given_up = ""
@@ -251,6 +252,7 @@ class Replica:
     def _on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
         if self._stopping or group in self._down:
             return
+        self._busy_ns[group] += result.busy_ns
         if isinstance(result, GenerateResult):
             self._result = result
             self.handle(Stepped(result.step, _int32(result.tokens), result.finished))
@@ -278,7 +280,7 @@ class Replica:
             await crew.stop(grace_s=0)
             try:
                 await crew.start()
-            except VschedError as error:
+            except (VschedError, OSError) as error:
                 logger.warning("%s did not come back: %s", " and ".join(crew.groups), error)
                 continue
             self._down.difference_update(crew.groups)
@@ -320,7 +322,8 @@ class Replica:
             for crew in self._crews
             for group, ranks in crew.memory().items()
         }
-        return {**self._kernel.statistics(), "ranks": memory}
+        busy_ms = {group: spent_ns / 1e6 for group, spent_ns in self._busy_ns.items()}
+        return {**self._kernel.statistics(), "ranks": memory, "busy_ms": busy_ms}
 
     @property
     def pids(self) -> list[int]:

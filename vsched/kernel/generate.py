@@ -244,13 +244,13 @@ class GenerateStage:
             if budget <= 0 or not self.running.slots_free:
                 return
             join = self._join(entry.state, budget, now_ns)
-            if join is None:
-                if entry.state.phase is Phase.READY:
-                    self._blocked = True
-                    return
-                continue  # it waits for embeddings again: no reason to hold up those behind it
-            joined.append(join)
-            budget -= self._chunk(entry.state, step, budget, chunks)
+            if join is not None:
+                joined.append(join)
+                budget -= self._chunk(entry.state, step, budget, chunks)
+            elif entry.state.phase is Phase.READY:
+                self._blocked = True
+                return
+            # Else it waits for embeddings again: no reason to hold up those behind it.
 
     def _join(self, state: RequestState, budget: int, now_ns: int) -> Join | None:
         """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""

@@ -8,8 +8,11 @@ from vsched.kernel.sizes import Sizes
 from vsched.types import MediaItem, Request
 
 
-def refuse_impossible(request: Request, sizes: Sizes) -> Refuse | None:
-    """Return why a request can never be served with these sizes; None when it can."""
+def refuse_impossible(request: Request, sizes: Sizes, *, scope: str) -> Refuse | None:
+    """Return why a request can never be served with these sizes; None when it can.
+
+    `scope` is the encoding policy's: what shares a cache entry.
+    """
     prompt = len(request.prompt_token_ids)
     total = prompt + request.sampling.max_tokens
     if not prompt or request.sampling.max_tokens < 1:
@@ -48,6 +51,11 @@ def refuse_impossible(request: Request, sizes: Sizes) -> Refuse | None:
             limit=f"{sizes.blocks * sizes.block_size} tokens",
             remedy="lower max_tokens, or give the server a larger KV cache (generate.memory)",
         )
+    return _refuse_images(request, sizes, scope)
+
+
+def _refuse_images(request: Request, sizes: Sizes, scope: str) -> Refuse | None:
+    limit = f"{sizes.pages * sizes.page_rows} tokens"
     for item in request.items:
         if sizes.pages_for(item.tokens) > sizes.pages:
             return _refuse(
@@ -55,9 +63,21 @@ def refuse_impossible(request: Request, sizes: Sizes) -> Refuse | None:
                 "image_exceeds_cache",
                 "an image can never fit the embedding cache",
                 value=item.tokens,
-                limit=f"{sizes.pages * sizes.page_rows} tokens",
+                limit=limit,
                 remedy="send a smaller image, or raise arena.embedding_bytes",
             )
+    together = sum(sizes.pages_for(item.tokens) for item in request.items)
+    if scope == "request" and together > sizes.pages:
+        # One entry for the whole set: it is there as a whole or not at all.
+        return _refuse(
+            request,
+            "images_exceed_cache",
+            "the images of a request can never fit the embedding cache together",
+            value=sum(item.tokens for item in request.items),
+            limit=limit,
+            remedy="send fewer images, raise arena.embedding_bytes, or encode by item "
+            "(encode.encoding)",
+        )
     return None
 
 

@@ -105,7 +105,7 @@ class Scheduler:
     # --- arrivals ---
 
     def _on_submitted(self, request: Request, stop_token_ids: tuple[int, ...]) -> None:
-        refusal = refuse_impossible(request, self.sizes)
+        refusal = refuse_impossible(request, self.sizes, scope=self._policies.encoding.scope)
         if refusal is None and request.request_id in self._numbers:
             refusal = refuse_duplicate(request)
         if refusal is None:

@@ -276,6 +276,16 @@ def load_preprocessor(info: ModelInfo) -> QwenPreprocessor:
             "tokenizer.json is missing or cannot be used. "
             "Remedy: give the directory of a complete checkpoint."
         )
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= info.vocab_size:
+        raise CheckpointError(
+            limit_message(
+                "tokenizer.json has token ids that the model has not",
+                value=largest,
+                limit=info.vocab_size - 1,
+                remedy="use the tokenizer that belongs to this checkpoint",
+            )
+        )
     if not tokenizer.chat_template:
         raise CheckpointError(
             "the tokenizer has no chat template (chat_template.jinja). "

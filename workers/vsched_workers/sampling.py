@@ -23,6 +23,9 @@ from vsched.worker.contract import Sampled, SequenceState, TokenLogprobs
 
 _SEED_MASK = (1 << 64) - 1
 
+_TEMPERATURE_MIN = 1e-6
+"""Below it every draw is the argmax already, and the quotient would overflow."""
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -98,7 +101,7 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
     params = entry.sequence.sampling
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
-    scaled /= params.temperature
+    scaled /= max(params.temperature, _TEMPERATURE_MIN)
     candidates: npt.NDArray[np.int64] | None = None
     if 0 < params.top_k < len(scaled):
         candidates = _largest(scaled, params.top_k, np.partition(scaled, -params.top_k))

@@ -93,7 +93,7 @@ class Led:
         self.progress: list[tuple[str, float]] = []
         self.loop = FakeLoop()
         monkeypatch.setattr(leader_module, "LeaderLink", FakeLink)
-        monkeypatch.setattr(leader_module.asyncio, "get_running_loop", lambda: self.loop)
+        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
         self.leader = Leader(
             "generate",
             None,  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from vsched.wire import (
     encode_report,
 )
 
+
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
     led = Led(monkeypatch, ranks=1, limits=LIMITS)
@@ -172,7 +173,9 @@ async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
     assert led.results == []
 
 
-async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(led_two: Led) -> None:
+async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
+    led_two: Led,
+) -> None:
     """E12: ranks load for different times; who is ready first owes no answer until all are."""
     led = led_two
     led.enter(0)

@@ -29,7 +29,11 @@ from vsched.types import FinishReason
     ],
 )
 def test_stop_matcher_finds_stop_strings_across_pieces(
-    stops: tuple[str, ...], pieces: list[str], out: list[str], stopped: bool, flushed: str  # noqa: FBT001
+    stops: tuple[str, ...],
+    pieces: list[str],
+    out: list[str],
+    stopped: bool,
+    flushed: str,  # noqa: FBT001
 ) -> None:
     """Text that may begin a stop string is held back until that is decided."""
     matcher = StopMatcher(stops)
@@ -40,7 +44,9 @@ def test_stop_matcher_finds_stop_strings_across_pieces(
     assert matcher.flush() == flushed
 
 
-@pytest.mark.parametrize("stops", [("STOP",), ("\n\n", "###"), ("aba", "bab"), ("tw", "e\n two"), ("n", "one")])
+@pytest.mark.parametrize(
+    "stops", [("STOP",), ("\n\n", "###"), ("aba", "bab"), ("tw", "e\n two"), ("n", "one")]
+)
 def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, ...]) -> None:
     """The stop string that is complete first counts, also where several overlap."""
     text = "one\n two ## aab STO ab STOP three ### abab \n\n four"
@@ -86,7 +92,10 @@ class Ended:
 
 
 def generation(
-    *, stop: tuple[str, ...] = (), stop_token_ids: frozenset[int] = frozenset(), logprobs: bool = False
+    *,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: frozenset[int] = frozenset(),
+    logprobs: bool = False,
 ) -> tuple[Generation, Ended]:
     ended = Ended()
     made = Generation(

@@ -13,7 +13,7 @@ from collections import deque
 
 from vsched.kernel import KernelPolicies, Scheduler, Sizes
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Notice, Refuse, RestartGroup
-from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.kernel.decisions import ChunkItem, EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
     Aborted,
     Encoded,
@@ -245,12 +245,12 @@ class Cluster:
             sequence.blocks.append(block)
 
     def _read_items(
-        self, sequence: ModelSequence, start: int, stop: int, items: list[object]
+        self, sequence: ModelSequence, start: int, stop: int, items: list[ChunkItem]
     ) -> None:
         due = [item for item in sequence.items if item[0] < stop and item[0] + item[1] > start]
-        assert [item.offset for item in items] == [item[0] for item in due]  # type: ignore[attr-defined]
+        assert [item.offset for item in items] == [item[0] for item in due]
         for item, (_, _, key) in zip(items, due, strict=True):
-            for page in item.pages:  # type: ignore[attr-defined]
+            for page in item.pages:
                 assert self.pages[page] == key, "a chunk reads another item's embedding"
 
     def _compute(self, sequence: ModelSequence, start: int, stop: int) -> None:

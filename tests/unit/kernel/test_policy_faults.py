@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
-from tests.unit.kernel.setups import assert_holds_nothing, assert_served, image_request, sizes, words
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    image_request,
+    sizes,
+    words,
+)
 from vsched.policy import (
     AdmissionPolicy,
     AdmissionView,

@@ -124,7 +124,9 @@ def test_scheduler_abort_frees_everything_in_every_phase(enter: Callable[[Cluste
     cluster.drain()
     assert number not in cluster.sequences
     assert set(cluster.sequences) <= {max(cluster.names)}
-    assert encoding == [] or cluster.encoded[-1] == encoding, "what was aborted is not encoded again"
+    assert encoding == [] or cluster.encoded[-1] == encoding, (
+        "what was aborted is not encoded again"
+    )
     assert_served(cluster, "next")
 
 
@@ -135,7 +137,12 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     cluster.drain()
     cluster.abort("r")
     cluster.abort("never seen")
-    assert cluster.kernel.statistics()["finished"] == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert cluster.kernel.statistics()["finished"] == {
+        "stop": 0,
+        "length": 1,
+        "abort": 0,
+        "error": 0,
+    }
 
 
 def test_scheduler_abort_gives_the_slot_to_the_next() -> None:

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.model_ranks import Cluster, make_request
-from tests.unit.kernel.setups import assert_holds_nothing, assert_served, image_request, sizes, words
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    image_request,
+    sizes,
+    words,
+)
 from vsched.kernel import Sizes
 from vsched.types import MediaItem, Request
 
@@ -51,9 +57,15 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
         ),
         pytest.param(make_request("bad", []), "empty", 400, ["at least 1"], id="no prompt"),
         pytest.param(
-            make_request("bad", words(3), max_tokens=0), "empty", 400, ["max_tokens"], id="no output"
+            make_request("bad", words(3), max_tokens=0),
+            "empty",
+            400,
+            ["max_tokens"],
+            id="no output",
         ),
-        pytest.param(with_items((8, 4)), "bad_items", 400, ["outside the prompt"], id="item outside"),
+        pytest.param(
+            with_items((8, 4)), "bad_items", 400, ["outside the prompt"], id="item outside"
+        ),
         pytest.param(with_items((0, 4), (3, 4)), "bad_items", 400, ["overlap"], id="items overlap"),
         pytest.param(with_items((0, 0)), "bad_items", 400, [], id="item of no tokens"),
         pytest.param(with_items((-1, 2)), "bad_items", 400, [], id="item before the prompt"),

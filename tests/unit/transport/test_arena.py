@@ -47,7 +47,8 @@ def test_arena_regions_do_not_overlap(arena: Arena) -> None:
 
 def test_arena_reads_are_views(arena: Arena) -> None:
     read = arena.read(Extent(128, 96))
-    assert (read.shape, read.dtype) == ((96,), np.uint8)
+    assert read.shape == (96,)
+    assert read.dtype == np.uint8
     arena.pixels[128:132] = np.float32(2.5).tobytes()
     assert read.view(np.float32)[0] == 2.5
 

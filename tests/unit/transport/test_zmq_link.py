@@ -66,7 +66,7 @@ def connect(leading: Leading) -> Iterator[Callable[[int], RankLink]]:
 
 def receive(link: RankLink, count: int) -> list[list[bytes]]:
     """Receive so many messages, blocking."""
-    messages = []
+    messages: list[list[bytes]] = []
     while len(messages) < count:
         message = link.receive()
         if message is not None:
@@ -135,7 +135,7 @@ async def test_link_tells_that_a_rank_is_gone(
     link.close()
     async with asyncio.timeout(5):
         while leading.link.send(0, [b"decision"]):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # noqa: ASYNC110 - sending is what tells
 
 
 async def test_link_never_waits_for_a_peer_that_never_reads(
@@ -214,5 +214,3 @@ async def test_link_rank_hears_nothing_for_the_timeout(
     link = connect(0)
     assert not wait_readable([link], 0.001)
     assert link.receive() is None
-
-

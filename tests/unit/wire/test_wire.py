@@ -78,7 +78,12 @@ REPORTS: list[Report] = [
     Loading("weights", 0.5),
     Ready(10, {"kv": 1 << 40}),
     GenerateResult(
-        3, b"\1\2", b"\3", [Finished(1, 9, FinishReason.STOP)], [TokenLogprob(1, -0.5, [(3, -1.0)])], 8
+        3,
+        b"\1\2",
+        b"\3",
+        [Finished(1, 9, FinishReason.STOP)],
+        [TokenLogprob(1, -0.5, [(3, -1.0)])],
+        8,
     ),
     EncodeResult(4, "the image could not be encoded", 5),
     Beat(12, {}),
@@ -116,7 +121,11 @@ def test_wire_follower_keeps_up_with_the_leader() -> None:
     digests = set()
     for index in range(20):
         assert follower.accept(leader.append(ENTRIES[index % len(ENTRIES)])) is not None
-        assert (follower.seq, follower.digest) == (leader.seq, leader.digest) == (index + 1, leader.digest)
+        assert (
+            (follower.seq, follower.digest)
+            == (leader.seq, leader.digest)
+            == (index + 1, leader.digest)
+        )
         digests.add(leader.digest)
     assert len(digests) == 20, "a digest covers the order of everything before it"
 

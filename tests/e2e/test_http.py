@@ -1,0 +1,275 @@
+"""The server as the openai client sees it, with real ranks behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+from tests.e2e.asking import (  # noqa: E402
+    TEXTS,
+    Ask,
+    answer,
+    drawn_image,
+    held,
+    in_flight,
+    until,
+)
+from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS, WAITING_MAX  # noqa: E402
+from vsched import Config, Engine  # noqa: E402
+from vsched.api import ApiSettings, create_app  # noqa: E402
+from vsched.api.server import RunningServer  # noqa: E402
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+
+ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84)), drawn_image(6001)], count=40)
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
+    """A client that does not try again; `engine` sees that nothing is held after the test."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30.0
+    ) as client:
+        yield client
+
+
+async def chat(client: Any, ask: Ask, **options: Any) -> Any:
+    return await client.chat.completions.create(
+        model="nano25", messages=ask.messages, max_tokens=ask.count, **OPTIONS, **options
+    )
+
+
+async def test_chat_streams_the_engine_s_text_with_usage(client: Any, engine: Engine) -> None:
+    wanted = await answer(engine, ASK)
+    stream = await chat(client, ASK, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    *body, last = chunks
+    assert body[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in body) == wanted.text
+    reasons = [chunk.choices[0].finish_reason for chunk in body]
+    assert reasons == [None] * (len(body) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage.completion_tokens == 40
+    assert last.usage.prompt_tokens == len(ASK.prompt(engine.preprocessor))
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chat_answers_whole(client: Any, engine: Engine) -> None:
+    wanted = await answer(engine, ASK)
+    response = await chat(client, ASK)
+    (choice,) = response.choices
+    assert choice.message.content == wanted.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert response.usage.total_tokens == response.usage.prompt_tokens + 40
+    assert response.usage.prompt_tokens_details.cached_tokens > 0
+    assert response.model == "nano25"
+
+
+async def test_chat_gives_logprobs(client: Any, engine: Engine) -> None:
+    response = await chat(client, ASK, logprobs=True, top_logprobs=3)
+    content = response.choices[0].logprobs.content
+    assert len(content) == 40
+    assert all(len(one.top_logprobs) == 3 for one in content)
+    assert all(one.top_logprobs[0].logprob == one.logprob for one in content)
+    text = b"".join(bytes(one.bytes) for one in content).decode(errors="replace")
+    assert text == (await answer(engine, ASK)).text
+
+
+async def test_chat_stops_at_a_string(client: Any, engine: Engine) -> None:
+    text = (await answer(engine, ASK)).text
+    response = await chat(client, ASK, stop=[text[4:7]])
+    assert response.choices[0].message.content == text[: text.index(text[4:7])]
+    assert response.choices[0].finish_reason == "stop"
+
+
+async def test_second_turn_encodes_its_image_only(client: Any, engine: Engine) -> None:
+    """D2, as a user sees it: the prefix is there, and one image is new."""
+    first = Ask(TEXTS[2], [drawn_image(6010)], count=8)
+    said = (await chat(client, first)).choices[0].message.content
+    before = engine.statistics()["encode"]["items_encoded"]
+    messages = [
+        *first.messages,
+        {"role": "assistant", "content": said},
+        *Ask(TEXTS[0], [drawn_image(6011)]).messages,
+    ]
+    response = await client.chat.completions.create(
+        model="nano25", messages=messages, max_tokens=8, **OPTIONS
+    )
+    assert engine.statistics()["encode"]["items_encoded"] == before + 1
+    prompt = len(first.prompt(engine.preprocessor))
+    assert response.usage.prompt_tokens_details.cached_tokens >= prompt // 16 * 16
+
+
+async def test_completions_take_text_and_tokens(client: Any, engine: Engine) -> None:
+    ask = Ask(TEXTS[4], count=20)
+    wanted = await answer(engine, ask)
+    text = engine.preprocessor.render(ask.messages)
+    for prompt in (text, engine.preprocessor.tokenize(text)):
+        response = await client.completions.create(
+            model="nano25", prompt=prompt, max_tokens=20, **OPTIONS
+        )
+        assert response.choices[0].text == wanted.text
+        assert response.choices[0].finish_reason == "length"
+    stream = await client.completions.create(
+        model="nano25", prompt=text, max_tokens=20, stream=True, **OPTIONS
+    )
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == wanted.text
+
+
+async def test_models_lists_the_one(client: Any) -> None:
+    (model,) = (await client.models.list()).data
+    assert model.id == "nano25"
+    assert (await client.models.retrieve("nano25")).id == "nano25"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("another")
+
+
+async def test_unknown_model_is_not_found(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="nano25"):
+        await client.chat.completions.create(model="gpt", messages=ASK.messages)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "image": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+                    ],
+                }
+            ]
+        },
+        "image 0|images\\[0\\]",
+    ),
+    "prompt": ({"messages": Ask("long " * CONTEXT_TOKENS).messages, "max_tokens": 1}, "limit"),
+    "kv": ({"messages": Ask().messages, "max_tokens": KV_TOKENS}, f"limit {KV_TOKENS} tokens"),
+    "temperature": ({"messages": Ask().messages, "temperature": -1}, "temperature"),
+    "empty": ({"messages": []}, "messages"),
+    "unknown": ({"messages": Ask().messages, "extra_body": {"top_kk": 3}}, "top_kk"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_request_is_a_400_and_others_are_served(
+    client: Any, engine: Engine, name: str
+) -> None:
+    body, words = BAD[name]
+    wanted = await answer(engine, ASK)
+    beside = asyncio.create_task(chat(client, ASK))
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        await client.chat.completions.create(model="nano25", **body)
+    error = caught.value.body
+    assert isinstance(error, dict)
+    assert error["type"] == "invalid_request_error"
+    assert "Remedy: " in error["message"]
+    assert (await beside).choices[0].message.content == wanted.text
+
+
+async def test_full_queue_is_a_429_with_retry_after(client: Any, engine: Engine) -> None:
+    """G12: what is accepted is answered; the rest is told when to come again."""
+    ask = Ask(TEXTS[1], count=100)
+    outcomes = await asyncio.gather(*(chat(client, ask) for _ in range(60)), return_exceptions=True)
+    refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
+    served = [one for one in outcomes if not isinstance(one, BaseException)]
+    assert len(refused) + len(served) == 60
+    assert refused
+    assert len(served) >= WAITING_MAX
+    assert all(int(one.response.headers["retry-after"]) > 0 for one in refused)
+    assert len({one.choices[0].message.content for one in served}) == 1
+
+
+async def freed(engine: Engine) -> None:
+    await until(lambda: not any(held(engine).values()), "the vanished client's request is ended")
+    await until(lambda: not any(in_flight(engine).values()), "the step that was out ends")
+
+
+async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engine) -> None:
+    """F3: no token is generated for nobody."""
+    before = engine.statistics()["finished"]["abort"]
+    stream = await chat(client, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
+    await anext(aiter(stream))
+    assert engine.statistics()["running"] == 1
+    await stream.close()
+    await freed(engine)
+    assert engine.statistics()["finished"]["abort"] == before + 1
+
+
+async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine: Engine) -> None:
+    """F3: without streaming too."""
+    before = engine.statistics()["finished"]["abort"]
+    waiting = asyncio.create_task(chat(client, Ask(TEXTS[1], [drawn_image(6021)], count=400)))
+    await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await freed(engine)
+    assert engine.statistics()["finished"]["abort"] == before + 1
+
+
+async def test_clear_ends_all_and_tells_them(
+    client: Any, server: RunningServer, engine: Engine
+) -> None:
+    """E20 over HTTP: a stream ends in an error event, a waiting request in a 503."""
+    ask = Ask(TEXTS[1], count=400)
+    stream = await chat(client, ask, stream=True)
+    await anext(aiter(stream))
+    waiting = asyncio.create_task(chat(client, Ask(TEXTS[0], count=300)))
+    await until(
+        lambda: engine.statistics()["running"] + engine.statistics()["waiting"] == 2,
+        "both are accepted",
+    )
+    async with httpx.AsyncClient() as plain:
+        cleared = await plain.post(f"{server.url}/admin/clear")
+    assert cleared.json() == {"running": 0, "waiting": 0}
+    with pytest.raises(openai.APIError, match="cleared"):
+        async for _ in stream:
+            pass
+    with pytest.raises(openai.InternalServerError, match="cleared") as caught:
+        await waiting
+    assert caught.value.status_code == 503
+
+
+async def test_operations_answer(server: RunningServer, engine: Engine) -> None:
+    async with httpx.AsyncClient(base_url=server.url) as plain:
+        for path in ("/health", "/ready"):
+            assert (await plain.get(path)).status_code == 200
+        metrics = (await plain.get("/metrics")).text
+        statistics = (await plain.get("/admin/statistics")).json()
+        tokens = (await plain.post("/tokenize", json={"prompt": "What is it?"})).json()
+    assert "vsched_" in metrics
+    assert statistics["state"] == "ready"
+    assert tokens["tokens"] == engine.preprocessor.tokenize("What is it?")
+
+
+async def test_server_is_unavailable_until_the_engine_is_ready(
+    configure: Callable[..., Config],
+) -> None:
+    """503 while loading, for health and requests alike, and when to come again."""
+    app = create_app(Engine(configure("nano25")), ApiSettings())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://loading") as plain:
+        health = await plain.get("/health")
+        asked = await plain.post("/v1/chat/completions", json={"messages": Ask().messages})
+    assert health.status_code == asked.status_code == 503
+    assert asked.headers["retry-after"]
+    assert "loading" in asked.json()["error"]["message"]
+
+
+async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
+    """G3: remote images are off unless hosts are named."""
+    content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
+    with pytest.raises(openai.BadRequestError, match=r"configure media\.hosts"):
+        await client.chat.completions.create(
+            model="nano25", messages=[{"role": "user", "content": content}]
+        )

@@ -1,0 +1,195 @@
+"""Crews and replicas of ranks that run the fake plug-in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tests.unit.kernel.model_ranks import default_policies
+from tests.unit.rank.fake_plugin import LAYOUT, NAME, Behaviour, model_info
+from vsched.aio.crew import Crew, CrewEvents
+from vsched.aio.leader import Deadlines
+from vsched.aio.replica import Replica
+from vsched.aio.stream import Generation
+from vsched.kernel import Sizes
+from vsched.transport.arena import Arena
+from vsched.types import Request, SamplingParams
+from vsched.wire import EncodeResult, GenerateResult
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+ROOT = Path(__file__).parents[3]
+LIMITS = Deadlines(ready_s=10, step_s=10, heartbeat_s=0.2, rank_timeout_s=5)
+KV_TOKENS = 512
+
+
+class Heard:
+    """What a crew tells."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[str, GenerateResult | EncodeResult]] = []
+        self.lost: list[tuple[list[str], str]] = []
+        self.progress: list[tuple[str, str, float]] = []
+        self.changed = asyncio.Event()
+
+    @property
+    def events(self) -> CrewEvents:
+        return CrewEvents(
+            on_result=lambda group, result: self._add(self.results, (group, result)),
+            on_lost=lambda groups, reason: self._add(self.lost, (groups, reason)),
+            on_progress=lambda *said: self._add(self.progress, said),
+        )
+
+    def _add(self, where: list, what: object) -> None:  # type: ignore[type-arg]
+        where.append(what)
+        self.changed.set()
+
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Place:
+    """Where ranks run: an arena, a directory for sockets, a ZeroMQ context."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.arena = Arena.create(LAYOUT)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def crew(
+        self,
+        events: CrewEvents,
+        *,
+        groups: Sequence[str] = ("generate",),
+        behaviour: Behaviour | None = None,
+        ranks: int = 1,
+        limits: Deadlines = LIMITS,
+    ) -> Crew:
+        """Return a crew of these groups; all of its ranks behave alike."""
+        encode = EncodeRole(address="", plugin=NAME, settings=WorkerSettings())
+        generate = GenerateRole(
+            address="",
+            plugin=NAME,
+            settings=WorkerSettings(),
+            memory={"use": "pinned", "tokens": KV_TOKENS},
+            slots=4,
+            block_size=4,
+            context_tokens=400,
+            tokens_min=4,
+        )
+        template = RankSpec(
+            rank=0,
+            secret="",
+            run_dir=str(self.run_dir),
+            arena_fd=self.arena.fd,
+            layout=LAYOUT,
+            info=model_info(behaviour),
+            timeout_s=limits.rank_timeout_s,
+            encode=encode if "encode" in groups else None,
+            generate=generate if "generate" in groups else None,
+        )
+        return Crew(template, self.context, ranks=ranks, threads=1, deadlines=limits, events=events)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.arena.close()
+
+
+def python_path() -> str:
+    """Return where a child finds the packages and the tests."""
+    return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
+
+
+def sizes(blocks: int) -> Sizes:
+    return Sizes(
+        block_size=4,
+        blocks=blocks,
+        slots=4,
+        batch_tokens=64,
+        chunk_tokens=16,
+        context_tokens=400,
+        page_rows=LAYOUT.page_rows,
+        pages=LAYOUT.pages,
+        encode_items=4,
+        waiting=20,
+    )
+
+
+@asynccontextmanager
+async def replica_of(
+    place: Place,
+    *,
+    groups: Sequence[Sequence[str]] = (("encode",), ("generate",)),
+    behaviour: Behaviour | None = None,
+    limits: Deadlines = LIMITS,
+) -> AsyncIterator[Replica]:
+    """Yield a started replica of one crew for each tuple of groups."""
+
+    def crews(events: CrewEvents) -> list[Crew]:
+        return [
+            place.crew(events, groups=names, behaviour=behaviour, limits=limits) for names in groups
+        ]
+
+    replica = Replica(crews, size=sizes, policies=default_policies(), on_progress=lambda *_: None)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()
+
+
+class NoText:
+    """A detokenizer for those who read tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def generate(replica: Replica, request: Request, *, max_tokens: int) -> Generation:
+    """Submit a request of this replica and return its stream."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    generation = Generation(
+        request.request_id,
+        prompt_tokens=len(request.prompt_token_ids),
+        detokenizer=NoText(),
+        stop=(),
+        stop_token_ids=frozenset(),
+        logprobs=False,
+        on_stop=replica.end,
+        on_end=lambda: None,
+    )
+    replica.submit(request, (), generation)
+    return generation
+
+
+async def read(generation: Generation, *, at_least: int | None = None) -> list[int]:
+    """Return the tokens of a stream, all of them or at least so many."""
+    tokens: list[int] = []
+    async with asyncio.timeout(15):
+        async for delta in generation:
+            tokens += delta.token_ids
+            if at_least is not None and len(tokens) >= at_least:
+                break
+    return tokens
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process computes still; one that nobody has waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

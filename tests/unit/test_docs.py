@@ -1,0 +1,261 @@
+"""The pages say what is: links lead somewhere, examples run, commands, options, targets and files exist.
+
+Conventions in the pages: a `python` block behind `<!-- runnable: NAME.py -->` is imported under that name, and its
+functions called `test_*` are run; the blocks of one page lie in one folder. Every `toml` block must load as a
+configuration there. Commands are checked in `sh` blocks, behind a `$` in `text` blocks, and in `code` that starts with
+`vsched` or `make`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import typer
+
+from vsched.assembly import kernel_policies
+from vsched.cli import app
+from vsched.cli.main import COMMANDS
+from vsched.config import load_config
+from vsched.kernel import Scheduler, Sizes
+from vsched.kernel.commands import Decide
+from vsched.kernel.decisions import GenerateDecision
+from vsched.kernel.events import Finished, GroupReady, Stepped, Submitted
+from vsched.types import FinishReason, Request, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?:<!-- runnable: (?P<name>\S+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+MACHINE_PATH = re.compile(r"(?<![\w./*])/(?:work|tmp|home|root|Users|opt|mnt|var)/")
+SOURCE = re.compile(r"(?:vsched|policies|workers|tests|docs)/[\w/.]*")
+ENVIRONMENT = re.compile(r"^[A-Z_]+=\S*$")
+
+
+class Block(NamedTuple):
+    """A fenced block; `name` is the file of a runnable one."""
+
+    language: str
+    text: str
+    name: str | None
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=shown)
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.finditer(page.read_text())
+    return [Block(each["language"], each["text"], each["name"]) for each in found]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+# --- links, names and files ---
+
+
+@every_page
+def test_docs_links_lead_somewhere(page: Path) -> None:
+    for match in LINK.finditer(prose(page)):
+        target, _, heading = match["target"].partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{match[0]} leads nowhere"
+        assert found.is_relative_to(ROOT), f"{match[0]} leads out of the repository"
+        assert not heading or heading in headings(found), f"{match[0]}: no such heading"
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_docs_indexes_name_every_page(folder: str) -> None:
+    (index,) = [
+        path for path in PAGES if path.parent == ROOT / folder and path.stem in {"index", "README"}
+    ]
+    linked = {match["target"] for match in LINK.finditer(index.read_text())}
+    pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
+    assert not pages - linked
+
+
+@every_page
+def test_docs_name_no_path_of_a_machine(page: Path) -> None:
+    assert not MACHINE_PATH.findall(page.read_text())
+
+
+@every_page
+def test_docs_name_sources_that_exist(page: Path) -> None:
+    named = [code for code in CODE.findall(prose(page)) if SOURCE.fullmatch(code)]
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@every_page
+def test_docs_lines_are_readable(page: Path) -> None:
+    """A line is no table row, and short enough for a diff."""
+    lines = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    assert not [line for line in lines if len(line) > 120]
+
+
+# --- commands ---
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the command lines of a page as words, without environment and comments."""
+    for block in blocks(page):
+        text = block.text.replace("\\\n", " ")
+        lines = (
+            text.splitlines()
+            if block.language == "sh"
+            else re.findall(r"^\$ (.+)$", text, re.MULTILINE)
+        )
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            while words and ENVIRONMENT.match(words[0]):
+                words.pop(0)
+            if words:
+                yield words
+    for code in CODE.findall(prose(page)):
+        if code.startswith(("vsched ", "make ")):
+            yield shlex.split(code)
+
+
+def check_vsched(words: list[str]) -> None:
+    """Fail unless the command, its subcommands and its options exist."""
+    assert COMMANDS, "importing the modules is what adds their commands"
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while rest and (subcommands := getattr(command, "commands", None)):
+        name = rest.pop(0)
+        assert name in subcommands, f"{name!r} is no command of {command.name}"
+        command = subcommands[name]
+    known = {option for parameter in command.params for option in parameter.opts}
+    options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+    assert not [option for option in options if option not in known], f"{words}: unknown options"
+
+
+@every_page
+def test_docs_name_commands_that_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        match words:
+            case [("vsched" | ".venv/bin/vsched"), *rest]:
+                check_vsched(rest)
+            case ["make", *rest]:
+                assert not {word for word in rest if "=" not in word} - targets, words
+
+
+@pytest.mark.parametrize(
+    "words", [["fly"], ["config", "fly"], ["serve", "--fly"], ["bench", "serve", "--fly=1"]]
+)
+def test_docs_command_check_can_fail(words: list[str]) -> None:
+    with pytest.raises(AssertionError):
+        check_vsched(words)
+
+
+# --- examples ---
+
+
+@pytest.fixture
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """Return a folder with the runnable files of a page, importable as at a server's start."""
+    page = cast("Path", request.param)
+    names = [block.name for block in blocks(page) if block.name is not None]
+    for block in blocks(page):
+        if block.name is not None:
+            (tmp_path / block.name).write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in names:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def pages_with(language: str, *, runnable: bool = False) -> list[Path]:
+    return [
+        page
+        for page in PAGES
+        if any(
+            block.language == language and (block.name or not runnable) for block in blocks(page)
+        )
+    ]
+
+
+@pytest.mark.parametrize("folder", pages_with("python", runnable=True), ids=shown, indirect=True)
+def test_docs_runnable_examples_run(folder: Path) -> None:
+    for file in sorted(folder.glob("*.py")):
+        module = importlib.import_module(file.stem)
+        tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+        assert bool(tests) == file.stem.startswith("test_")
+        for test in tests:
+            test()
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=shown)
+def test_docs_examples_are_python(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            ast.parse(block.text)
+
+
+def serve_one(config: Path) -> list[GenerateDecision]:
+    """Serve two requests by a kernel with the policies of a configuration; return the decisions."""
+    loaded = load_config(config, environ={})
+    sizes = Sizes(blocks=64, slots=2, context_tokens=256, pages=16)
+    kernel = Scheduler(sizes, kernel_policies(loaded.policies))
+    commands = [*kernel.handle(GroupReady("encode"), 0), *kernel.handle(GroupReady("generate"), 0)]
+    for name, length in (("long", 30), ("short", 3)):
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(length)),
+            sampling=SamplingParams(max_tokens=1),
+        )
+        commands += kernel.handle(Submitted(request), 1)
+    decisions = []
+    while commands:
+        command = commands.pop(0)
+        if isinstance(command, Decide) and isinstance(command.decision, GenerateDecision):
+            decisions.append(command.decision)
+            ended = [
+                Finished(join.slot, join.number, FinishReason.LENGTH)
+                for join in decisions[-1].joined
+            ]
+            commands += kernel.handle(Stepped(decisions[-1].step, array("i", [7, 7]), ended), 2)
+    assert kernel.finished["length"] == 2
+    assert kernel.statistics()["policy_faults"] == {}
+    return decisions
+
+
+@pytest.mark.parametrize(
+    ("folder", "page"),
+    [(page, page) for page in pages_with("toml")],
+    ids=shown,
+    indirect=["folder"],
+)
+def test_docs_configurations_load_and_serve(folder: Path, page: Path) -> None:
+    """What a page deploys is what its examples define: the kernel serves with it, and no policy fails."""
+    for number, block in enumerate(block for block in blocks(page) if block.language == "toml"):
+        config = folder / f"{number}.toml"
+        config.write_text(block.text)
+        assert serve_one(config)

@@ -1,0 +1,357 @@
+"""The generate side of a rank: slots, batches, who ends when, and what it will not follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vsched.errors import RankDesync
+from vsched.kernel.decisions import (
+    ChunkItem,
+    ChunkPlan,
+    GenerateDecision,
+    ItemPlace,
+    Join,
+    Leave,
+    RequestData,
+)
+from vsched.kernel.events import Finished
+from vsched.policy import MemoryView
+from vsched.types import FinishReason, SamplingParams
+from vsched.wire import GenerateResult, TokenLogprob
+from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.slots import STOP_TOKENS_MAX
+
+
+class Script:
+    """A worker that samples what it is told, row by row, and keeps copies of its batches."""
+
+    def __init__(self, *steps: list[int]) -> None:
+        self.steps = list(steps)
+        self.batches: list[dict[str, Any]] = []
+        self.prepared: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def memory(self) -> MemoryView:
+        raise NotImplementedError
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:
+        raise NotImplementedError
+
+    def prepare(self, sequence: SequenceState) -> None:
+        self.prepared.append(sequence.number)
+        sequence.state = f"state of {sequence.number}"
+
+    def step(self, batch: Batch) -> Sampled:
+        self.batches.append(
+            {
+                "slots": batch.decode_slots.tolist(),
+                "tokens": batch.decode_tokens.tolist(),
+                "positions": batch.decode_positions.tolist(),
+                "numbers": [sequence.number for sequence in batch.decode_sequences],
+                "chunks": [(one.slot, one.start, one.stop, one.samples) for one in batch.chunks],
+                "items": [list(one.items) for one in batch.chunks],
+                "special": [
+                    (row, sequence.number, sequence.outputs.tolist())
+                    for row, sequence in batch.special
+                ],
+                "blocks": batch.block_tables.copy(),
+            }
+        )
+        return Sampled(np.asarray(self.steps.pop(0), np.int32), self.logprobs)
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+
+
+def rank_of(worker: Script, *, slots: int = 4, context_tokens: int = 64) -> GenerateRank:
+    embeddings = np.zeros((4, 4, 8), np.uint8)
+    return GenerateRank(
+        worker, embeddings, slots=slots, context_tokens=context_tokens, block_size=4
+    )
+
+
+def join(
+    number: int,
+    slot: int,
+    tokens: list[int],
+    *,
+    known: bool = False,
+    sampling: SamplingParams = GREEDY,
+    stops: tuple[int, ...] = (),
+    items: list[ItemPlace] | None = None,
+) -> Join:
+    data = RequestData(
+        np.asarray(tokens, np.int32).tobytes(), len(tokens), items or [], sampling, stops
+    )
+    blocks = [10 * number + index for index in range(-(-len(tokens) // 4))]
+    return Join(number, slot, 0, len(tokens), blocks, None if known else data)
+
+
+def whole(slot: int, length: int) -> ChunkPlan:
+    return ChunkPlan(slot, 0, length, [])
+
+
+def tokens_of(result: GenerateResult) -> list[int]:
+    return [int(token) for token in np.frombuffer(result.tokens, np.int32)]
+
+
+def numbers_of(result: GenerateResult) -> list[int]:
+    return [int(number) for number in np.frombuffer(result.numbers, np.int32)]
+
+
+def test_generate_rank_keeps_the_running_set() -> None:
+    """Cost follows change: decisions that name nobody decode everybody who runs."""
+    worker = Script([7], [8], [9])
+    rank = rank_of(worker)
+    first = rank.apply(GenerateDecision(1, joined=[join(1, 2, [3, 4, 5])], chunks=[whole(2, 3)]))
+    assert (tokens_of(first), numbers_of(first)) == ([-1, -1, 7, -1], [-1, -1, 1, -1])
+    rank.apply(GenerateDecision(2, grown=[]))
+    third = rank.apply(GenerateDecision(3, grown=[2, 99]))
+    assert tokens_of(third) == [-1, -1, 9, -1]
+    assert [(one["tokens"], one["positions"]) for one in worker.batches] == [
+        ([], []),
+        ([7], [3]),
+        ([8], [4]),
+    ]
+    assert worker.batches[2]["blocks"][2, :2].tolist() == [10, 99]
+    assert worker.prepared == [1]
+
+
+def test_generate_rank_rows_are_decodes_by_slot_then_chunks() -> None:
+    """E15: the order of rows is fixed; a chunk that does not end its prompt yields no row."""
+    worker = Script([21, 22], [31, 32, 33])
+    rank = rank_of(worker)
+    rank.apply(
+        GenerateDecision(
+            1,
+            joined=[join(1, 3, [1, 2]), join(2, 0, [3, 4])],
+            chunks=[whole(3, 2), whole(0, 2)],
+        )
+    )
+    result = rank.apply(
+        GenerateDecision(
+            2,
+            joined=[join(3, 1, [5, 6, 7]), join(4, 2, [8])],
+            chunks=[ChunkPlan(1, 0, 2, []), whole(2, 1)],
+        )
+    )
+    last = worker.batches[-1]
+    assert (last["slots"], last["tokens"], last["numbers"]) == ([0, 3], [22, 21], [2, 1])
+    assert last["chunks"] == [(1, 0, 2, False), (2, 0, 1, True)]
+    assert tokens_of(result) == [31, -1, 33, 32]
+    assert numbers_of(result) == [2, 3, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stops", "sampled", "ends_at", "reason"),
+    [
+        pytest.param({"max_tokens": 3}, (), [7, 7, 7], 3, FinishReason.LENGTH, id="length"),
+        pytest.param({"max_tokens": 1}, (), [7], 1, FinishReason.LENGTH, id="one token"),
+        pytest.param({}, (9,), [7, 9], 2, FinishReason.STOP, id="stop token"),
+        pytest.param({}, (9,), [9], 1, FinishReason.STOP, id="stop token at once"),
+        pytest.param({}, (9, 4), [7, 4], 2, FinishReason.STOP, id="second stop token"),
+        pytest.param({"max_tokens": 2}, (9,), [7, 9], 2, FinishReason.STOP, id="both at once"),
+        pytest.param({"min_tokens": 3}, (9,), [9, 9, 9], 3, FinishReason.STOP, id="min_tokens"),
+        pytest.param(
+            {"max_tokens": 2, "min_tokens": 5}, (9,), [9, 9], 2, FinishReason.LENGTH, id="max first"
+        ),
+        pytest.param(
+            {},
+            tuple(range(20, 20 + STOP_TOKENS_MAX)),
+            [7, 35],
+            2,
+            FinishReason.STOP,
+            id="most stops",
+        ),
+    ],
+)
+def test_generate_rank_ends_a_sequence(
+    sampling: dict[str, int],
+    stops: tuple[int, ...],
+    sampled: list[int],
+    ends_at: int,
+    reason: FinishReason,
+) -> None:
+    """The rank itself says who finished, in the step of the last token; afterwards the slot yields nothing."""
+    worker = Script(*[[token] for token in sampled])
+    rank = rank_of(worker)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **sampling})  # type: ignore[arg-type]
+    joining = join(1, 0, [1, 2], sampling=params, stops=stops)
+    results = [rank.apply(GenerateDecision(1, joined=[joining], chunks=[whole(0, 2)]))]
+    results += [rank.apply(GenerateDecision(step)) for step in range(2, len(sampled) + 1)]
+    assert [one.finished for one in results[:-1]] == [[]] * (len(sampled) - 1)
+    assert len(results) == ends_at
+    assert results[-1].finished == [Finished(0, 1, reason)]
+    steps = len(worker.batches)
+    after = rank.apply(GenerateDecision(9))
+    assert (tokens_of(after), after.finished) == ([-1] * 4, [])
+    assert len(worker.batches) == steps, "nothing to do, so the worker is not asked"
+
+
+def test_generate_rank_slot_that_is_left_is_as_new() -> None:
+    """E6: stop tokens, limits and sampling of who was there before do not leak."""
+    worker = Script([7], [9], [9], [9])
+    rank = rank_of(worker, slots=1)
+    picky = SamplingParams(max_tokens=50, presence_penalty=1.0)
+    rank.apply(
+        GenerateDecision(
+            1, joined=[join(1, 0, [1], sampling=picky, stops=(9,))], chunks=[whole(0, 1)]
+        )
+    )
+    result = rank.apply(
+        GenerateDecision(
+            2, left=[Leave(1, 0, keep=False)], joined=[join(2, 0, [5])], chunks=[whole(0, 1)]
+        )
+    )
+    assert result.finished == []
+    assert (tokens_of(result), numbers_of(result)) == ([9], [2])
+    assert worker.batches[0]["special"] == [(0, 1, [])]
+    assert worker.batches[1]["special"] == []
+
+
+def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
+    """F6: a preempted request comes back without its data, in another slot, with what it had."""
+    worker = Script([7], [8], [5], [9, 6])
+    rank = rank_of(worker)
+    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3, 4])], chunks=[whole(0, 2)]))
+    rank.apply(GenerateDecision(2))
+    rank.apply(
+        GenerateDecision(
+            3, left=[Leave(1, 0, keep=True)], joined=[join(2, 0, [1])], chunks=[whole(0, 1)]
+        )
+    )
+    again = Join(1, 3, 0, 4, [50], None)
+    rank.apply(GenerateDecision(4, joined=[again], chunks=[whole(3, 4)]))
+    assert worker.batches[3]["chunks"] == [(3, 0, 4, True)]
+    assert worker.prepared == [1, 2], "it is prepared once"
+    worker.steps = [[1, 1]]
+    rank.apply(GenerateDecision(5))
+    assert worker.batches[4]["tokens"] == [9, 6]
+    assert worker.batches[4]["positions"] == [2, 4]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:  # noqa: FBT001
+    """F3: nothing of an aborted request stays on a rank."""
+    worker = Script([7], [8])
+    rank = rank_of(worker)
+    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
+    rank.apply(GenerateDecision(2, left=[Leave(1, 0, keep=keep)]))
+    if keep:
+        assert list(rank._sequences) == [1]
+        rank.apply(GenerateDecision(3, forgotten=[1, 99]))
+    assert not rank._sequences
+    assert not rank._in_slot
+    with pytest.raises(RankDesync, match="request 1 joins with 2 tokens; it is unknown here"):
+        rank.apply(GenerateDecision(4, joined=[Join(1, 0, 0, 2, [1], None)]))
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (
+            GenerateDecision(2, joined=[join(2, 0, [1])]),
+            "request 2 joins slot 0, which is taken",
+        ),
+        (
+            GenerateDecision(2, joined=[Join(1, 1, 0, 9, [1], None)]),
+            "request 1 joins with 9 tokens; it is 1 tokens long here",
+        ),
+        (
+            GenerateDecision(2, joined=[Join(5, 1, 0, 2, [1], None)]),
+            "request 5 joins with 2 tokens; it is unknown here",
+        ),
+        (GenerateDecision(2, left=[Leave(1, 1, keep=True)]), "leaves slot 1, which it has not"),
+        (GenerateDecision(2, left=[Leave(2, 0, keep=True)]), "leaves slot 0, which it has not"),
+        (GenerateDecision(2, chunks=[whole(3, 2)]), "a chunk for slot 3, which is empty"),
+    ],
+)
+def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, message: str) -> None:
+    """A7: a rank that holds something else than the leader thinks never computes on."""
+    worker = Script([7])
+    rank = rank_of(worker)
+    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
+    with pytest.raises(RankDesync, match=message):
+        rank.apply(decision)
+    assert len(worker.batches) == 1
+
+
+def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
+    """A7: the count of tokens is checked again after a preemption."""
+    worker = Script([7], [8])
+    rank = rank_of(worker)
+    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
+    rank.apply(GenerateDecision(2))
+    rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=True)]))
+    with pytest.raises(RankDesync, match="joins with 2 tokens; it is 3 tokens long here"):
+        rank.apply(GenerateDecision(4, joined=[Join(1, 0, 0, 2, [1], None)]))
+
+
+@pytest.mark.parametrize(
+    ("span", "rows"),
+    [
+        # An item of ten tokens at position 5: (first in the chunk, first row, past the last row).
+        pytest.param((0, 20), (5, 0, 10), id="whole"),
+        pytest.param((5, 15), (0, 0, 10), id="exactly"),
+        pytest.param((0, 9), (5, 0, 4), id="its beginning"),
+        pytest.param((9, 12), (0, 4, 7), id="its middle"),
+        pytest.param((12, 20), (0, 7, 10), id="its end"),
+        pytest.param((14, 15), (0, 9, 10), id="its last row"),
+        pytest.param((5, 6), (0, 0, 1), id="its first row"),
+    ],
+)
+def test_generate_rank_item_rows_of_a_chunk(
+    span: tuple[int, int], rows: tuple[int, int, int]
+) -> None:
+    """D1, E19: a chunk boundary inside an image splits its rows without gap or overlap."""
+    worker = Script([7])
+    rank = rank_of(worker)
+    joining = join(1, 0, [5] * 20, items=[ItemPlace(5, 10, (1, 4, 10))])
+    plan = ChunkPlan(0, *span, [ChunkItem(5, 10, [3, 1, 2])])
+    worker.steps = [[7] if span[1] == 20 else []]
+    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
+    (((item,),),) = [batch["items"] for batch in worker.batches]
+    assert (item.chunk_start, item.row_start, item.row_stop) == rows
+    assert item.pages == [3, 1, 2]
+    assert span[0] + item.chunk_start - item.row_start == 5
+    assert item.row_stop - item.row_start == min(span[1], 15) - max(span[0], 5)
+
+
+def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:
+    """Rows and outputs of the sequences that sample; plain greedy ones are not among them."""
+    worker = Script([7, 8, 9], [1, 2, 3])
+    rank = rank_of(worker)
+    hot = SamplingParams(temperature=1.0, max_tokens=50)
+    rank.apply(
+        GenerateDecision(
+            1,
+            joined=[
+                join(1, 2, [1], sampling=hot),
+                join(2, 0, [2]),
+                join(3, 1, [3], sampling=hot),
+            ],
+            chunks=[whole(2, 1), whole(0, 1), whole(1, 1)],
+        )
+    )
+    assert worker.batches[0]["special"] == [(0, 1, []), (2, 3, [])]
+    worker.logprobs = [TokenLogprobs(1, -0.5, [(2, -0.5)])]
+    result = rank.apply(GenerateDecision(2))
+    assert worker.batches[1]["special"] == [(1, 3, [9]), (2, 1, [7])]
+    assert result.logprobs == [TokenLogprob(1, -0.5, [(2, -0.5)])]
+
+
+def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> None:
+    """One step ahead, the kernel may grow a slot that filled its context in the step before."""
+    worker = Script([7])
+    rank = rank_of(worker, slots=1, context_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    joining = join(1, 0, [1] * 7, sampling=params)
+    result = rank.apply(GenerateDecision(1, joined=[joining], chunks=[whole(0, 7)]))
+    assert result.finished == [Finished(0, 1, FinishReason.LENGTH)]
+    rank.apply(GenerateDecision(2, grown=[0, 5]))
+    rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=False)]))
+    assert not rank._in_slot
