@@ -33,6 +33,7 @@ from vsched.assembly import (
 )
 from vsched.config import Config, resolve_policies
 from vsched.errors import RequestRefused, limit_message
+from vsched.media import ImageReference
 from vsched.media.pipeline import MediaPipeline, Prepared
 from vsched.media.pixels import PixelStore
 from vsched.plugins import load_worker
@@ -140,7 +141,8 @@ class Engine:
         replicas, self._replicas = self._replicas, []
         await asyncio.gather(*(replica.stop() for replica in replicas))
         if self._media is not None:
-            self._media.close()
+            # It waits for the images being processed: in a thread, so that the loop goes on.
+            await asyncio.to_thread(self._media.close)
             self._media = None
         if self._context is not None:
             self._context.destroy(linger=0)
@@ -158,7 +160,7 @@ class Engine:
         self,
         *,
         prompt: str | list[int],
-        images: Sequence[str] = (),
+        images: Sequence[ImageReference] = (),
         sampling: SamplingParams | None = None,
         request_id: str,
         priority: int = 0,

@@ -95,9 +95,12 @@ async def test_preparation_equals_transformers(
             for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
                 wanted += [token] * (next(counts) if token == image_token else 1)
             assert list(prepared.token_ids) == wanted
-            values = engine.info.patch_values
-            extents = [item.pixels for item in prepared.items]
-            found = [engine._arena.pixel_values(one, values) for one in extents if one is not None]
-            np.testing.assert_array_equal(np.concatenate(found), made["pixel_values"])
+            rows = [
+                engine._arena.read(item.pixels).view(np.float32)
+                for item in prepared.items
+                if item.pixels is not None
+            ]
+            found = np.concatenate(rows).reshape(-1, engine.info.patch_values)
+            np.testing.assert_array_equal(found, made["pixel_values"])
         finally:
             prepared.lease.release()

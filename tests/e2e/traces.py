@@ -7,6 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+SHARED_MEMORY = ("vsched", "psm_", "torch_", "sem.")
+"""What our code, multiprocessing and torch would call it; other programs may come and go beside the test."""
+
 
 @dataclass(frozen=True)
 class Traces:
@@ -23,7 +26,9 @@ def traces(temporary: Path) -> Traces:
     gc.collect()  # a caught exception holds on to its frames, and they to what was stopped
     return Traces(
         children=frozenset(pid for pid in running() if parent(pid) == os.getpid()),
-        shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
+        shared_memory=frozenset(
+            path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(SHARED_MEMORY)
+        ),
         arenas=sum("vsched-arena" in link for link in open_files()),
         files=frozenset(str(path) for path in temporary.rglob("*")),
     )

@@ -73,7 +73,7 @@ def written_out(
 @pytest.mark.parametrize("kernel", ["exact", "numba"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_decode_equals_attention_written_out(
     kernel: str,
     dtype: torch.dtype,

@@ -170,6 +170,27 @@ def test_inspect_refuses_a_config_without_sense(
         inspect(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"text_config": {"use_sliding_window": True}}, "sliding windows"),
+    ],
+)
+def test_inspect_refuses_what_would_run_wrongly(
+    copy: Callable[..., Path], change: dict[str, Any], message: str
+) -> None:
+    path = copy()
+
+    def merge(config: dict[str, Any]) -> None:
+        text = config["text_config"] | change.get("text_config", {})
+        config.update(change | {"text_config": text})
+
+    edit(path / "config.json", merge)
+    with pytest.raises(CheckpointError, match=f"{message} are not supported. Remedy"):
+        inspect(path)
+
+
 def test_inspect_refuses_pickled_weights(copy: Callable[..., Path]) -> None:
     """G1: weights come from safetensors only."""
     path = copy()

@@ -20,6 +20,7 @@ from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.writers import ChatWriter, CompletionWriter, Writer, usage_of
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import ImageReference
 from vsched.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine."""
 
     prompt: str | list[int]
-    images: Sequence[str]
+    images: Sequence[ImageReference]
     sampling: SamplingParams
     request_id: str
     priority: int
@@ -148,7 +149,7 @@ class CompletionEndpoint:
         request_id: str,
         *,
         prompt: str | list[int],
-        images: Sequence[str],
+        images: Sequence[ImageReference],
         max_tokens: int | None,
         logprobs: int | None,
     ) -> Job:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from vsched.media import ImageReference
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -115,7 +116,7 @@ class EngineContract(Protocol):
         self,
         *,
         prompt: str | list[int],
-        images: Sequence[str],
+        images: Sequence[ImageReference],
         sampling: SamplingParams,
         request_id: str,
         priority: int = 0,

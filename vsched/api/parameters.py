@@ -14,12 +14,13 @@ from vsched.api.errors import ParameterRefused, out_of_bounds, unsupported
 from vsched.api.schema import (
     ChatRequest,
     CompletionRequest,
-    ImagePart,
+    ImageEmbedsPart,
     ImageUrl,
     Message,
     SamplingFields,
     TextPart,
 )
+from vsched.media import EmbeddedImage, ImageReference
 from vsched.types import ModelInfo, SamplingParams
 
 Body = TypeVar("Body")
@@ -78,7 +79,7 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
         text = "expected one of system, developer, user, assistant"
     elif path.endswith("].type"):
         # msgspec would quote the value, which may be a whole image.
-        text = "expected a content part of type text or image_url"
+        text = "expected a content part of type text, image_url or image_embeds"
     elif found is not None:
         text = text[: found.start()]
     if len(text) > _MESSAGE_CHARACTERS_MAX:
@@ -291,7 +292,7 @@ def completion_prompt(request: CompletionRequest, info: ModelInfo) -> str | list
 
 def split_messages(
     messages: Sequence[Message], settings: ApiSettings
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, Any]], list[ImageReference]]:
     """Return messages for the chat template, images as bare placeholders, and the image references in order.
 
     Raises:
@@ -312,7 +313,7 @@ def split_messages(
             limit=f"{settings.parts_max} content parts",
             remedy="send fewer",
         )
-    images: list[str] = []
+    images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         if message.tool_calls:
@@ -324,7 +325,7 @@ def split_messages(
     return rendered, images
 
 
-def _content(message: Message, images: list[str]) -> str | list[dict[str, str]]:
+def _content(message: Message, images: list[ImageReference]) -> str | list[dict[str, str]]:
     if message.content is None:
         return ""
     if isinstance(message.content, str):
@@ -333,11 +334,13 @@ def _content(message: Message, images: list[str]) -> str | list[dict[str, str]]:
     for part in message.content:
         if isinstance(part, TextPart):
             content.append({"type": "text", "text": part.text})
+            continue
+        if isinstance(part, ImageEmbedsPart):
+            images.append(EmbeddedImage(part.image_embeds.data))
         else:
-            assert isinstance(part, ImagePart)
             reference = part.image_url
             images.append(reference.url if isinstance(reference, ImageUrl) else reference)
-            content.append({"type": "image"})
+        content.append({"type": "image"})
     return content
 
 

@@ -39,11 +39,23 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str
 
 
+class ImageEmbeds(msgspec.Struct, forbid_unknown_fields=True):
+    """A finished embedding: base64 of a safetensors file with the tensors `embeds` and `grid_thw`."""
+
+    data: str
+
+
+class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
+    """An image by its embedding."""
+
+    image_embeds: ImageEmbeds
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message; the nulls that the openai client sends back with an assistant's message are accepted."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | list[TextPart | ImagePart | ImageEmbedsPart] | None = None
     name: str | None = None
     refusal: str | None = None
     audio: None = None

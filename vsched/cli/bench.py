@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vsched.cli import app
+from vsched.cli.bench_cache import cache
 from vsched.cli.bench_kernel import kernel
 from vsched.cli.bench_serve import serve
 
@@ -12,3 +13,4 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, or a part 
 app.add_typer(bench_app, name="bench")
 bench_app.command("serve")(serve)
 bench_app.command("kernel")(kernel)
+bench_app.command("cache")(cache)

@@ -83,6 +83,10 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Those of `hosts` that may resolve to private or loopback addresses."),
     ] = ()
+    allow_embeddings: Annotated[
+        bool,
+        Meta(description="Whether requests may bring finished embeddings (`image_embeds`)."),
+    ] = False
     fetch_s: Annotated[float, Meta(gt=0, description="Longest time to fetch one image.")] = 10.0
     prepare_s: Annotated[
         float, Meta(gt=0, description="Longest preparation of a request, waiting included.")

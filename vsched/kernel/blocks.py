@@ -3,6 +3,8 @@
 A full block is published under a hash that chains over all tokens before it and over the digests of the items in them,
 so equal hashes mean equal KV. A published block that nobody holds stays findable until the pool needs it.
 
+The eviction order knows blocks by their hashes, so that a policy that remembers what was evicted remembers content.
+
 A block may be published as soon as the step that fills it is decided, before it ran: ranks execute decisions in order,
 so whoever finds the block reads it in a later step.
 """
@@ -59,7 +61,7 @@ def root_hash(cache_salt: str) -> bytes:
 class BlockPool:
     """Blocks 0 to `count` - 1, each free, held (counted), or cached (published and held by nobody)."""
 
-    def __init__(self, count: int, order: GuardedOrder[int]) -> None:
+    def __init__(self, count: int, order: GuardedOrder[bytes]) -> None:
         self.count = count
         self.evictions = 0
         self._order = order
@@ -101,8 +103,9 @@ class BlockPool:
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
         for block in blocks:
-            if self._holders[block] == 0:
-                self._order.reuse(block)
+            block_hash = self._hash_of[block]
+            if self._holders[block] == 0 and block_hash is not None:
+                self._order.reuse(block_hash)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -112,11 +115,12 @@ class BlockPool:
             if self._holders[block] > 0:
                 continue
             assert self._holders[block] == 0, f"block {block} was released twice"
-            if self._hash_of[block] is None:
-                self._free.append(block)
-            elif not self._order.add(block, 1):
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                if self._order.add(block_hash, 1):
+                    continue
                 self._unpublish(block)
-                self._free.append(block)
+            self._free.append(block)
 
     def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
         """Make full blocks findable; a hash that is known already keeps its first block."""
@@ -126,8 +130,9 @@ class BlockPool:
                 self._hash_of[block] = block_hash
 
     def _evict(self) -> int:
-        block = self._order.victim()
-        self._order.drop(block)
+        block_hash = self._order.victim()
+        block = self._by_hash[block_hash]
+        self._order.drop(block_hash)
         self._unpublish(block)
         self.evictions += 1
         return block
@@ -145,8 +150,8 @@ class BlockPool:
             for block in blocks:
                 counted[block] += 1
         assert counted == self._holders, "holders of blocks do not match what sequences hold"
-        evictable = list(self._order)
+        evictable = [self._by_hash[block_hash] for block_hash in self._order]
         idle = sorted([*self._free, *evictable])
         assert idle == [block for block in range(self.count) if counted[block] == 0], "block lost"
-        for block in evictable:
-            assert self._hash_of[block] is not None, "an evictable block is not published"
+        for block_hash, block in self._by_hash.items():
+            assert self._hash_of[block] == block_hash, "a block is published under another's hash"

@@ -22,12 +22,7 @@ from __future__ import annotations
 from array import array
 
 from vsched.kernel.blocks import BlockPool, chain_hashes, root_hash
-from vsched.kernel.decisions import (
-    ChunkItem,
-    ChunkPlan,
-    GenerateDecision,
-    Join,
-)
+from vsched.kernel.decisions import ChunkItem, ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.flight import Flight
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
@@ -62,7 +57,7 @@ class GenerateStage:
 
     def _reset(self) -> None:
         """Start with an empty group: no slot, block or step."""
-        order: GuardedOrder[int] = GuardedOrder(self._policies.prefix_eviction, self._faults)
+        order: GuardedOrder[bytes] = GuardedOrder(self._policies.prefix_eviction, self._faults)
         self.pool = BlockPool(self._sizes.blocks, order)
         self.running = RunningSet(self._sizes, self.pool)
         self.flight = Flight(self.flight.planned)

@@ -77,7 +77,7 @@ class RequestState:
         scope: str = "item",
     ) -> None:
         self.request = request
-        self.items = request.items if scope == "item" else _keyed_by_set(request.items)
+        self.items = request.items if scope == "item" else keyed_by_set(request.items)
         self.host_bytes = host_bytes(request)
         self.number = number
         self.order = (number, 0)
@@ -132,7 +132,7 @@ def host_bytes(request: Request) -> int:
     return 4 * len(request.prompt_token_ids) + pixels
 
 
-def _keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
     """Return items whose keys cover the whole set of images that they are part of."""
     whole = blake2b(
         b"".join(item.key for item in items), digest_size=32, person=b"vsched.set"

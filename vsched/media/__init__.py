@@ -3,11 +3,14 @@
 `MediaPipeline.prepare` is the way in. Everything that a client can send is bounded here, before work is done for it.
 """
 
+from vsched.media.embeddings import EmbeddedImage, ImageReference
 from vsched.media.pipeline import MediaPipeline, Prepared, PrepareTimings
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 
 __all__ = [
+    "EmbeddedImage",
+    "ImageReference",
     "MediaPipeline",
     "MediaSettings",
     "PixelLease",

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.decode import PixelLimits, inspect
+from vsched.media.embeddings import (
+    EmbeddedImage,
+    Embedding,
+    ImageReference,
+    check_tokens,
+    read_embedding,
+)
+from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
-from vsched.media.sources import read_local
+from vsched.media.sources import read_embedded, read_local
 from vsched.worker.contract import ImagePlan, Preprocessor
-
-_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One image of a request before its pixels exist."""
+    """One image of a request before its pixels exist.
+
+    Attributes:
+        content: The encoded image, or the embedding that came in its place.
+        received_bytes: Bytes that the client sent for it.
+        extent_bytes: Bytes that it takes in the arena's pixel region.
+    """
 
     key: bytes
     plan: ImagePlan
-    encoded: bytes
+    content: bytes | Embedding
+    received_bytes: int
+    extent_bytes: int
 
-
-def item_key(*, settings_digest: bytes, cache_salt: str, encoded: bytes) -> bytes:
-    """Return the 32-byte key of an item.
-
-    Source: requirements D14 and G9. Each part carries its type and length, so that no two lists of parts give the same
-    bytes. Mode, size and dtype of the pixels follow from the encoded bytes and the processor's settings.
-    """
-    digest = hashlib.blake2b(digest_size=_KEY_BYTES, person=b"vsched.item.v1")
-    parts = (
-        (b"P", settings_digest),
-        (b"T", cache_salt.encode("utf-8", "surrogatepass")),
-        (b"I", encoded),
-    )
-    for kind, part in parts:
-        digest.update(kind + len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the client brought its embedding."""
+        return isinstance(self.content, Embedding)
 
 
 def blame(error: RequestRefused, index: int) -> RequestRefused:
@@ -72,7 +73,7 @@ class Measurer:
         self._limits = pixel_limits(settings)
 
     def measure(
-        self, references: Sequence[str], fetched: Mapping[str, bytes], cache_salt: str
+        self, references: Sequence[ImageReference], fetched: Mapping[str, bytes], cache_salt: str
     ) -> list[Measured]:
         """Return what each reference holds, in order.
 
@@ -81,15 +82,18 @@ class Measurer:
         Raises:
             RequestRefused: When one of them cannot be read or accepted; the message names its index.
         """
-        seen: dict[str, Measured] = {}
+        seen: dict[ImageReference, Measured] = {}
         total = 0
         result: list[Measured] = []
         for index, reference in enumerate(references):
             measured = seen.get(reference)
             if measured is None:
                 try:
-                    measured = self._measure_one(reference, fetched, cache_salt)
-                    total += len(measured.encoded)
+                    if isinstance(reference, EmbeddedImage):
+                        measured = self._measure_embedded(reference, cache_salt)
+                    else:
+                        measured = self._measure_image(reference, fetched, cache_salt)
+                    total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
                     raise blame(error, index) from None
@@ -97,7 +101,7 @@ class Measurer:
             result.append(measured)
         return result
 
-    def _measure_one(
+    def _measure_image(
         self, reference: str, fetched: Mapping[str, bytes], cache_salt: str
     ) -> Measured:
         encoded = fetched.get(reference)
@@ -112,16 +116,52 @@ class Measurer:
         if plan is None:
             header = inspect(encoded, self._limits)
             plan = self._preprocessor.plan_image(header.width, header.height)
-        limit = self._preprocessor.info.item_tokens_max
-        if plan.tokens > limit:
+        info = self._preprocessor.info
+        check_tokens(plan.tokens, info)
+        pixel_bytes = math.prod(plan.grid) * info.patch_values * 4
+        return Measured(key, plan, encoded, len(encoded), pixel_bytes)
+
+    def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
+        info = self._preprocessor.info
+        file = read_embedded(image, self._settings)
+        embedding = read_embedding(file, info, self._preprocessor.tokens_of_grid)
+        embeds = embedding.embeds
+        key = embedding_key(
+            settings_digest=self._preprocessor.settings_digest,
+            cache_salt=cache_salt,
+            served=(info.dtype, info.hidden_size, info.embedding_levels),
+            dtype=embeds.dtype,
+            shape=embeds.shape,
+            grid=embedding.grid,
+            rows=embeds.data,
+        )
+        plan = ImagePlan(embedding.grid, embedding.tokens)
+        row_bytes = info.embedding_row_bytes
+        return Measured(key, plan, embedding, len(file), embedding.tokens * row_bytes)
+
+
+def check_permitted(references: Sequence[ImageReference], settings: MediaSettings) -> None:
+    """Refuse embeddings where they are switched off.
+
+    Raises:
+        RequestRefused: It names the first one's index.
+    """
+    if settings.allow_embeddings:
+        return
+    for index, reference in enumerate(references):
+        if isinstance(reference, EmbeddedImage):
             message = limit_message(
-                "the image has too many tokens",
-                value=f"{plan.tokens} tokens",
-                limit=f"{limit} tokens",
-                remedy="send a smaller image or raise the encode stage's token budget",
+                "embeddings in requests are switched off",
+                value="image_embeds",
+                limit="image_url",
+                remedy="send the image itself or set media.allow_embeddings = true",
             )
-            raise RequestRefused(message, code="image_tokens_exceeded")
-        return Measured(key, plan, encoded)
+            raise blame(RequestRefused(message, code="embeddings_disabled"), index)
+
+
+def reference_bytes(reference: ImageReference) -> int:
+    """Return the bytes that a reference holds while its request is prepared."""
+    return len(reference.data if isinstance(reference, EmbeddedImage) else reference)
 
 
 def check_total(total: int, settings: MediaSettings) -> None:

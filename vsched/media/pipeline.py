@@ -19,13 +19,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from vsched.errors import RequestFailed, RequestRefused, limit_message
-from vsched.media.decode import decode
-from vsched.media.measure import Measured, Measurer, blame, check_total, pixel_limits
+from vsched.media.embeddings import EmbeddedImage, ImageReference
+from vsched.media.measure import (
+    Measured,
+    Measurer,
+    blame,
+    check_permitted,
+    check_total,
+    pixel_limits,
+    reference_bytes,
+)
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.process import process
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_local, read_remote
 from vsched.types import MediaItem
@@ -67,12 +74,14 @@ class Prepared:
 class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the pipeline.
 
-    `processed` counts images that were decoded and processed; `repeated` those whose pixels were there or on their way.
+    `processed` counts images that were decoded and processed, `embedded` those that came as embeddings instead;
+    `repeated` counts items that were there or on their way.
     """
 
     preparing: int
     preparing_bytes: int
     processed: int
+    embedded: int
     repeated: int
     refused: int
     pixels: PixelStatistics
@@ -82,11 +91,15 @@ class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Fill:
     """One item whose pixels a thread is writing, or will be; `outcome` holds None or why it failed."""
 
-    key: bytes
+    image: Measured
     lease: PixelLease
     outcome: asyncio.Future[RequestRefused | RequestFailed | None]
     work: Future[None] = field(init=False)
     waiters: int = 0
+
+    @property
+    def key(self) -> bytes:
+        return self.image.key
 
 
 class MediaPipeline:
@@ -106,11 +119,12 @@ class MediaPipeline:
         self._preparing = 0
         self._preparing_bytes = 0
         self._processed = 0
+        self._embedded = 0
         self._repeated = 0
         self._refused = 0
 
     async def prepare(
-        self, prompt: str | list[int], images: Sequence[str], cache_salt: str = ""
+        self, prompt: str | list[int], images: Sequence[ImageReference], cache_salt: str = ""
     ) -> Prepared:
         """Return token ids, items and the lease on their pixels.
 
@@ -120,8 +134,9 @@ class MediaPipeline:
             RequestRefused: When an image or the prompt cannot be accepted, or too many requests are in preparation.
             RequestFailed: When the image processor itself failed.
         """
-        size = sum(map(len, images))
+        size = sum(map(reference_bytes, images))
         try:
+            check_permitted(images, self._settings)
             self._check_room(len(images), size)
             self._preparing += 1
             self._preparing_bytes += size
@@ -144,6 +159,7 @@ class MediaPipeline:
             preparing=self._preparing,
             preparing_bytes=self._preparing_bytes,
             processed=self._processed,
+            embedded=self._embedded,
             repeated=self._repeated,
             refused=self._refused,
             pixels=self._store.statistics(),
@@ -199,7 +215,7 @@ class MediaPipeline:
         return RequestRefused(message, code="prepare_timeout", status=503, retry_after_s=5)
 
     async def _prepare(
-        self, prompt: str | list[int], images: Sequence[str], cache_salt: str
+        self, prompt: str | list[int], images: Sequence[ImageReference], cache_salt: str
     ) -> Prepared:
         started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt)
@@ -208,11 +224,7 @@ class MediaPipeline:
         )
         self._check_context(len(token_ids))
         read = time.perf_counter()
-        value_bytes = self._preprocessor.info.patch_values * 4
-        patches = {image.key: int(np.prod(image.plan.grid)) for image in measured}
-        lease = await self._store.acquire(
-            {key: count * value_bytes for key, count in patches.items()}
-        )
+        lease = await self._store.acquire({image.key: image.extent_bytes for image in measured})
         acquired = time.perf_counter()
         try:
             await self._fill(measured, lease)
@@ -226,6 +238,7 @@ class MediaPipeline:
                 offset=offset,
                 grid=image.plan.grid,
                 pixels=lease.extents[image.key],
+                encoded=image.is_embedded,
             )
             for image, offset in zip(measured, offsets, strict=True)
         )
@@ -237,7 +250,7 @@ class MediaPipeline:
         return Prepared(token_ids, items, lease, timings)
 
     async def _read(
-        self, prompt: str | list[int], images: Sequence[str], cache_salt: str
+        self, prompt: str | list[int], images: Sequence[ImageReference], cache_salt: str
     ) -> tuple[list[int], list[Measured]]:
         if not images and (isinstance(prompt, list) or len(prompt) <= _INLINE_CHARACTERS_MAX):
             return self._tokenize(prompt), []
@@ -253,12 +266,12 @@ class MediaPipeline:
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         return self._preprocessor.tokenize(prompt) if isinstance(prompt, str) else prompt
 
-    async def _fetch(self, images: Sequence[str]) -> dict[str, bytes]:
+    async def _fetch(self, images: Sequence[ImageReference]) -> dict[str, bytes]:
         # One after the other, so that at most one image beyond the request's bound is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            if is_local(reference) or reference in fetched:
+            if isinstance(reference, EmbeddedImage) or is_local(reference) or reference in fetched:
                 continue
             try:
                 fetched[reference] = await read_remote(reference, self._settings)
@@ -289,7 +302,8 @@ class MediaPipeline:
                 if image.key in seen:
                     continue
                 seen.add(image.key)
-                self._remember(image.key, image.plan)
+                if not image.is_embedded:
+                    self._remember(image.key, image.plan)
                 if self._store.is_filled(image.key):
                     self._repeated += 1
                     continue
@@ -312,10 +326,12 @@ class MediaPipeline:
 
     def _start(self, image: Measured, lease: PixelLease) -> _Fill:
         loop = asyncio.get_running_loop()
-        fill = _Fill(image.key, self._store.hold(image.key), loop.create_future())
-        view = self._store.view(lease.extents[image.key])
+        fill = _Fill(image, self._store.hold(image.key), loop.create_future())
+        extent = self._store.view_bytes(lease.extents[image.key])
         try:
-            fill.work = self._executor.submit(self._process, image, view)
+            fill.work = self._executor.submit(
+                process, image, extent, self._preprocessor, self._limits
+            )
         except RuntimeError:
             fill.lease.release()
             raise _stopping() from None
@@ -329,19 +345,6 @@ class MediaPipeline:
         fill.work.add_done_callback(wake)
         return fill
 
-    def _process(self, image: Measured, view: npt.NDArray[np.float32]) -> None:
-        """Decode and process one image into its extent; runs in the pool."""
-        picture = decode(image.encoded, self._limits)
-        pixels = self._preprocessor.process_image(picture)
-        expected = (int(np.prod(image.plan.grid)), self._preprocessor.info.patch_values)
-        if pixels.shape != expected:
-            # D13: a mismatch fails the request; nothing is trimmed into shape.
-            message = (
-                f"the image processor gave pixels of shape {pixels.shape}, expected {expected}"
-            )
-            raise RequestFailed(message, code="image_processing_failed")
-        view[:] = pixels.reshape(-1)
-
     def _finish(self, fill: _Fill) -> None:
         if self._fills.get(fill.key) is not fill:
             return
@@ -352,7 +355,8 @@ class MediaPipeline:
         else:
             error = fill.work.exception()
             if error is None:
-                self._processed += 1
+                self._processed += not fill.image.is_embedded
+                self._embedded += fill.image.is_embedded
                 self._store.mark_filled(fill.key)
                 outcome = None
             elif isinstance(error, RequestRefused | RequestFailed):

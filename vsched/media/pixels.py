@@ -190,6 +190,10 @@ class PixelStore:
         """Return the float32 values of an extent; writable, and valid while it is held."""
         return np.frombuffer(self._buffer, np.float32, extent.size // 4, extent.offset)
 
+    def view_bytes(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return the bytes of an extent; writable, and valid while it is held."""
+        return np.frombuffer(self._buffer, np.uint8, extent.size, extent.offset)
+
     def clear(self) -> int:
         """Forget every entry that nobody holds; return the bytes that this freed."""
         freed = self._kept_bytes

@@ -22,6 +22,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         directory: The only directory that `file:` references may lie under; empty refuses them all.
         hosts: Hosts that `http(s):` references may name, each `host` or `host:port`; empty refuses them all.
         private_hosts: Those of `hosts` that may resolve to private or loopback addresses; link-local ones never may.
+        allow_embeddings: Whether a request may bring finished embeddings in place of images.
         fetch_s: Total time of one http fetch, name resolution included.
         prepare_s: Total time of one request's preparation, waiting for space included.
         preparing_max: Requests in preparation at once; more are told to come back.
@@ -38,6 +39,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     directory: str = ""
     hosts: tuple[str, ...] = ()
     private_hosts: tuple[str, ...] = ()
+    allow_embeddings: bool = False
     fetch_s: _Seconds = 10.0
     prepare_s: _Seconds = 30.0
     preparing_max: _Positive = 512

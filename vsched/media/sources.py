@@ -9,9 +9,11 @@ from __future__ import annotations
 import binascii
 import os
 import stat
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.media.embeddings import EmbeddedImage, malformed
 from vsched.media.fetch import fetch
 from vsched.media.settings import MediaSettings
 
@@ -19,10 +21,12 @@ _MIME_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
 _DATA_HEADER_CHARACTERS_MAX = 64
 
 
-def refuse_size(size: int | str, limit: int) -> RequestRefused:
+def refuse_size(
+    size: int | str, limit: int, what: str = "the encoded image is too large"
+) -> RequestRefused:
     """Word the refusal of an image with too many encoded bytes."""
     message = limit_message(
-        "the encoded image is too large",
+        what,
         value=f"{size} bytes",
         limit=f"{limit} bytes",
         remedy="send a smaller image or raise media.image_bytes_max",
@@ -94,20 +98,54 @@ def _read_data(reference: str, settings: MediaSettings) -> bytes:
             remedy="convert the image to one of these",
         )
         raise RequestRefused(message, code="image_type_unsupported")
+    return _decode_base64(
+        reference,
+        comma + 1,
+        settings.image_bytes_max,
+        malformed=_malformed,
+        what="the encoded image is too large",
+    )
+
+
+def read_embedded(image: EmbeddedImage, settings: MediaSettings) -> bytes:
+    """Return the safetensors file of an embedding.
+
+    Blocks: on base64; call it off the event loop.
+
+    Raises:
+        RequestRefused: When it is too large or no base64.
+    """
+    return _decode_base64(
+        image.data,
+        0,
+        settings.image_bytes_max,
+        malformed=malformed,
+        what="the embeddings are too large",
+    )
+
+
+def _decode_base64(
+    text: str,
+    start: int,
+    bytes_max: int,
+    *,
+    malformed: Callable[[str], RequestRefused],
+    what: str,
+) -> bytes:
     # The decoded length follows from the encoded one, so that an oversized image costs no decoding.
-    size = (len(reference) - comma - 1) // 4 * 3
-    if size > settings.image_bytes_max + 2:
-        raise refuse_size(size, settings.image_bytes_max)
+    size = (len(text) - start) // 4 * 3
+    if size > bytes_max + 2:
+        raise refuse_size(size, bytes_max, what)
     try:
-        content = binascii.a2b_base64(reference[comma + 1 :].encode("ascii"), strict_mode=True)
+        content = binascii.a2b_base64(text[start:].encode("ascii"), strict_mode=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise _malformed("its base64 is not valid") from None
-    padding = len(reference) - len(reference.rstrip("="))
+        raise malformed("its base64 is not valid") from None
+    padding = len(text) - len(text.rstrip("="))
     if not content or len(content) != size - padding:
         # Python's strict mode still lets surplus padding pass.
-        raise _malformed("its base64 is empty or wrongly padded")
-    if len(content) > settings.image_bytes_max:
-        raise refuse_size(len(content), settings.image_bytes_max)
+        raise malformed("its base64 is empty or wrongly padded")
+    if len(content) > bytes_max:
+        raise refuse_size(len(content), bytes_max, what)
     return content
 
 

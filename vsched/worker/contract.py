@@ -246,6 +246,14 @@ class Preprocessor(Protocol):
         """
         ...
 
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        """Return the tokens of an image with this grid of patches, which may come from a client.
+
+        Raises:
+            RequestRefused: When no image has such a grid.
+        """
+        ...
+
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells."""
         ...

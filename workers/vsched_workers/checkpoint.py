@@ -152,6 +152,12 @@ def _inspect(
             raise CheckpointError(
                 f"{name} is missing. Remedy: give the directory of a complete checkpoint."
             )
+    unsupported = "quantised weights" if config.get("quantization_config") else None
+    unsupported = unsupported or family.unsupported(config)
+    if unsupported is not None:
+        raise CheckpointError(
+            f"config.json: {unsupported} are not supported. Remedy: serve a checkpoint without."
+        )
     settings = processor_settings(directory)
     WeightIndex.open(directory)
     chosen = choose_dtype(config, dtype)

@@ -158,7 +158,30 @@ def _attend_head(
             out[row, kv_head, head, value] = summed[head, value]
 
 
-def _attend_rows(
+# Two functions, since the cache on disk tells functions apart by their names and not by how they are compiled.
+
+
+@_compiled()
+def _attend_serial(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    scaling: Any,
+    out: Any,
+) -> None:
+    rows, kv_heads = query.shape[0], query.shape[1]
+    for task in range(rows * kv_heads):
+        row, head = task // kv_heads, task % kv_heads
+        _attend_head(
+            query, keys, values, tables, row, head, contexts[row], block_size, scaling, out
+        )
+
+
+@_compiled(parallel=True)
+def _attend_parallel(
     query: Any,
     keys: Any,
     values: Any,
@@ -174,10 +197,6 @@ def _attend_rows(
         _attend_head(
             query, keys, values, tables, row, head, contexts[row], block_size, scaling, out
         )
-
-
-_attend_serial = _compiled()(_attend_rows)
-_attend_parallel = _compiled(parallel=True)(_attend_rows)
 
 
 class NumbaDecode:

@@ -154,6 +154,25 @@ class QwenPreprocessor:
         factor = self._patch * self._merge
         return resized(height, width, factor=factor, limits=self._limits)
 
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        """Return the tokens of a grid: patches in time, height and width.
+
+        Raises:
+            RequestRefused: When a side is empty or does not come out in whole merge units.
+        """
+        merge = self._merge
+        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+            raise RequestRefused(
+                limit_message(
+                    "no image has such a grid",
+                    value=list(grid),
+                    limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
+                    remedy="send the image_grid_thw that the checkpoint's image processor gives",
+                ),
+                code="grid_thw_invalid",
+            )
+        return grid[0] * grid[1] * grid[2] // (merge * merge)
+
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
 

@@ -96,7 +96,6 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     """
     import torch
 
-    from vsched_workers import window_attention
     from vsched_workers.checkpoint import checkpoint_directory
     from vsched_workers.cpu_modules import flatten_patches
     from vsched_workers.families import FAMILIES
@@ -119,5 +118,4 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         )
     if settings.device == "cpu":
         flatten_patches(tower)
-    window_attention.use(tower)
     return VisionWorker(info, settings, family, tower)

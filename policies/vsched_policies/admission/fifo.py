@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, Seconds
+from vsched_policies.admission.packing import pack
 
 
 class Fifo(AdmissionPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival, as many as there is room for; no budget of its own.
 
     An entry of unknown size is never counted as nothing: it joins alone (A4).
+
+    Attributes:
+        look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.
+        starvation_s: Nothing passes an entry that has waited for so long.
     """
+
+    look_ahead: Count = 0
+    starvation_s: Seconds = 5.0
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the front of the queue."""
-        admitted = 0
-        tokens_left = view.tokens_free
-        for entry in islice(view.waiting, view.entries_free):
-            if entry.tokens is None:
-                admitted = admitted or 1
-                break
-            if view.divisible and tokens_left <= 0:
-                break
-            tokens_left -= entry.tokens
-            admitted += 1
-        return Admission(range(admitted))
+        return Admission(pack(view, look_ahead=self.look_ahead, starvation_s=self.starvation_s))

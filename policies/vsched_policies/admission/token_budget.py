@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from vsched_policies.admission.packing import budget, pack
 
 
 class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
@@ -16,30 +15,26 @@ class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
         max_items: Most entries that join in one step.
+        look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.
+        starvation_s: Nothing passes an entry that has waited for so long.
     """
 
     max_tokens: Count | None = None
     max_items: PositiveCount = 8
+    look_ahead: Count = 0
+    starvation_s: Seconds = 5.0
 
     def budget(self, default_tokens: int) -> int | None:
         """Return the budget of a step, None for no budget (A13)."""
-        return (default_tokens if self.max_tokens is None else self.max_tokens) or None
+        return budget(self.max_tokens, default_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the front of the queue, up to the budget."""
-        room = self.budget(view.default_tokens)
-        if view.divisible:
-            # An entry may join with a part of its tokens: it takes what is left, and the next one nothing.
-            room = view.tokens_free if room is None else min(room, view.tokens_free)
-        admitted = 0
-        for entry in islice(view.waiting, min(self.max_items, view.entries_free)):
-            if entry.tokens is None:
-                admitted = admitted or 1
-                break
-            if room is not None:
-                fits = room > 0 if view.divisible else entry.tokens <= room or not admitted
-                if not fits:
-                    break
-                room -= entry.tokens
-            admitted += 1
-        return Admission(range(admitted))
+        chosen = pack(
+            view,
+            tokens_max=self.budget(view.default_tokens),
+            items_max=self.max_items,
+            look_ahead=self.look_ahead,
+            starvation_s=self.starvation_s,
+        )
+        return Admission(chosen)

@@ -1,5 +1,7 @@
 """Which items of a request are encoded now."""
 
 from vsched_policies.encoding.chunk_aware import ChunkAware
+from vsched_policies.encoding.combined import Combined
+from vsched_policies.encoding.eager import Eager
 
-__all__ = ["ChunkAware"]
+__all__ = ["ChunkAware", "Combined", "Eager"]

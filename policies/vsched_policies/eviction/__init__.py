@@ -1,5 +1,7 @@
 """Which cached embeddings or prefix blocks go."""
 
+from vsched_policies.eviction.keep_nothing import KeepNothing
 from vsched_policies.eviction.lru import Lru
+from vsched_policies.eviction.s3_fifo import S3Fifo
 
-__all__ = ["Lru"]
+__all__ = ["KeepNothing", "Lru", "S3Fifo"]

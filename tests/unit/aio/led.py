@@ -28,7 +28,7 @@ class FakeLink:
 
     made: FakeLink
 
-    def __init__(self, context: object, address: str, on_frame: object) -> None:  # noqa: ARG002
+    def __init__(self, context: object, address: str, on_frame: object) -> None:
         FakeLink.made = self
         self.on_frame = on_frame
         self.sent: dict[int, list[list[bytes]]] = {}

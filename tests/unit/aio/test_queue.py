@@ -105,7 +105,7 @@ async def test_queue_misuse_is_an_error(misuse: str) -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-async def test_queue_wakes_a_waiting_consumer(back: bool) -> None:  # noqa: FBT001
+async def test_queue_wakes_a_waiting_consumer(back: bool) -> None:
     """A10: an entry that is put back wakes a blocked consumer just as a new one does."""
     queue = filled(1)
     if back:

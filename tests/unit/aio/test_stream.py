@@ -33,7 +33,7 @@ def test_stop_matcher_finds_stop_strings_across_pieces(
     pieces: list[str],
     out: list[str],
     stopped: bool,
-    flushed: str,  # noqa: FBT001
+    flushed: str,
 ) -> None:
     """Text that may begin a stop string is held back until that is decided."""
     matcher = StopMatcher(stops)

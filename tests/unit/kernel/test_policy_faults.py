@@ -51,17 +51,17 @@ class Said:
 
 
 class BadAdmission(AdmissionPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Any:  # noqa: ARG002
+    def admit(self, view: AdmissionView) -> Any:
         return BROKEN["admission"]()
 
 
 class BadEncoding(EncodingPolicy, frozen=True, kw_only=True):
-    def select(self, view: EncodingView) -> Any:  # noqa: ARG002
+    def select(self, view: EncodingView) -> Any:
         return BROKEN["encoding"]()
 
 
 class BadPreemption(PreemptionPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> Any:  # noqa: ARG002
+    def victim(self, view: PreemptionView) -> Any:
         return BROKEN["preemption"]()
 
 
@@ -107,6 +107,7 @@ class BadOrder:
         return iter(self._order)
 
 
+NO_VICTIMS: list[object] = [None, b"not in it", 12345, []]
 BOOM = RuntimeError("a bug in the policy")
 
 
@@ -195,7 +196,7 @@ def test_guard_preemption_default_decides(answer: Any) -> None:
         None,
         object(),
         *[BadOrder(method, BOOM) for method in ("add", "reuse", "drop", "victim")],
-        *[BadOrder("victim", answer) for answer in (None, b"not in it", 12345, [])],
+        *[BadOrder("victim", answer) for answer in NO_VICTIMS],
     ],
     ids=lambda order: f"{getattr(order, '_broken', order)} {getattr(order, '_answer', '')}",
 )
@@ -210,7 +211,7 @@ def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
 
 def test_guard_eviction_may_keep_nothing() -> None:
     """`add` answering False is legal: the entry is dropped at once."""
-    BROKEN["eviction"] = Answers(BadOrder("add", False))  # noqa: FBT003
+    BROKEN["eviction"] = Answers(BadOrder("add", False))
     cluster = serve_all({"embedding_eviction": BadEviction()})
     assert cluster.notices == []
     encode = cluster.kernel.statistics()["encode"]

@@ -141,7 +141,7 @@ def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:  # noqa: FBT001
+def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:
     """D2: the key is one item's content; with room it stays, without it goes and is encoded again."""
     cluster = Cluster(sizes(pages=8 if keep else 4, prefix_cache=False))
     cluster.submit(image_request("r1", (b"a", 16)))

@@ -141,7 +141,7 @@ def test_encode_hit_of_another_length_is_encoded_again() -> None:
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:  # noqa: FBT001
+def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
     """D13: an entry in use is never trimmed into shape; the other length fails, the first goes on."""
     cluster = Cluster(sizes(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=2))

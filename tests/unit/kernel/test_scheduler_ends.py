@@ -193,7 +193,7 @@ def test_scheduler_clear_ends_everything() -> None:
 
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:  # noqa: FBT001
+def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
     """F6: whenever the group goes, its requests return in their original order and end with the right tokens."""
     limits = sizes(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
     cluster = Cluster(limits)

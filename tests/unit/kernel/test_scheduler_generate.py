@@ -17,8 +17,8 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
-from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.kernel.events import Timer
+from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.policy import (
     Admission,
     AdmissionPolicy,
@@ -211,7 +211,7 @@ def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:  # noqa: FBT001
+def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:
     """F6: a preempted request goes on after its last token; ranks and kernel agree on what it has."""
     cluster = Cluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
     for index in range(4):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import RequestRefused
+from vsched.media import EmbeddedImage
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
 
@@ -21,13 +23,19 @@ FACTOR = 8
 PATCH_VALUES = 48
 
 
-def model_info(*, context_tokens: int = 1000, item_tokens_max: int = 64) -> ModelInfo:
+def model_info(
+    *,
+    context_tokens: int = 1000,
+    item_tokens_max: int = 64,
+    dtype: str = "float32",
+    embedding_levels: int = 1,
+) -> ModelInfo:
     return ModelInfo(
         family="fake",
         path="",
-        dtype="float32",
+        dtype=dtype,
         hidden_size=8,
-        embedding_levels=1,
+        embedding_levels=embedding_levels,
         vocab_size=256,
         context_tokens=context_tokens,
         kv_bytes_per_token=64,
@@ -93,6 +101,11 @@ class FakePreprocessor:
         rows, columns = -(-height // FACTOR) * 2, -(-width // FACTOR) * 2
         return ImagePlan((1, rows, columns), rows * columns // 4)
 
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        if min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
+            raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
+        return grid[0] * grid[1] * grid[2] // 4
+
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         self.entered.set()
         assert self.gate.wait(10)
@@ -131,3 +144,48 @@ def image_bytes(
 
 def data_url(content: bytes, mime: str = "image/png") -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"
+
+
+TensorParts = tuple[str, Sequence[int], bytes]
+"""A tensor as a safetensors file has it: dtype, shape, bytes."""
+
+
+def tensor_of(array: npt.NDArray[Any], dtype: str = "") -> TensorParts:
+    known = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32"}
+    return dtype or known[array.dtype.name], array.shape, array.tobytes()
+
+
+def tensors_file(tensors: Mapping[str, TensorParts], **metadata: str) -> bytes:
+    """Write a safetensors file, in the order given."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data = b""
+    for name, (dtype, shape, content) in tensors.items():
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        data += content
+    return framed(json.dumps(header).encode(), data)
+
+
+def framed(header: bytes, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def rows_of(tokens: int, width: int = 8, *, seed: int = 0) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((tokens, width), np.float32)
+
+
+def embedding_file(
+    rows: npt.NDArray[Any] | None = None, grid: Sequence[int] = (1, 2, 4), **dtypes: str
+) -> bytes:
+    """Write rows (by default the two of the grid) and their grid; `embeds` names another dtype."""
+    rows = rows_of(2) if rows is None else rows
+    return tensors_file(
+        {
+            "embeds": tensor_of(rows, dtypes.get("embeds", "")),
+            "grid_thw": tensor_of(np.array(grid, np.int64)),
+        }
+    )
+
+
+def embedded(file: bytes) -> EmbeddedImage:
+    return EmbeddedImage(base64.b64encode(file).decode())

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
-from vsched.media.measure import item_key
+from vsched.media.keys import item_key
 from vsched.worker.contract import ImagePlan
 
 ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches

@@ -150,7 +150,7 @@ async def replica_of(
 class NoText:
     """A detokenizer for those who read tokens."""
 
-    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+    def push(self, token_ids: Sequence[int]) -> str:
         return ""
 
     def flush(self) -> str:

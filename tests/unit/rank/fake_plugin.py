@@ -160,7 +160,7 @@ def exit_once(directory: str) -> None:
 class FakePlugin:
     """What `load_worker` finds."""
 
-    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:  # noqa: ARG002
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         return model_info(msgspec.json.decode(path, type=Behaviour))
 
     def load_preprocessor(self, info: ModelInfo) -> Any:
@@ -169,7 +169,7 @@ class FakePlugin:
     def load_encoder(
         self,
         info: ModelInfo,
-        settings: WorkerSettings,  # noqa: ARG002
+        settings: WorkerSettings,
         progress: Progress,
     ) -> FakeEncoder:
         return FakeEncoder(_load(info, progress))
@@ -177,7 +177,7 @@ class FakePlugin:
     def load_generator(
         self,
         info: ModelInfo,
-        settings: WorkerSettings,  # noqa: ARG002
+        settings: WorkerSettings,
         progress: Progress,
     ) -> FakeGenerator:
         return FakeGenerator(_load(info, progress))

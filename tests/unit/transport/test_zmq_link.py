@@ -134,8 +134,8 @@ async def test_link_tells_that_a_rank_is_gone(
     await leading.hear(1)
     link.close()
     async with asyncio.timeout(5):
-        while leading.link.send(0, [b"decision"]):
-            await asyncio.sleep(0)  # noqa: ASYNC110 - sending is what tells
+        while leading.link.send(0, [b"decision"]):  # noqa: ASYNC110 - sending tells
+            await asyncio.sleep(0)
 
 
 async def test_link_never_waits_for_a_peer_that_never_reads(

@@ -235,7 +235,7 @@ def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:  # noqa: FBT001
+def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:
     """F3: nothing of an aborted request stays on a rank."""
     worker = Script([7], [8])
     rank = rank_of(worker)

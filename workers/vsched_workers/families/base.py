@@ -65,6 +65,10 @@ class Family(ABC):
             )
         return defaults[key]
 
+    def unsupported(self, config: Mapping[str, Any]) -> str | None:
+        """Return what a checkpoint of this family may ask for and does not get, in the plural; None for nothing."""
+        return None
+
     @abstractmethod
     def head_dim(self, config: Mapping[str, Any]) -> int:
         """Return the values of one attention head."""

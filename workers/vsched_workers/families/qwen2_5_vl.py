@@ -25,6 +25,7 @@ class Qwen25Vl(Family):
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
         "num_key_value_heads": 8,
+        "use_sliding_window": False,
     }
     vision_defaults: ClassVar[Mapping[str, Any]] = {
         "in_channels": 3,
@@ -32,6 +33,9 @@ class Qwen25Vl(Family):
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,
     }
+
+    def unsupported(self, config: Mapping[str, Any]) -> str | None:
+        return "sliding windows" if self.text(config, "use_sliding_window") else None
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
         return int(self.text(config, "hidden_size")) // int(

@@ -1,0 +1,86 @@
+"""What joins a step, given an order and bounds: the arithmetic that the admission policies share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vsched.policy import AdmissionView, Entry
+
+SECOND_NS = 1_000_000_000
+
+
+def budget(max_tokens: int | None, default_tokens: int) -> int | None:
+    """Return the token budget of a step: None derives it from the stage, 0 means none (A13)."""
+    return (default_tokens if max_tokens is None else max_tokens) or None
+
+
+def pack(
+    view: AdmissionView,
+    *,
+    order: Iterable[int] | None = None,
+    tokens_max: int | None = None,
+    items_max: int | None = None,
+    blocks_max: int | None = None,
+    look_ahead: int = 0,
+    starvation_s: float = 0.0,
+) -> list[int]:
+    """Return the entries that join, in order, up to the first that does not fit.
+
+    The first entry of the order always joins (A2); one of unknown size joins alone (A4). Where entries may join with a
+    part of their tokens, one that is larger than the room uses it up.
+
+    Args:
+        view: What waits, and what is free.
+        order: Indices into `view.waiting`, the most urgent first; the queue's order by default.
+        tokens_max: The token budget, None for no budget.
+        items_max: Most entries, None for as many as there are permits.
+        blocks_max: Most KV blocks. None leaves blocks to the kernel, which stops at the first entry without enough.
+        look_ahead: How many entries behind the first that does not fit may still join. An entry then also needs its
+            `blocks` to be free; that counts those of a cached prefix that others hold as well, so it errs towards
+            waiting.
+        starvation_s: Nothing passes an entry that has waited for so long.
+    """
+    room = tokens_max
+    if view.divisible:
+        room = view.tokens_free if room is None else min(room, view.tokens_free)
+    blocks = None
+    if look_ahead or blocks_max is not None:
+        blocks = view.blocks_free if blocks_max is None else min(blocks_max, view.blocks_free)
+    count_max = view.entries_free if items_max is None else min(items_max, view.entries_free)
+    patient_since_ns = view.now_ns - int(starvation_s * SECOND_NS)
+    chosen: list[int] = []
+    passes = look_ahead
+    passing = False
+    front = None
+    for index in range(len(view.waiting)) if order is None else order:
+        if len(chosen) >= count_max or (view.divisible and room is not None and room <= 0):
+            break
+        if passing:
+            passes -= 1
+            if passes < 0:
+                break
+        front = index if front is None else front
+        entry = view.waiting[index]
+        if _fits(entry, room, blocks, alone=not chosen, divisible=view.divisible):
+            chosen.append(index)
+            if entry.tokens is None:
+                break
+            room = None if room is None else room - entry.tokens
+            blocks = None if blocks is None else blocks - entry.blocks
+        elif entry.arrived_ns <= patient_since_ns:
+            break
+        else:
+            passing = True
+    if not chosen and front is not None:
+        return [front]  # the kernel sees whether it fits, and asks again when something has changed
+    return chosen
+
+
+def _fits(
+    entry: Entry, room: int | None, blocks: int | None, *, alone: bool, divisible: bool
+) -> bool:
+    if blocks is not None and entry.blocks > blocks:
+        return False
+    if entry.tokens is None:
+        return alone
+    return room is None or alone or divisible or entry.tokens <= room

@@ -1,0 +1,41 @@
+"""The more urgent first, by the priority that the request carries."""
+
+from __future__ import annotations
+
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from vsched_policies.admission.packing import SECOND_NS, budget, pack
+
+
+class Priority(AdmissionPolicy, frozen=True, kw_only=True):
+    """Admits strictly by level, the larger first; within a level in order of arrival.
+
+    An entry rises by a level for every `ageing_s` that it has waited, so that nothing waits for ever. Nothing passes a
+    more urgent entry that does not fit yet. Within its order it is `token-budget`.
+
+    Attributes:
+        max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
+        max_items: Most entries that join in one step.
+        ageing_s: Waiting time that is worth a level; 0 for no ageing, which lets a low level starve.
+    """
+
+    max_tokens: Count | None = None
+    max_items: PositiveCount = 8
+    ageing_s: Seconds = 10.0
+
+    def admit(self, view: AdmissionView) -> Admission:
+        """Return the most urgent entries, up to the budget."""
+        ageing_ns = int(self.ageing_s * SECOND_NS)
+
+        def level(index: int) -> int:
+            entry = view.waiting[index]
+            aged = (view.now_ns - entry.arrived_ns) // ageing_ns if ageing_ns else 0
+            return entry.priority + aged
+
+        order = range(len(view.waiting))
+        chosen = pack(
+            view,
+            order=sorted(order, key=lambda index: -level(index)),
+            tokens_max=budget(self.max_tokens, view.default_tokens),
+            items_max=self.max_items,
+        )
+        return Admission(chosen)

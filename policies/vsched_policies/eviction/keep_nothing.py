@@ -1,0 +1,38 @@
+"""No cache."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Generic
+
+from vsched.policy import EvictionOrder, EvictionPolicy, Key
+
+
+class KeepNothing(EvictionPolicy, frozen=True, kw_only=True):
+    """Keeps nothing: an entry goes as soon as nobody uses it, and only requests at the same time share it."""
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        """Return an order that takes nothing."""
+        return EmptyOrder[Hashable]()
+
+
+class EmptyOrder(Generic[Key]):
+    """Refuses every entry, so that it never holds one to reuse, drop or name."""
+
+    def add(self, key: Key, size: int) -> bool:
+        return False
+
+    def reuse(self, key: Key) -> None:
+        raise KeyError(key)
+
+    def drop(self, key: Key) -> None:
+        raise KeyError(key)
+
+    def victim(self) -> Key:
+        raise IndexError("nothing is evictable")
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(())

@@ -1,0 +1,113 @@
+"""What is used once goes quickly, what is used again stays: three FIFO queues."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic
+
+from vsched.policy import Count, EvictionOrder, EvictionPolicy, Fraction, Key
+
+HITS_MAX = 3
+IN_USE_MAX = 1 << 16
+"""Most entries in use whose hits are remembered: a cache need not say what it loses while in use."""
+
+
+class S3Fifo(EvictionPolicy, frozen=True, kw_only=True):
+    """Evicts new entries that were never hit first, then the rest in turn, each spared once for every hit.
+
+    New entries pass a small queue. At its end, those that were hit move on to the main queue and the others are
+    evicted, remembered by key only (a ghost): a ghost that returns goes to the main queue at once. So a thousand images
+    that are seen once cannot wash out those that are seen again and again.
+
+    Source: "FIFO queues are all you need for cache eviction", SOSP 2023. It differs where the contract does: an entry
+    in use is in no queue, so it comes back to the end of the one that it left.
+
+    Attributes:
+        small_share: Share of the evictable bytes that the small queue may hold before it is the one to evict from.
+        ghosts: Most keys that are remembered after they were evicted.
+    """
+
+    small_share: Fraction = 0.1
+    ghosts: Count = 1024
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        """Return a fresh, empty order."""
+        return S3FifoOrder[Hashable](self.small_share, self.ghosts)
+
+
+class S3FifoOrder(Generic[Key]):
+    """Two queues of evictable keys, oldest first, and what is remembered of keys that are in neither."""
+
+    def __init__(self, small_share: float, ghosts_max: int) -> None:
+        self._small_share = small_share
+        self._ghosts_max = ghosts_max
+        self._small: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._sizes: dict[Key, int] = {}
+        self._small_size = 0
+        self._size = 0
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._in_use: OrderedDict[Key, tuple[bool, int]] = OrderedDict()
+
+    def add(self, key: Key, size: int) -> bool:
+        assert key not in self._sizes, f"{key!r} is evictable already"
+        in_main, hits = self._in_use.pop(key, (key in self._ghosts, 0))
+        self._ghosts.pop(key, None)
+        self._sizes[key] = size
+        self._size += size
+        if in_main:
+            self._main[key] = hits
+        else:
+            self._small[key] = hits
+            self._small_size += size
+        return True
+
+    def reuse(self, key: Key) -> None:
+        in_main, hits = self._remove(key)
+        self._in_use[key] = (in_main, min(hits + 1, HITS_MAX))
+        if len(self._in_use) > IN_USE_MAX:
+            self._in_use.popitem(last=False)
+
+    def drop(self, key: Key) -> None:
+        in_main, _ = self._remove(key)
+        if not in_main:
+            self._ghosts[key] = None
+            if len(self._ghosts) > self._ghosts_max:
+                self._ghosts.popitem(last=False)
+
+    def victim(self) -> Key:
+        # Moving entries on here is no decision: asked again, the same key stands in front.
+        while True:
+            if self._small and (not self._main or self._small_is_full()):
+                key, hits = next(iter(self._small.items()))
+                if not hits:
+                    return key
+                del self._small[key]
+                self._small_size -= self._sizes[key]
+                self._main[key] = 0
+            else:
+                key, hits = next(iter(self._main.items()))
+                if not hits:
+                    return key
+                self._main[key] = hits - 1
+                self._main.move_to_end(key)
+
+    def _small_is_full(self) -> bool:
+        return self._small_size > self._small_share * self._size
+
+    def _remove(self, key: Key) -> tuple[bool, int]:
+        """Take a key out of its queue; return whether that was the main one, and its hits."""
+        size = self._sizes.pop(key)
+        self._size -= size
+        if key in self._main:
+            return True, self._main.pop(key)
+        self._small_size -= size
+        return False, self._small.pop(key)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Key]:
+        yield from self._small
+        yield from self._main

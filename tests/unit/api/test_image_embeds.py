@@ -1,0 +1,58 @@
+"""The `image_embeds` content part."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
+from vsched.media import EmbeddedImage
+
+
+def user(*parts: object) -> dict[str, object]:
+    return chat(messages=[{"role": "user", "content": list(parts)}])
+
+
+async def test_embeddings_and_images_keep_their_order() -> None:
+    """E1: mixed freely; the template sees placeholders only."""
+    engine = FakeEngine()
+    body = user(
+        {"type": "image_embeds", "image_embeds": {"data": "one"}},
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": "data:two"},
+        {"type": "image_embeds", "image_embeds": {"data": "three"}},
+    )
+    assert (await post(engine, CHAT, body)).status == 200
+    call = engine.calls[0]
+    assert call["images"] == [EmbeddedImage("one"), "data:two", EmbeddedImage("three")]
+    assert call["prompt"] == "user:\x01a\x01\x01"
+
+
+async def test_text_only_request_has_no_images() -> None:
+    """E4."""
+    engine = FakeEngine()
+    await post(engine, CHAT, chat())
+    assert list(engine.calls[0]["images"]) == []
+
+
+@pytest.mark.parametrize(
+    "value", [None, "data", [], {}, {"data": 5}, {"data": "A" * 5000, "grid": [1, 2, 4]}]
+)
+async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> None:
+    """E2, G5: a 400 that says where."""
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, user({"type": "image_embeds", "image_embeds": value}))
+    assert reply.status == 400
+    assert "image_embeds" in reply.error["message"] or reply.error["code"] == "unknown_parameter"
+    assert "AAAA" not in reply.error["message"]
+    assert engine.calls == []
+
+
+async def test_unknown_part_names_the_three_that_are_known() -> None:
+    reply = await post(FakeEngine(), CHAT, user({"type": "video_url", "video_url": "x"}))
+    assert "text, image_url or image_embeds" in reply.error["message"]
+
+
+async def test_tokenize_takes_no_embeddings() -> None:
+    body = user({"type": "image_embeds", "image_embeds": {"data": "one"}})
+    reply = await post(FakeEngine(), "/tokenize", body)
+    assert reply.error["code"] == "unsupported_parameter"

@@ -1,0 +1,243 @@
+"""Policies for random runs: every built-in with random fields, and adversaries that propose the worst that is legal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from vsched.kernel import KernelPolicies
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    EncodingPolicy,
+    EncodingView,
+    EvictionOrder,
+    EvictionPolicy,
+    PreemptionPolicy,
+    PreemptionView,
+)
+from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
+from vsched_policies.encoding import ChunkAware, Combined, Eager
+from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
+from vsched_policies.preemption import Youngest
+
+
+class Reversed(AdmissionPolicy, frozen=True, kw_only=True):
+    """Last come, first served."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(list(reversed(range(len(view.waiting))))[: view.entries_free])
+
+
+class LastAlone(AdmissionPolicy, frozen=True, kw_only=True):
+    """Only ever the last of the line; nobody while anything runs."""
+
+    patient: bool = False
+
+    def admit(self, view: AdmissionView) -> Admission:
+        if self.patient and view.running:
+            return Admission()
+        return Admission([len(view.waiting) - 1])
+
+
+class Holding(AdmissionPolicy, frozen=True, kw_only=True):
+    """Refuses everything, as often as it is asked, until the oldest has waited long enough."""
+
+    for_ns: int = 1_000_000
+    step_ns: int = 50_000
+
+    def admit(self, view: AdmissionView) -> Admission:
+        oldest_ns = min(entry.arrived_ns for entry in view.waiting)
+        if view.now_ns >= oldest_ns + self.for_ns:
+            return Admission(range(min(len(view.waiting), view.entries_free)))
+        return Admission(hold_until_ns=view.now_ns + self.step_ns)
+
+
+class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
+    """Admits the last one and holds all others for a while."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([len(view.waiting) - 1], hold_until_ns=view.now_ns + 300_000)
+
+
+class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
+    """Any order, now and then nobody, an index out of range, one twice, or an error."""
+
+    wrong: int = 0
+
+    def admit(self, view: AdmissionView) -> Admission:
+        rng = random.Random(view.now_ns)
+        count = len(view.waiting)
+        if rng.randrange(100) < self.wrong:
+            bad = [Admission([count]), Admission([-1]), Admission([0, 0]), Admission((), 0)]
+            if rng.random() < 0.5:
+                raise RuntimeError("a bug in the policy")
+            return rng.choice(bad)
+        if view.running and rng.random() < 0.3:
+            return Admission()
+        return Admission(rng.sample(range(count), rng.randint(1, count)))
+
+
+class Scattered(EncodingPolicy, frozen=True, kw_only=True):
+    """Any items, ready or not, and now and then nonsense."""
+
+    wrong: int = 0
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        rng = random.Random(view.chunk_stop + len(view.items))
+        if rng.randrange(100) < self.wrong:
+            return [len(view.items)]
+        return rng.sample(range(len(view.items)), rng.randint(0, len(view.items)))
+
+
+class FromTheEnd(EncodingPolicy, frozen=True, kw_only=True):
+    """The last item first: the one that is needed last."""
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        return [len(view.items) - 1]
+
+
+class Stubborn(EvictionPolicy, frozen=True, kw_only=True):
+    """Evicts the newest, keeps some, and breaks after so many calls."""
+
+    calls: int = 1 << 30
+    keeps: int = 100
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        return StubbornOrder(self.calls, self.keeps)
+
+
+class StubbornOrder:
+    def __init__(self, calls: int, keeps: int) -> None:
+        self._calls = calls
+        self._keeps = keeps
+        self._keys: list[Hashable] = []
+
+    def add(self, key: Hashable, size: int) -> bool:  # noqa: ARG002
+        self._count()
+        if len(self._keys) >= self._keeps:
+            return False
+        self._keys.append(key)
+        return True
+
+    def reuse(self, key: Hashable) -> None:
+        self._count()
+        self._keys.remove(key)
+
+    def drop(self, key: Hashable) -> None:
+        self._count()
+        self._keys.remove(key)
+
+    def victim(self) -> Hashable:
+        self._count()
+        return self._keys[-1]
+
+    def _count(self) -> None:
+        self._calls -= 1
+        if self._calls < 0:
+            raise RuntimeError("a bug in the policy")
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._keys)
+
+
+class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
+    """The one that must go on."""
+
+    def victim(self, view: PreemptionView) -> int:  # noqa: ARG002
+        return 0
+
+
+class AnyVictim(PreemptionPolicy, frozen=True, kw_only=True):
+    """Any of them, or one too far."""
+
+    wrong: int = 0
+
+    def victim(self, view: PreemptionView) -> int:
+        rng = random.Random(view.now_ns)
+        if rng.randrange(100) < self.wrong:
+            return len(view.running)
+        return rng.randrange(len(view.running))
+
+
+WRONG = (0, 10, 60)
+
+
+def random_admission(rng: random.Random) -> AdmissionPolicy:
+    budget = rng.choice([None, 0, 1, 10, 64])
+    items = rng.choice([1, 2, 8])
+    seconds = rng.choice([0.0, 0.000_01, 0.001, 0.1, 10.0])
+    ahead = rng.choice([0, 0, 1, 5])
+    makers: list[Callable[[], AdmissionPolicy]] = [
+        lambda: Fifo(look_ahead=ahead, starvation_s=seconds),
+        lambda: TokenBudget(
+            max_tokens=budget, max_items=items, look_ahead=ahead, starvation_s=seconds
+        ),
+        lambda: Gathered(
+            max_tokens=budget,
+            max_items=items,
+            max_blocks=rng.choice([None, 1, 20]),
+            deadline_s=seconds,
+        ),
+        lambda: Priority(max_tokens=budget, max_items=items, ageing_s=seconds),
+        lambda: Deadline(
+            max_tokens=budget,
+            max_items=items,
+            default_target_ms=rng.choice([0, 1, 1000]),
+            lead_ms=rng.choice([0, 1]),
+            starvation_s=seconds,
+        ),
+        Reversed,
+        lambda: LastAlone(patient=rng.random() < 0.5),
+        lambda: Holding(for_ns=rng.choice([10_000, 1_000_000])),
+        HoldingBack,
+        lambda: Shuffling(wrong=rng.choice(WRONG)),
+    ]
+    return rng.choice(makers)()
+
+
+def random_encoding(rng: random.Random) -> EncodingPolicy:
+    ahead = rng.choice([0, 1, 3])
+    makers: list[Callable[[], EncodingPolicy]] = [
+        lambda: ChunkAware(look_ahead_chunks=ahead),
+        Eager,
+        Combined,
+        lambda: Scattered(wrong=rng.choice(WRONG)),
+        FromTheEnd,
+    ]
+    return rng.choice(makers)()
+
+
+def random_eviction(rng: random.Random) -> EvictionPolicy:
+    makers: list[Callable[[], EvictionPolicy]] = [
+        Lru,
+        lambda: S3Fifo(small_share=rng.choice([0.1, 0.5, 1.0]), ghosts=rng.choice([0, 2, 1024])),
+        KeepNothing,
+        lambda: Stubborn(calls=rng.choice([0, 10, 1 << 30]), keeps=rng.choice([1, 100])),
+    ]
+    return rng.choice(makers)()
+
+
+def random_preemption(rng: random.Random) -> PreemptionPolicy:
+    makers: list[Callable[[], PreemptionPolicy]] = [
+        Youngest,
+        Oldest,
+        lambda: AnyVictim(wrong=rng.choice(WRONG)),
+    ]
+    return rng.choice(makers)()
+
+
+def random_policies(rng: random.Random) -> KernelPolicies:
+    """Return any combination."""
+    return KernelPolicies(
+        encode_admission=random_admission(rng),
+        generate_admission=random_admission(rng),
+        encoding=random_encoding(rng),
+        embedding_eviction=random_eviction(rng),
+        prefix_eviction=random_eviction(rng),
+        preemption=random_preemption(rng),
+    )

@@ -1,0 +1,264 @@
+"""Embeddings through the pipeline: mixed with images, bounded, shared, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.unit.media.fakes import (
+    FakePreprocessor,
+    data_url,
+    embedded,
+    embedding_file,
+    image_bytes,
+    model_info,
+    rows_of,
+    tensor_of,
+    tensors_file,
+)
+from vsched import Config, Engine
+from vsched.errors import RequestRefused
+from vsched.media import EmbeddedImage, MediaPipeline, MediaSettings, PixelStore
+from vsched.media.keys import embedding_key, item_key
+from vsched.types import MediaItem
+
+ALLOWED = MediaSettings(allow_embeddings=True)
+
+
+class Bench:
+    """A pipeline with its parts at hand."""
+
+    def __init__(self, settings: MediaSettings = ALLOWED, **info: object) -> None:
+        self.preprocessor = FakePreprocessor(model_info(**info))  # type: ignore[arg-type]
+        self.store = PixelStore(memoryview(bytearray(1 << 16)))
+        self.pipeline = MediaPipeline(self.preprocessor, self.store, settings)
+
+    def rows(self, item: MediaItem) -> bytes:
+        assert item.pixels is not None
+        return self.store.view_bytes(item.pixels).tobytes()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.pipeline.close()
+
+
+async def refusal(bench: Bench, prompt: str, *images: str | EmbeddedImage) -> RequestRefused:
+    """Return how a request is refused; nothing may be left of it."""
+    with pytest.raises(RequestRefused) as caught:
+        await bench.pipeline.prepare(prompt, images)
+    async with asyncio.timeout(10):
+        while bench.store.statistics().bytes_held:  # noqa: ASYNC110 - a thread lets go
+            await asyncio.sleep(0)
+    assert bench.pipeline.statistics().preparing_bytes == 0
+    return caught.value
+
+
+async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
+    """E1: rows in the arena, placeholders expanded, the encoder's work marked as done."""
+    rows = rows_of(6)
+    brought = embedded(embedding_file(rows, (1, 4, 6)))
+    images = [data_url(image_bytes(value=9)), brought, data_url(image_bytes(8, 24, value=4))]
+    prepared = await bench.pipeline.prepare("a\x01b\x01c\x01", images)
+    assert prepared.token_ids == [97, 1, 1, 98, *[1] * 6, 99, 1, 1, 1]
+    assert [(one.offset, one.tokens, one.grid, one.encoded) for one in prepared.items] == [
+        (1, 2, (1, 2, 4), False),
+        (4, 6, (1, 4, 6), True),
+        (11, 3, (1, 6, 2), False),
+    ]
+    assert bench.rows(prepared.items[1]) == rows.tobytes()
+    assert set(np.frombuffer(bench.rows(prepared.items[2]), np.float32)) == {4.0}
+    statistics = bench.pipeline.statistics()
+    assert (statistics.processed, statistics.embedded) == (2, 1)
+    prepared.lease.release()
+    assert bench.store.statistics().bytes_held == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_extent_has_the_bytes_of_the_served_rows(dtype: str) -> None:
+    bench = Bench(dtype=dtype, embedding_levels=3)
+    prepared = await bench.pipeline.prepare("\x01", [embedded(embedding_file(rows_of(2, 24)))])
+    assert prepared.items[0].pixels is not None
+    assert prepared.items[0].pixels.size == 2 * 24 * 2
+    bench.pipeline.close()
+
+
+async def test_repeated_embedding_is_written_once(bench: Bench) -> None:
+    brought = embedded(embedding_file())
+    first = await bench.pipeline.prepare("\x01\x01", [brought, brought])
+    again = await bench.pipeline.prepare("\x01", [embedded(embedding_file())])
+    assert first.items[0].pixels == first.items[1].pixels == again.items[0].pixels
+    statistics = bench.pipeline.statistics()
+    assert (statistics.embedded, statistics.repeated) == (1, 1)
+    assert not bench.pipeline._plans
+
+
+async def test_switch_refuses_with_its_name() -> None:
+    """Off by default: refused before anything is decoded or fetched."""
+    assert not MediaSettings().allow_embeddings
+    bench = Bench(MediaSettings(hosts=("host.invalid",)))
+    error = await refusal(bench, "\x01\x01", "http://host.invalid/x", EmbeddedImage("?"))
+    assert error.code == "embeddings_disabled"
+    assert error.message.startswith("image 1: embeddings in requests are switched off")
+    assert "Remedy: send the image itself or set media.allow_embeddings = true" in error.message
+    bench.pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("brought", "code", "text"),
+    [
+        (EmbeddedImage("???"), "embeddings_invalid", "its base64 is not valid"),
+        (EmbeddedImage("AAA"), "embeddings_invalid", "its base64"),
+        (EmbeddedImage("AA==="), "embeddings_invalid", "its base64"),
+        (EmbeddedImage("AA\nAA"), "embeddings_invalid", "its base64 is not valid"),
+        (EmbeddedImage("\ud800"), "embeddings_invalid", "its base64 is not valid"),
+        (EmbeddedImage(""), "embeddings_invalid", "its base64 is empty"),
+        (embedded(b"no tensors at all"), "embeddings_invalid", "malformed|too long"),
+        (
+            embedded(tensors_file({"embeds": tensor_of(rows_of(2))})),
+            "grid_thw_missing",
+            "come without grid_thw",
+        ),
+        (embedded(embedding_file(rows_of(2, 9))), "embeds_hidden_size", r"shape \[2, 8\]"),
+        (embedded(embedding_file(rows_of(3))), "embeds_tokens", r"shape \[2, 8\]"),
+        (
+            embedded(embedding_file(rows_of(2) * np.float32("inf"))),
+            "embeds_not_finite",
+            "cannot be served",
+        ),
+        (
+            embedded(embedding_file(rows_of(66), (1, 4, 66))),
+            "image_tokens_exceeded",
+            "value 66 tokens, limit 64 tokens. Remedy: ",
+        ),
+    ],
+)
+async def test_bad_embedding_fails_its_request_alone(
+    bench: Bench, brought: EmbeddedImage, code: str, text: str
+) -> None:
+    """E2, E3, D13, A17, F1: index and code; the request beside it does not notice."""
+    beside = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestRefused, match=text) as caught:
+        await bench.pipeline.prepare("\x01\x01", [data_url(image_bytes()), brought])
+    assert (caught.value.code, caught.value.status) == (code, 400)
+    assert caught.value.message.startswith("image 1: ")
+    (await beside).lease.release()
+    assert (await refusal(bench, "\x01", brought)).code == code
+
+
+async def test_embeddings_count_towards_every_bound() -> None:
+    """G4, G12: images a request, bytes a request, bytes in preparation."""
+    file = embedding_file()
+    bench = Bench(MediaSettings(allow_embeddings=True, images_max=1))
+    assert (await refusal(bench, "\x01", *[embedded(file)] * 2)).code == "too_many_images"
+    bench.pipeline.close()
+    bench = Bench(MediaSettings(allow_embeddings=True, request_bytes_max=2 * len(file) - 1))
+    files = [embedding_file(rows_of(2, seed=seed)) for seed in range(2)]
+    error = await refusal(bench, "\x01\x01", *map(embedded, files))
+    assert (error.code, error.status) == ("images_too_large", 413)
+    bench.pipeline.close()
+
+
+@pytest.mark.parametrize(("surplus", "accepted"), [(0, True), (1, False), (3, False)])
+async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> None:
+    file = embedding_file()
+    bench = Bench(MediaSettings(allow_embeddings=True, image_bytes_max=len(file) - surplus))
+    if accepted:
+        (await bench.pipeline.prepare("\x01", [embedded(file)])).lease.release()
+    else:
+        error = await refusal(bench, "\x01", embedded(file))
+        assert (error.code, error.status) == ("image_too_large", 413)
+        assert f"limit {len(file) - surplus} bytes. Remedy: " in error.message
+        assert "the embeddings are too large" in error.message
+    bench.pipeline.close()
+
+
+async def test_length_is_checked_before_base64(bench: Bench) -> None:
+    """G5: 50 MB cost no memory."""
+    brought = EmbeddedImage("A" * 50_000_000)
+    tracemalloc.start()
+    try:
+        assert (await refusal(bench, "\x01", brought)).status == 413
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_embedding_key_separates_every_part() -> None:
+    """D14, G9: full width, typed, length-framed; stable across processes, hosts and releases."""
+    base = {
+        "settings_digest": b"s",
+        "cache_salt": "",
+        "served": ("float32", 8, 1),
+        "dtype": "F32",
+        "shape": (2, 8),
+        "grid": (1, 2, 4),
+        "rows": memoryview(b"rows"),
+    }
+    changed: list[dict[str, object]] = [
+        {},
+        {"settings_digest": b"t"},
+        {"settings_digest": b"", "cache_salt": "s"},
+        {"cache_salt": "tenant"},
+        {"served": ("bfloat16", 8, 1)},
+        {"served": ("float32", 4, 2)},
+        {"served": ("float32", 1, 8)},
+        {"dtype": "BF16"},
+        {"shape": (8, 2)},
+        {"shape": (2, 8, 1), "grid": (2, 4)},
+        {"grid": (1, 4, 2)},
+        {"rows": memoryview(b"swor")},
+    ]
+    keys = {embedding_key(**{**base, **change}) for change in changed}  # type: ignore[arg-type]
+    assert len(keys) == len(changed)
+    assert {len(key) for key in keys} == {32}
+    key = embedding_key(**base)  # type: ignore[arg-type]
+    assert key.hex().startswith("STABLE")
+
+
+async def test_salt_separates_tenants(bench: Bench) -> None:
+    brought = embedded(embedding_file())
+    first = await bench.pipeline.prepare("\x01", [brought], "tenant a")
+    second = await bench.pipeline.prepare("\x01", [brought], "tenant b")
+    assert first.items[0].key != second.items[0].key
+
+
+async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
+    """G9: not even one whose bytes are those of the file."""
+    file = embedding_file()
+    prepared = await bench.pipeline.prepare("\x01", [embedded(file)])
+    for encoded in (file, rows_of(2).tobytes()):
+        key = item_key(settings_digest=b"fake settings", cache_salt="", encoded=encoded)
+        assert prepared.items[0].key != key
+
+
+async def test_engine_stops_without_holding_the_loop_up() -> None:
+    """G6: an image that is still being decoded keeps `stop` waiting, and nobody else."""
+    engine = Engine(Config())
+    bench = Bench()
+    engine._media = bench.pipeline
+    gate, entered = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        assert gate.wait(10)
+
+    bench.pipeline._executor.submit(work)
+    assert await asyncio.to_thread(entered.wait, 10)
+    stopping = asyncio.ensure_future(engine.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    gate.set()
+    async with asyncio.timeout(10):
+        await stopping
+    assert engine.statistics()["media"] == {}
+    await engine.stop()

@@ -1,0 +1,290 @@
+"""Embeddings that a client brings instead of an image: a safetensors file, read without trust and without torch.
+
+A safetensors file is a length of 8 bytes, so many bytes of JSON that name each tensor's type, shape and byte range, and
+then the tensors. The reader here is strict: the header is bounded before it is parsed, every range must have the size
+that type and shape ask for, and the ranges must cover the data without a gap or an overlap, so that no byte has two
+meanings or none. numpy has no bfloat16; its values are handled as the 16 bits that they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.types import ModelInfo
+
+HEADER_BYTES_MAX: Final = 64 * 1024
+_TENSORS: Final = ("embeds", "grid_thw")
+_METADATA: Final = "__metadata__"
+_STRIP_VALUES: Final = 1 << 18
+"""Values looked at in one go: bounds what a conversion takes beyond its input and output."""
+
+_VALUE_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+_FILE_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
+_EXPONENT: Final = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+"""The exponent's bits: a value that has them all is NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedImage:
+    """An image by its embedding.
+
+    Attributes:
+        data: Base64 of a safetensors file with `embeds`, [tokens, levels * hidden size] in the served dtype or float32,
+            and `grid_thw`, the image's patches in time, height and width. A row holds the main embedding, then each
+            deepstack level. It is not shown, for it is large and the client's.
+    """
+
+    data: str = field(repr=False)
+
+
+ImageReference = str | EmbeddedImage
+"""An image of a request: where it is, or its embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file: its type as the file names it, and its bytes, a view of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A checked embedding, but for its values: those are judged while `write_rows` goes through them."""
+
+    embeds: Tensor
+    grid: tuple[int, int, int]
+    tokens: int
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=4)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _refuse(message: str, code: str = "embeddings_invalid") -> RequestRefused:
+    return RequestRefused(message, code=code)
+
+
+def malformed(detail: str) -> RequestRefused:
+    """Word the refusal of a file that is none."""
+    return _refuse(
+        f"the embeddings are malformed: {detail}. "
+        "Remedy: send the base64 of a safetensors file with the tensors embeds and grid_thw."
+    )
+
+
+def read_tensors(file: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        RequestRefused: When the header is too long or does not describe the data byte for byte.
+    """
+    if len(file) < 8:
+        raise malformed("the file ends within its header")
+    header_bytes = int.from_bytes(file[:8], "little")
+    if header_bytes > HEADER_BYTES_MAX:
+        message = limit_message(
+            "the embeddings' safetensors header is too long",
+            value=f"{header_bytes} bytes",
+            limit=f"{HEADER_BYTES_MAX} bytes",
+            remedy="send only the tensors embeds and grid_thw, without metadata",
+        )
+        raise _refuse(message)
+    start = 8 + header_bytes
+    if start > len(file):
+        raise malformed("the file ends within its header")
+    entries = _entries(file[8:start])
+    data = memoryview(file)[start:]
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
+        begin, end = entry.data_offsets
+        size = math.prod(entry.shape) * _VALUE_BYTES[entry.dtype]
+        if begin != position or end - begin != size:
+            raise malformed("a tensor's offsets do not fit its shape and the others")
+        position = end
+    if position != len(data):
+        raise malformed("the tensors do not make up the file")
+    return {
+        name: Tensor(entry.dtype, tuple(entry.shape), data[slice(*entry.data_offsets)])
+        for name, entry in entries.items()
+    }
+
+
+def _entries(header: bytes) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    try:
+        if not header.startswith(b"{"):
+            raise malformed("its header is no JSON object")
+        for name, raw in msgspec.json.decode(header, type=dict[str, msgspec.Raw]).items():
+            if name == _METADATA:
+                msgspec.json.decode(raw, type=dict[str, str])
+                continue
+            if name not in _TENSORS:
+                raise malformed("it holds another tensor")
+            entries[name] = msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # What the parser said may quote the file.
+        raise malformed("its header is not valid") from None
+    for name, entry in entries.items():
+        if entry.dtype not in _VALUE_BYTES:
+            raise _wrong_dtype(name, "another type", ", ".join(_VALUE_BYTES))
+    return entries
+
+
+def _wrong_dtype(name: str, found: str, expected: str) -> RequestRefused:
+    message = limit_message(
+        f"the embeddings' {name} have the wrong dtype",
+        value=found,
+        limit=expected,
+        remedy=f"convert {name} before sending them",
+    )
+    return _refuse(message, f"{name}_dtype")
+
+
+def read_embedding(
+    file: bytes, info: ModelInfo, tokens_of_grid: Callable[[tuple[int, int, int]], int]
+) -> Embedding:
+    """Return the embedding in a safetensors file, every companion and shape checked, no value yet.
+
+    Raises:
+        RequestRefused: Its code names what is missing or does not fit (E2, E3, D13, A17).
+    """
+    tensors = read_tensors(file)
+    for name in _TENSORS:
+        if name not in tensors:
+            message = (
+                f"the embeddings come without {name}. "
+                f"Remedy: add the tensor {name} to the safetensors file."
+            )
+            raise _refuse(message, f"{name}_missing")
+    grid = _grid(tensors["grid_thw"])
+    tokens = tokens_of_grid(grid)
+    check_tokens(tokens, info)
+    embeds = tensors["embeds"]
+    accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
+    if embeds.dtype not in accepted:
+        raise _wrong_dtype("embeds", embeds.dtype, " or ".join(accepted))
+    _check_shape(embeds, tokens, info)
+    return Embedding(embeds, grid, tokens)
+
+
+def _grid(tensor: Tensor) -> tuple[int, int, int]:
+    if tensor.dtype not in _INTEGERS:
+        raise _wrong_dtype("grid_thw", tensor.dtype, " or ".join(_INTEGERS))
+    if tensor.shape not in {(3,), (1, 3)}:
+        message = limit_message(
+            "the embeddings' grid_thw has the wrong shape",
+            value=list(tensor.shape),
+            limit="[3] or [1, 3]: time, height and width in patches",
+            remedy="send the grid of this one image",
+        )
+        raise _refuse(message, "grid_thw_shape")
+    time, height, width = np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).tolist()
+    return time, height, width
+
+
+def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo) -> None:
+    expected = (tokens, info.hidden_size * info.embedding_levels)
+    if embeds.shape == expected:
+        return
+    same_width = len(embeds.shape) == 2 and embeds.shape[1] == expected[1]
+    message = limit_message(
+        "the embeddings have the wrong number of rows for their grid"
+        if same_width
+        else "the embeddings have the wrong hidden size",
+        value=f"shape {list(embeds.shape)}",
+        limit=f"expected shape {list(expected)}: tokens of the grid, "
+        f"{info.embedding_levels} embedding levels of hidden size {info.hidden_size}",
+        remedy="encode the image with the vision tower of the served checkpoint",
+    )
+    raise _refuse(message, "embeds_tokens" if same_width else "embeds_hidden_size")
+
+
+def check_tokens(tokens: int, info: ModelInfo) -> None:
+    """Refuse an image with more tokens than one may have, pixels or embedding (A17).
+
+    Raises:
+        RequestRefused: With tokens, limit and remedy.
+    """
+    if tokens > info.item_tokens_max:
+        message = limit_message(
+            "the image has too many tokens",
+            value=f"{tokens} tokens",
+            limit=f"{info.item_tokens_max} tokens",
+            remedy="send a smaller image or raise the encode stage's token budget",
+        )
+        raise _refuse(message, "image_tokens_exceeded")
+
+
+def write_rows(embedding: Embedding, dtype: str, rows: npt.NDArray[np.uint8]) -> None:
+    """Write an embedding in the served dtype, its values checked.
+
+    Shape: `rows` is uint8 [tokens * row bytes].
+    Blocks: on going through every value; call it off the event loop.
+
+    Raises:
+        RequestRefused: When a value is NaN or infinite, or becomes so in the served dtype.
+    """
+    served = _FILE_DTYPES[dtype]
+    given = embedding.embeds.dtype
+    values = np.frombuffer(embedding.embeds.data, _BITS[given])
+    out = rows.view(_BITS[served])
+    for start in range(0, len(values), _STRIP_VALUES):
+        strip = values[start : start + _STRIP_VALUES]
+        _check_finite(strip, given, dtype)
+        if given != served:
+            strip = _NARROWED[served](strip)
+            _check_finite(strip, served, dtype)
+        out[start : start + len(strip)] = strip
+
+
+_Bits = npt.NDArray[np.unsignedinteger]
+_BITS: Final = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}
+
+
+def _check_finite(bits: _Bits, kind: str, served: str) -> None:
+    mask = bits.dtype.type(_EXPONENT[kind])
+    if not ((bits & mask) == mask).any():
+        return
+    message = limit_message(
+        "the embeddings hold values that cannot be served",
+        value=f"NaN, an infinity, or a number beyond {served}",
+        limit=f"finite numbers of {served}",
+        remedy="encode the image again",
+    )
+    raise _refuse(message, "embeds_not_finite")
+
+
+def _to_bfloat16(bits: _Bits) -> _Bits:
+    # Round to nearest, ties to even: the carry of the dropped half runs into the kept one. Finite values cannot
+    # overflow 32 bits here, and one that rounds to infinity is caught by whoever looks at the result.
+    return (
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    ).astype("<u2")
+
+
+def _to_float16(bits: _Bits) -> _Bits:
+    with np.errstate(over="ignore", under="ignore"):
+        return bits.view("<f4").astype("<f2").view("<u2")
+
+
+_NARROWED: Final[Mapping[str, Callable[[_Bits], _Bits]]] = {
+    "BF16": _to_bfloat16,
+    "F16": _to_float16,
+}

@@ -1,0 +1,114 @@
+"""Requests and limits, made to order or at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from vsched.kernel import Sizes
+from vsched.types import Extent, MediaItem, Request, SamplingParams
+
+PLACEHOLDER = 5
+IMAGES = 6
+"""Random requests share so many images: small enough for hits, steals and evictions."""
+
+
+def make_request(
+    name: str,
+    text: Sequence[int],
+    items: Sequence[tuple[int, int, bytes]] = (),
+    *,
+    max_tokens: int = 4,
+    encoded: Sequence[bytes] = (),
+    priority: int = 0,
+    ttft_target_ms: int | None = None,
+    cache_salt: str = "",
+) -> Request:
+    """Return a request of `text` with items put in.
+
+    Args:
+        name: The request's id.
+        text: Token ids of the text.
+        items: Index in the text, tokens and key of each item.
+        max_tokens: Tokens that it will yield.
+        encoded: Keys of the items that bring their embeddings.
+        priority: As in `Request`.
+        ttft_target_ms: As in `Request`.
+        cache_salt: As in `Request`.
+    """
+    tokens: list[int] = []
+    placed: list[MediaItem] = []
+    position = 0
+    for index, count, key in items:
+        tokens += text[position:index]
+        position = index
+        placed.append(
+            MediaItem(
+                key=key,
+                tokens=count,
+                offset=len(tokens),
+                grid=(1, 2, 2 * count),
+                pixels=Extent(0, 16),
+                encoded=key in encoded,
+            )
+        )
+        tokens += [PLACEHOLDER] * count
+    tokens += text[position:]
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        items=tuple(placed),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        priority=priority,
+        ttft_target_ms=ttft_target_ms,
+        cache_salt=cache_salt,
+    )
+
+
+def random_request(
+    rng: random.Random, name: str, *, image_tokens_max: int = 30, length_max: int = 60
+) -> Request:
+    """Return a request with a random text (often a shared prefix) and some images from a small set.
+
+    Some images come as finished embeddings, some requests have a priority or a target, some their own caches.
+    """
+    text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, length_max))]
+    if rng.random() < 0.5:
+        text = [rng.randint(10, 60) for _ in text]
+    salt = rng.choice(["", "", "", "tenant"])
+    places = sorted(rng.randint(0, len(text)) for _ in range(rng.choice([0, 0, 1, 1, 2, 4])))
+    items = []
+    for place in places:
+        image = rng.randrange(IMAGES)
+        key = f"image{image}{salt}".encode()
+        items.append((place, 1 + (image * 7) % image_tokens_max, key))
+    return make_request(
+        name,
+        text,
+        items,
+        max_tokens=rng.randint(1, 30),
+        encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
+        priority=rng.choice([0, 0, 0, 1, 5, -1]),
+        ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
+        cache_salt=salt,
+    )
+
+
+def random_sizes(rng: random.Random) -> Sizes:
+    """Return limits in which something is usually scarce."""
+    slots = rng.randint(1, 6)
+    return Sizes(
+        block_size=rng.choice([1, 2, 4, 16]),
+        blocks=rng.randint(12, 120),
+        slots=slots,
+        batch_tokens=slots + rng.randint(1, 60),
+        chunk_tokens=rng.randint(1, 40),
+        context_tokens=rng.randint(40, 400),
+        page_rows=rng.choice([1, 4, 8]),
+        pages=rng.randint(4, 40),
+        encode_items=rng.randint(1, 4),
+        waiting=rng.randint(5, 50),
+        waiting_bytes=rng.choice([1 << 30, 1 << 30, 1000]),
+        prefix_cache=rng.random() < 0.7,
+        generate_depth=rng.choice([1, 2, 2, 3]),
+    )
