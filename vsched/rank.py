@@ -7,6 +7,7 @@ it stops with an error. It computes nothing that a checked log entry did not tel
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -19,7 +20,15 @@ from typing import Protocol
 
 import msgspec
 
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, RankDesync, VschedError
+from vsched.errors import (
+    CheckpointError,
+    DeviceOutOfMemory,
+    GroupLost,
+    PolicyError,
+    RankDesync,
+    VschedError,
+    limit_message,
+)
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.plugins import load_worker, resolve_policy
 from vsched.policy import Fail, MemoryPolicy
@@ -150,8 +159,10 @@ def run(spec: RankSpec) -> None:
             ready = _load(spec, arena, members)
             for member, report in zip(members, ready, strict=True):
                 member.report(report)
+            gc.collect()
+            gc.freeze()  # what loading left behind lives for ever: no collection need look at it
             _follow(members, spec.timeout_s)
-        except VschedError as error:
+        except Exception as error:
             for member in members:
                 member.report(Failure(type(error).__name__, str(error)))
             raise
@@ -204,14 +215,30 @@ def size_kv(
 
     Raises:
         DeviceOutOfMemory: When the policy refuses, or the cache does not fit after all.
+        PolicyError: When the policy raises or proposes nonsense: no default could know the device better.
     """
     policy = resolve_policy("memory", role.memory, path="generate.memory")
     assert isinstance(policy, MemoryPolicy)
     view = msgspec.structs.replace(worker.memory(), tokens_min=role.tokens_min)
-    plan = policy.plan(view)
+    try:
+        plan = policy.plan(view)
+        tokens = 0 if isinstance(plan, Fail) else int(plan.tokens)
+    except Exception as error:
+        raise PolicyError(
+            f"generate.memory: {type(policy).__name__}.plan failed: {error!r}"
+        ) from error
     if isinstance(plan, Fail):
         raise DeviceOutOfMemory(plan.message)
-    blocks = plan.tokens // role.block_size
+    blocks = tokens // role.block_size
+    if blocks < 1:
+        raise PolicyError(
+            limit_message(
+                f"generate.memory: {type(policy).__name__} proposes a KV cache without a block",
+                value=f"{tokens} tokens",
+                limit=f"at least {role.block_size} tokens",
+                remedy="give the policy more memory, or use another",
+            )
+        )
     worker.build_kv(blocks=blocks, block_size=role.block_size)
     kv_bytes = blocks * role.block_size * kv_bytes_per_token
     memory = {"weights": view.weights_bytes, "kv": kv_bytes, **process_memory()}
@@ -262,7 +289,7 @@ def main() -> int:
     watcher.start()
     try:
         run(spec)
-    except (CheckpointError, DeviceOutOfMemory) as error:
+    except (CheckpointError, DeviceOutOfMemory, PolicyError) as error:
         logger.error("rank %d stops: %s", spec.rank, error)  # noqa: TRY400 - the message says it all
         return 2
     except VschedError:

@@ -113,6 +113,13 @@ def shared_engine(server: RunningServer) -> Engine:
     return server.engine
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def together_engine(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
+    """An engine with both stages in one rank process, whose steps may take three seconds and no more."""
+    async with Engine(configure("nano3", "placement=together", "deadlines.step_s=3")) as engine:
+        yield engine
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
     """The shared engine; whatever a test does, nothing may be held after it."""

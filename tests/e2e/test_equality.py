@@ -20,23 +20,26 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(90)
 SERVED = {
     "qwen2.5-vl": ("nano25", ()),
     "qwen2.5-vl-no-prefix-cache": ("nano25", ("generate.prefix_cache=false",)),
-    "qwen3-vl": ("nano3", ()),
+    "qwen3-vl-together": ("nano3", ()),
+    "qwen3-vl": ("nano3", ("generate.attention=exact",)),
     # Five pages of embeddings for eight requests: each waits for, loses and re-encodes images.
     "qwen3-vl-no-prefix-cache": (
         "nano3",
         ("generate.prefix_cache=false", "arena.embedding_bytes=262144"),
     ),
-    "qwen3-vl-together": ("nano3", ("placement=together",)),
 }
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=list(SERVED))
 async def served(
-    request: pytest.FixtureRequest, configure: Callable[..., Config], shared_engine: Engine
+    request: pytest.FixtureRequest,
+    configure: Callable[..., Config],
+    shared_engine: Engine,
+    together_engine: Engine,
 ) -> AsyncIterator[Engine]:
     size, settings = SERVED[request.param]
-    if not settings and size == "nano25":
-        yield shared_engine
+    if not settings:
+        yield shared_engine if size == "nano25" else together_engine
         return
     async with Engine(configure(size, *settings)) as engine:
         yield engine

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
-import pytest_asyncio
 
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read, until
 from tests.e2e.conftest import assert_idle
-from vsched import Config, Engine, SamplingParams
+from vsched import Engine, SamplingParams
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -80,22 +79,16 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     assert engine.rank_pids[0] != encode_pid
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def together(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
-    async with Engine(configure("nano3", "placement=together", "deadlines.step_s=3")) as engine:
-        yield engine
-
-
-async def test_hung_rank_is_replaced(together: Engine, generated: Generated) -> None:
+async def test_hung_rank_is_replaced(together_engine: Engine, generated: Generated) -> None:
     """F2: a rank that neither answers nor exits; both its groups come back, in one process."""
     questions = asks(4000, 5)
-    begun = [await begin(together, ask) for ask in questions]
+    begun = [await begin(together_engine, ask) for ask in questions]
     await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
-    (pid,) = together.rank_pids
+    (pid,) = together_engine.rank_pids
     os.kill(pid, signal.SIGSTOP)
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [one.token_ids for one in found] == generated("nano3", questions)
-    await back(together)
-    assert pid not in together.rank_pids
-    assert len(together.rank_pids) == 1
-    await assert_idle(together)
+    await back(together_engine)
+    assert pid not in together_engine.rank_pids
+    assert len(together_engine.rank_pids) == 1
+    await assert_idle(together_engine)

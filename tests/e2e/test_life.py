@@ -125,7 +125,9 @@ async def test_kv_cache_that_does_not_fit_is_an_error(
     configure: Configure, temporary: Path
 ) -> None:
     """C5: value, limit and remedy."""
-    engine = Engine(configure("nano25", "generate.memory.tokens=1000000000000"))
+    engine = Engine(
+        configure("nano25", "placement=together", "generate.memory.tokens=1000000000000")
+    )
     with pytest.raises(
         DeviceOutOfMemory, match=r"value .*, limit .*\. Remedy: lower generate.memory"
     ):
@@ -238,7 +240,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 
 def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:
-    lines = []
+    lines: list[str] = []
     with urllib.request.urlopen(request, timeout=30) as response:
         for line in response:
             if not lines:

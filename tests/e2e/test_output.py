@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, Answer, answer, begin, drawn_image, read
+from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, read
 from vsched import Engine, SamplingParams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
@@ -14,11 +15,12 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)
 ASK = Ask(TEXTS[1], [drawn_image(400, (112, 84))])
 
 
-def greedy(**changes: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **changes})
+def greedy(**changes: Any) -> SamplingParams:
+    chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
+    return SamplingParams(**chosen | changes)
 
 
-def sampled(**changes: object) -> SamplingParams:
+def sampled(**changes: Any) -> SamplingParams:
     return greedy(temperature=1.5, seed=11, **changes)
 
 
@@ -96,7 +98,7 @@ async def test_end_of_sequence_token_ends_unless_ignored(engine: Engine) -> None
     """High temperature draws the end token sooner or later; `ignore_eos` goes on past it."""
     (end,) = engine.info.stop_token_ids
     for seed in range(60):
-        params = {"temperature": 3.0, "seed": seed, "max_tokens": 120}
+        params: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_tokens": 120}
         ignoring = await answer(engine, ASK, SamplingParams(**params, ignore_eos=True))
         if end in ignoring.token_ids[:-1]:
             break

@@ -79,7 +79,7 @@ async def test_conversation_gives_the_tokens_of_a_fresh_start(engine: Engine) ->
     ask = Ask(TEXTS[3], [drawn_image(311), drawn_image(312)])
     urls = [data_url(image) for image in ask.images]
     prompt = engine.preprocessor.render(ask.messages)
-    found = []
+    found: list[tuple[list[int], int]] = []
     for salt in ("", "", "other"):
         generation = await engine.generate(
             prompt=prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ ASK = Ask(TEXTS[1], [drawn_image(101), drawn_image(102, (64, 64))], count=100)
 OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)]) for number in range(3)]
 """Three long answers fill the KV cache, so a younger request beside them has to give way."""
 
-SAMPLINGS = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.3, "seed": 1},
     "nucleus": {"temperature": 0.9, "top_p": 0.8, "seed": 2},
     "top-k": {"temperature": 1.1, "top_k": 12, "seed": 3},
@@ -36,10 +37,9 @@ SAMPLINGS = {
 }
 
 
-def sampling(name: str, **changes: object) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": ASK.count, "ignore_eos": True, **SAMPLINGS[name], **changes}
-    )
+def sampling(name: str, **changes: Any) -> SamplingParams:
+    chosen: dict[str, Any] = {"max_tokens": ASK.count, "ignore_eos": True}
+    return SamplingParams(**chosen | SAMPLINGS[name] | changes)
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_docs_indexes_name_every_page(folder: str) -> None:
     ]
     linked = {match["target"] for match in LINK.finditer(index.read_text())}
     pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
-    assert not pages - linked
+    assert not pages - linked, f"give each of these pages its line in {shown(index)}"
 
 
 @every_page

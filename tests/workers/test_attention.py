@@ -70,6 +70,7 @@ def written_out(
     return torch.stack(rows)
 
 
+@pytest.mark.timeout(120)  # the first run on a machine compiles
 @pytest.mark.parametrize("kernel", ["exact", "numba"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])

@@ -18,7 +18,7 @@ import zmq
 
 from vsched.aio.leader import Deadlines, Leader
 from vsched.aio.process import RankProcess
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
+from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
 from vsched.kernel.decisions import Decision
 from vsched.wire import EncodeResult, GenerateResult, Ready
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -189,7 +189,7 @@ class Crew:
 
 def _startup_error(failure: str) -> Exception:
     """Return the error that fits what a rank said before it went."""
-    for error in (CheckpointError, DeviceOutOfMemory):
+    for error in (CheckpointError, DeviceOutOfMemory, PolicyError):
         if f" {error.__name__}: " in failure:
             return error(failure.split(f"{error.__name__}: ", 1)[1])
     return GroupLost(failure)

@@ -224,8 +224,8 @@ class Replica:
                     self._loop.call_later(delay_s, self.handle, Timer())
                 case Notice(message):
                     logger.warning("%s", message)
-                case RestartGroup():
-                    pass  # the crew's restart is under way: it brings all its groups back
+                case RestartGroup(group):
+                    self._begin_restart(self._crew_of(group))
 
     def _emit(self) -> None:
         """Hand the tokens of a step to their streams."""
@@ -267,11 +267,15 @@ class Replica:
         if self._kernel is None:
             self._lost_early = reason  # `start` waits for other crews still, and raises
             return
-        crew = self._crew_of(groups[0])
         self._down.update(groups)
-        self._restarts[id(crew)] = self._loop.create_task(self._restart(crew))
         for group in groups:
             self.handle(GroupLost(group, reason))
+
+    def _begin_restart(self, crew: Crew) -> None:
+        """Restart a crew once, though each of its groups asks for it."""
+        running = self._restarts.get(id(crew))
+        if running is None or running.done():
+            self._restarts[id(crew)] = self._loop.create_task(self._restart(crew))
 
     async def _restart(self, crew: Crew) -> None:
         """Bring a lost crew back; its requests go on where they were."""

@@ -16,7 +16,10 @@ from vsched.worker.contract import CheckpointMaker
 
 @app.command("make-checkpoint")
 def make_checkpoint(
-    path: Annotated[Path, typer.Argument(help="Folder to write; it must not hold a checkpoint.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Folder to write; it must not hold a checkpoint.", show_default=False),
+    ] = None,
     size: Annotated[str, typer.Option(help="Which; see --list.")] = "tiny25",
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
@@ -31,6 +34,8 @@ def make_checkpoint(
         for name, summary in sizes.items():
             typer.echo(f"{name:8} {summary}")
         return
+    if path is None:
+        raise ConfigError("PATH is missing. Remedy: vsched make-checkpoint PATH --size tiny25")
     if size not in sizes:
         raise ConfigError(f"--size: {size!r} is not one of {', '.join(sizes)}")
     if (path / "config.json").exists():

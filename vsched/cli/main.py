@@ -28,6 +28,7 @@ COMMANDS = (
 
 def main() -> None:
     """Run the command line; what vsched raises on purpose is one line and exit status 2, not a traceback."""
+    sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
     try:
         app()
     except VschedError as error:

@@ -1,13 +1,11 @@
 """Test a policy, or the kernel itself, without a model: model ranks, random schedules, and `check_policy`."""
 
-
 from vsched.testing.cluster import ModelCluster
 from vsched.testing.requests import make_request, random_request, random_sizes
 from vsched.testing.schedule import default_policies, run_random
 
 __all__ = [
     "ModelCluster",
-
     "default_policies",
     "make_request",
     "random_request",

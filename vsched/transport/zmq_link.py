@@ -89,7 +89,7 @@ class RankLink:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
         self.socket.setsockopt(zmq.LINGER, 500)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, QUEUE_MAX)
         self.socket.connect(address)
 
     def receive(self) -> list[bytes] | None:

@@ -1,6 +1,6 @@
 """What a worker plug-in implements, and the batches it is handed.
 
-A plug-in executes; it never decides. `vsched.worker.rank` follows the decision log, keeps slots, block tables and
+A plug-in executes; it never decides. `vsched.rank` follows the decision log, keeps slots, block tables and
 sequences, and hands complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is buffers.
 
 A plug-in is one module-level object that the entry-point group `vsched.workers` names; it implements `WorkerPlugin`.

@@ -23,7 +23,7 @@ from tests.unit.media.fakes import (
 )
 from vsched import Config, Engine
 from vsched.errors import RequestRefused
-from vsched.media import EmbeddedImage, MediaPipeline, MediaSettings, PixelStore
+from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, MediaSettings, PixelStore
 from vsched.media.keys import embedding_key, item_key
 from vsched.types import MediaItem
 
@@ -65,7 +65,8 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
     """E1: rows in the arena, placeholders expanded, the encoder's work marked as done."""
     rows = rows_of(6)
     brought = embedded(embedding_file(rows, (1, 4, 6)))
-    images = [data_url(image_bytes(value=9)), brought, data_url(image_bytes(8, 24, value=4))]
+    first, last = data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))
+    images: list[ImageReference] = [first, brought, last]
     prepared = await bench.pipeline.prepare("a\x01b\x01c\x01", images)
     assert prepared.token_ids == [97, 1, 1, 98, *[1] * 6, 99, 1, 1, 1]
     assert [(one.offset, one.tokens, one.grid, one.encoded) for one in prepared.items] == [
@@ -221,7 +222,7 @@ def test_embedding_key_separates_every_part() -> None:
     assert len(keys) == len(changed)
     assert {len(key) for key in keys} == {32}
     key = embedding_key(**base)  # type: ignore[arg-type]
-    assert key.hex().startswith("STABLE")
+    assert key.hex().startswith("b3ef8ecba8d550b4")
 
 
 async def test_salt_separates_tenants(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.media.fakes import (
@@ -121,15 +122,14 @@ def test_read_tensors_bounds_the_header_before_parsing() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 90))
+@settings(max_examples=50)
 def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
     """G7: whatever is sent ends in a result or a refusal."""
     file = bytearray(embedding_file())
     file[8 + place : 8 + place + len(noise)] = noise
     for hostile in (bytes(file), noise, framed(noise, b"")):
-        try:
-            read(hostile)
-        except RequestRefused as error:
-            assert len(error.message) < 400
+        with contextlib.suppress(RequestRefused):
+            assert read(hostile).tokens <= 64
 
 
 def test_read_embedding_takes_either_shape_of_grid_and_integer() -> None:
@@ -241,7 +241,12 @@ def test_write_rows_converts_float32() -> None:
     assert (found == rows.astype(np.float16).reshape(-1)).all()
 
 
-@given(st.lists(st.floats(width=32, min_value=-3e38, max_value=3e38), min_size=16, max_size=16))
+@given(
+    st.lists(
+        st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False), min_size=16, max_size=16
+    )
+)
+@settings(max_examples=30)
 def test_write_rows_rounds_to_the_nearest_bfloat16(values: list[float]) -> None:
     rows = np.array(values, np.float32).reshape(2, 8)
     info = model_info(dtype="bfloat16")

@@ -54,6 +54,7 @@ class Script:
                 "numbers": [sequence.number for sequence in batch.decode_sequences],
                 "chunks": [(one.slot, one.start, one.stop, one.samples) for one in batch.chunks],
                 "items": [list(one.items) for one in batch.chunks],
+                "known": [one.sequence.tokens[: one.stop].tolist() for one in batch.chunks],
                 "special": [
                     (row, sequence.number, sequence.outputs.tolist())
                     for row, sequence in batch.special
@@ -227,6 +228,7 @@ def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
     again = Join(1, 3, 0, 4, [50], None)
     rank.apply(GenerateDecision(4, joined=[again], chunks=[whole(3, 4)]))
     assert worker.batches[3]["chunks"] == [(3, 0, 4, True)]
+    assert worker.batches[3]["known"] == [[3, 4, 7, 8]], "whoever had its slot meanwhile"
     assert worker.prepared == [1, 2], "it is prepared once"
     worker.steps = [[1, 1]]
     rank.apply(GenerateDecision(5))

@@ -1,0 +1,229 @@
+"""E1 to E4 with real ranks: a client that brings embeddings gets the tokens that the image itself would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+from PIL import Image
+from safetensors.numpy import save
+
+from tests.e2e.asking import GREEDY, TEXTS, WAIT_S, Ask, answer, data_url, drawn_image, read
+from tests.e2e.conftest import assert_idle
+from vsched import Config, Engine, RequestRefused
+from vsched.api.server import RunningServer, running_server
+from vsched.media import EmbeddedImage, ImageReference
+from vsched.types import ModelInfo
+from vsched.worker.contract import EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
+from vsched_workers.plugin import plugin
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(90)]
+
+IMAGES = [drawn_image(700 + number, size) for number, size in enumerate([(90, 60), (140, 100)])]
+ASK = Ask(TEXTS[0], IMAGES)
+
+
+@dataclass
+class Tower:
+    """The vision tower on the client's side."""
+
+    info: ModelInfo
+    preprocessor: Preprocessor
+    worker: EncodeWorker
+    made: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str) -> Tower:
+        info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
+        worker = plugin.load_encoder(info, WorkerSettings(), lambda _what, _fraction: None)
+        return cls(info, plugin.load_preprocessor(info), worker)
+
+    def encode(self, image: Image.Image) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """Return float32 rows, [tokens, levels * hidden size], and the grid."""
+        if id(image) not in self.made:
+            plan = self.preprocessor.plan_image(*image.size)
+            pixels = self.preprocessor.process_image(image)
+            page = np.zeros((1, plan.tokens, self.info.embedding_row_bytes), np.uint8)
+            self.worker.encode([EncodeJob(b"", plan.grid, plan.tokens, pixels, [0])], page)
+            self.made[id(image)] = page[0].view(np.float32), np.array(plan.grid)
+        return self.made[id(image)]
+
+    def embed(self, image: Image.Image) -> EmbeddedImage:
+        rows, grid = self.encode(image)
+        return packed(embeds=rows, grid_thw=grid)
+
+
+def packed(**tensors: npt.NDArray[Any]) -> EmbeddedImage:
+    return EmbeddedImage(base64.b64encode(save(tensors)).decode())
+
+
+@dataclass
+class Served:
+    running: RunningServer
+    tower: Tower
+
+    @property
+    def engine(self) -> Engine:
+        return self.running.engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["nano25", "nano3"])
+async def served(
+    request: pytest.FixtureRequest, configure: Callable[..., Config]
+) -> AsyncIterator[Served]:
+    config = configure(request.param, "media.allow_embeddings=true")
+    tower = await asyncio.to_thread(Tower.load, config.model.path)
+    async with running_server(config) as running:
+        yield Served(running, tower)
+        await assert_idle(running.engine)
+
+
+async def ask(engine: Engine, images: Sequence[ImageReference], text: str = TEXTS[0]) -> list[int]:
+    """Return the tokens of a question about images, however they are given."""
+    placeholders = Ask(text, IMAGES[:1] * len(images)).messages
+    async with asyncio.timeout(WAIT_S):
+        generation = await engine.generate(
+            prompt=engine.preprocessor.render(placeholders),
+            images=images,
+            sampling=GREEDY,
+            request_id=f"brought-{next(_numbers)}",
+        )
+    return (await read(generation)).token_ids
+
+
+_numbers = iter(range(1 << 30))
+
+
+def media(engine: Engine) -> tuple[int, int]:
+    """Return how many images the engine decoded, and how many embeddings it took."""
+    counts = engine.statistics()["media"]
+    return counts["processed"], counts["embedded"]
+
+
+@pytest.mark.slow
+async def test_embeddings_answer_as_their_images_do(
+    served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
+) -> None:
+    """E1: alone, every mixture of raw and brought, in order, deepstack levels included."""
+    engine, tower = served.engine, served.tower
+    [wanted] = generated(engine.model_name, [ASK])
+    urls = [data_url(image) for image in IMAGES]
+    brought = [tower.embed(image) for image in IMAGES]
+    before = media(engine)
+    assert await ask(engine, brought) == wanted
+    assert media(engine) == (before[0], before[1] + 2), "no image was sent, none was decoded"
+    mixtures: list[list[ImageReference]] = [[urls[0], brought[1]], [brought[0], urls[1]], [*urls]]
+    for images in mixtures:
+        assert await ask(engine, images) == wanted
+    swapped = await ask(engine, brought[::-1])
+    assert swapped == await ask(engine, urls[::-1])
+    assert swapped != wanted
+
+
+async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
+    """The answer hangs on the rows, on every level of them: equality above is no accident."""
+    engine, tower = served.engine, served.tower
+    rows, grid = tower.encode(IMAGES[0])
+    hidden = tower.info.hidden_size
+    plain = await ask(engine, [tower.embed(IMAGES[0])])
+    for level in range(tower.info.embedding_levels):
+        changed = rows.copy()
+        changed[:, level * hidden : (level + 1) * hidden] *= -3
+        assert await ask(engine, [packed(embeds=changed, grid_thw=grid)]) != plain
+
+
+async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> None:
+    """D2: keyed by content; a second request finds it."""
+    engine, tower = served.engine, served.tower
+    rows, grid = tower.encode(IMAGES[1])
+    brought = packed(embeds=rows + np.float32(0.01), grid_thw=grid[None])
+    first = await ask(engine, [brought])
+    encoded = engine.statistics()["encode"]["items_encoded"]
+    assert await ask(engine, [brought]) == first
+    assert engine.statistics()["encode"]["items_encoded"] == encoded
+
+
+async def test_text_only_beside_embeddings_has_no_items(
+    served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
+) -> None:
+    """E4."""
+    text = Ask(TEXTS[4])
+    [wanted] = generated(served.engine.model_name, [text])
+    found, _ = await asyncio.gather(
+        answer(served.engine, text), ask(served.engine, [served.tower.embed(IMAGES[0])])
+    )
+    assert found.token_ids == wanted
+
+
+async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) -> None:
+    """E2, E3, D13: a code a cause; no rank hears of it."""
+    engine, tower = served.engine, served.tower
+    rows, grid = tower.encode(IMAGES[0])
+    pids = engine.rank_pids
+    odd = np.array([1, grid[1] - 1, grid[2]])
+    bad = {
+        "grid_thw_missing": packed(embeds=rows),
+        "embeds_missing": packed(grid_thw=grid),
+        "grid_thw_invalid": packed(embeds=rows, grid_thw=odd),
+        "embeds_tokens": packed(embeds=rows[1:], grid_thw=grid),
+        "embeds_hidden_size": packed(embeds=rows[:, 1:], grid_thw=grid),
+        "embeds_dtype": packed(embeds=rows.astype(np.float16), grid_thw=grid),
+        "embeds_not_finite": packed(embeds=rows * np.float32("nan"), grid_thw=grid),
+    }
+    wanted = await ask(engine, [tower.embed(IMAGES[0])])
+    for code, brought in bad.items():
+        beside = asyncio.create_task(ask(engine, [tower.embed(IMAGES[0])]))
+        with pytest.raises(RequestRefused, match="image 1: .*Remedy: ") as caught:
+            await ask(engine, [tower.embed(IMAGES[0]), brought])
+        assert (caught.value.code, caught.value.status) == (code, 400)
+        assert await beside == wanted
+    assert engine.rank_pids == pids
+
+
+async def test_embedding_over_the_token_budget_is_refused(served: Served) -> None:
+    """A17: index, tokens, limit and remedy."""
+    engine, width = served.engine, served.tower.info.embedding_row_bytes // 4
+    limit = engine.info.item_tokens_max
+    rows = np.zeros((limit + 1, width), np.float32)
+    brought = packed(embeds=rows, grid_thw=np.array([1, 2, 2 * (limit + 1)]))
+    with pytest.raises(RequestRefused) as caught:
+        await ask(engine, [brought])
+    expected = f"image 0: the image has too many tokens: value {limit + 1} tokens, limit {limit}"
+    assert caught.value.message.startswith(expected)
+
+
+async def test_embeddings_over_http(served: Served) -> None:
+    """The content part of the chat endpoint, beside a raw image."""
+    engine, brought = served.engine, served.tower.embed(IMAGES[0])
+    urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in IMAGES]
+    embeds = {"type": "image_embeds", "image_embeds": {"data": brought.data}}
+    async with httpx.AsyncClient(base_url=served.running.url, timeout=WAIT_S) as client:
+        texts = []
+        for content in (urls, [embeds, urls[1]]):
+            text = {"type": "text", "text": TEXTS[0]}
+            body = {
+                "model": engine.model_name,
+                "messages": [{"role": "user", "content": [*content, text]}],
+                "temperature": 0,
+                "max_tokens": 12,
+                "ignore_eos": True,
+            }
+            reply = await client.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            texts.append(reply.json()["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1]
+
+
+async def test_embeddings_are_off_by_default(engine: Engine) -> None:
+    rows = np.zeros((1, 64), np.float32)
+    with pytest.raises(RequestRefused, match=r"set media\.allow_embeddings = true") as caught:
+        await ask(engine, [packed(embeds=rows, grid_thw=np.array([1, 2, 2]))])
+    assert caught.value.code == "embeddings_disabled"
