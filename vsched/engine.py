@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,6 +38,7 @@ from vsched.media.pixels import PixelStore
 from vsched.plugins import load_worker
 from vsched.policy import ReplicaView, RoutingView
 from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import make_socket_folder
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.slots import STOP_TOKENS_MAX
@@ -106,7 +106,7 @@ class Engine:
     async def _start_parts(self, load_preprocessor: Callable[[ModelInfo], Preprocessor]) -> None:
         layout = arena_layout(self.config, self.info)
         self._arena = Arena.create(layout)
-        self._run_dir = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp makes it 0700
+        self._run_dir = make_socket_folder()
         self._context = zmq.Context()
         replica = Replica(
             self._crews,

@@ -100,27 +100,27 @@ def expected(
     return functools.cache(lambda size: generated(size, crowd()))
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def server(configure: Callable[..., Config]) -> AsyncIterator[RunningServer]:
     """The server whose engine most tests use."""
     async with running_server(configure("nano25")) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_engine(server: RunningServer) -> Engine:
     """The engine that most tests use."""
     return server.engine
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def together_engine(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
     """An engine with both stages in one rank process, whose steps may take three seconds and no more."""
     async with Engine(configure("nano3", "placement=together", "deadlines.step_s=3")) as engine:
         yield engine
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="package")
 async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
     """The shared engine; whatever a test does, nothing may be held after it."""
     yield shared_engine

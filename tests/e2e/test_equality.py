@@ -15,7 +15,7 @@ from tests.e2e.asking import Ask, answers, crowd, data_url
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
 
 SERVED = {
     "qwen2.5-vl": ("nano25", ()),
@@ -30,7 +30,7 @@ SERVED = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="session", params=list(SERVED))
+@pytest_asyncio.fixture(loop_scope="package", params=list(SERVED))
 async def served(
     request: pytest.FixtureRequest,
     configure: Callable[..., Config],

@@ -14,7 +14,7 @@ from tests.e2e.conftest import assert_idle
 from vsched import Engine, SamplingParams
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(90),
     pytest.mark.slow,
 ]

@@ -26,13 +26,13 @@ from vsched import Config, Engine  # noqa: E402
 from vsched.api import ApiSettings, create_app  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
 
 ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84)), drawn_image(6001)], count=40)
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="package")
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
     """A client that does not try again; `engine` sees that nothing is held after the test."""
     async with openai.AsyncOpenAI(

@@ -24,7 +24,7 @@ from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
 
 Checkpoints = Callable[[str], Path]
 Configure = Callable[..., Config]
@@ -133,6 +133,18 @@ async def test_kv_cache_that_does_not_fit_is_an_error(
     ):
         await engine.start()
     assert engine.state == "stopped"
+
+
+async def test_long_temporary_path_is_an_error(
+    configure: Configure, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's address holds a hundred characters or so."""
+    folder = temporary / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"value \d+, limit \d+ characters. Remedy: set TMPDIR"):
+        await Engine(configure("nano25")).start()
+    folder.rmdir()  # fails unless it is empty
 
 
 async def test_unknown_key_is_an_error() -> None:

@@ -25,7 +25,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
 from vsched_workers.plugin import plugin
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
 
 IMAGES = [drawn_image(700 + number, size) for number, size in enumerate([(90, 60), (140, 100)])]
 ASK = Ask(TEXTS[0], IMAGES)
@@ -75,7 +75,7 @@ class Served:
         return self.running.engine
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["nano25", "nano3"])
+@pytest_asyncio.fixture(scope="module", loop_scope="package", params=["nano25", "nano3"])
 async def served(
     request: pytest.FixtureRequest, configure: Callable[..., Config]
 ) -> AsyncIterator[Served]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from vsched.aio.leader import Deadlines, Leader
+from vsched.aio.leader import Deadlines, Leader, Presence
 from vsched.aio.process import RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
 from vsched.kernel.decisions import Decision
@@ -80,7 +80,8 @@ class Crew:
         self._failure = ""
         self._lost.clear()
         secret = secrets.token_hex(16)
-        self._leaders = {name: self._lead(name, secret) for name in self.groups}
+        presence = Presence()
+        self._leaders = {name: self._lead(name, secret, presence) for name in self.groups}
         self._processes = [
             RankProcess(
                 self._spec(rank, secret), threads=self._threads, on_exit=self._exit_handler(rank)
@@ -144,7 +145,7 @@ class Crew:
     def _address(self, group: str) -> str:
         return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
 
-    def _lead(self, group: str, secret: str) -> Leader:
+    def _lead(self, group: str, secret: str, presence: Presence) -> Leader:
         return Leader(
             group,
             self._context,
@@ -155,6 +156,7 @@ class Crew:
             on_result=lambda result: self._events.on_result(group, result),
             on_lost=self._lose,
             on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
+            presence=presence,
         )
 
     def _spec(self, rank: int, secret: str) -> RankSpec:

@@ -46,6 +46,18 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     rank_timeout_s: float
 
 
+class Presence:
+    """When each rank was last heard, and the steps that are out: shared by the leaders of the same processes.
+
+    A process that serves two groups answers one leader while the other waits: what either hears proves that it lives,
+    and while a step of either is out, that step's deadline is the one that counts.
+    """
+
+    def __init__(self) -> None:
+        self.heard_s: dict[int, float] = {}
+        self.steps_out = 0
+
+
 class Leader:
     """Leads the ranks of one group.
 
@@ -64,6 +76,7 @@ class Leader:
         on_result: Callable[[GenerateResult | EncodeResult], None],
         on_lost: Callable[[str], None],
         on_progress: Callable[[str, float], None],
+        presence: Presence | None = None,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
@@ -79,7 +92,8 @@ class Leader:
         self._log = LeaderLog()
         self._link = LeaderLink(context, address, self._on_frame)
         self._known = {rank_identity(rank): rank for rank in range(ranks)}
-        self._heard_s: dict[int, float] = {}
+        self._presence = presence or Presence()
+        self._proved: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
         self._steps_out: deque[float] = deque()
@@ -91,6 +105,7 @@ class Leader:
     def decide(self, decision: Decision) -> None:
         """Append a decision to the log and send it to every rank."""
         self._steps_out.append(self._loop.time())
+        self._presence.steps_out += 1
         self._append(decision)
 
     def stop(self) -> None:
@@ -130,18 +145,19 @@ class Leader:
         try:
             report = decode_report(frame)
         except msgspec.DecodeError:
-            if rank in self._heard_s:
+            if rank in self._proved:
                 self.lose(f"rank {rank} sent a frame that is no report")
             return
         if isinstance(report, Hello):
             said, secret = report.secret.encode(), self._secret.encode()
             if report.rank == rank and hmac.compare_digest(said, secret):
-                self._heard_s[rank] = self._loop.time()
+                self._proved.add(rank)
+                self._presence.heard_s[rank] = self._loop.time()
             return
-        if rank not in self._heard_s:
+        if rank not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return
-        self._heard_s[rank] = self._loop.time()
+        self._presence.heard_s[rank] = self._loop.time()
         self._on_report(rank, report)
 
     def _on_report(self, rank: int, report: Report) -> None:
@@ -164,7 +180,7 @@ class Leader:
 
     def _begin(self) -> None:
         """All ranks are ready: from now on they owe answers, however early they were."""
-        self._heard_s = dict.fromkeys(self._heard_s, self._loop.time())
+        self._presence.heard_s.update(dict.fromkeys(self._proved, self._loop.time()))
         self._timer = self._loop.call_later(self._deadlines.heartbeat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
@@ -173,6 +189,7 @@ class Leader:
             self.lose("rank 0 sent a result of no step that is out")
             return
         self._steps_out.popleft()
+        self._presence.steps_out -= 1
         if self._steps_out:
             self._steps_out[0] = self._loop.time()  # the next begins when the one before it is done
         self._on_result(result)
@@ -189,8 +206,8 @@ class Leader:
                     f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)"
                 )
                 return
-        else:
-            for rank, heard_s in self._heard_s.items():
+        elif not self._presence.steps_out:
+            for rank, heard_s in self._presence.heard_s.items():
                 if now_s - heard_s > limits.rank_timeout_s + limits.heartbeat_s:
                     self.lose(f"rank {rank} was silent for {now_s - heard_s:.0f} s")
                     return

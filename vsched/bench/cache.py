@@ -209,6 +209,7 @@ async def measure_mixed(
     settings: Sequence[str], *, decoders: int, images: int, image_pixels: int, tokens: int
 ) -> Mixed:
     """Let decoders run while one client sends a request of large images."""
+    pictures = [draw_image(index, image_pixels) for index in range(images)]
     async with _engine(settings) as engine:
         plan = engine.preprocessor.plan_image(image_pixels, image_pixels)
         text = engine.preprocessor.render([{"role": "user", "content": "Tell me a long story."}])
@@ -222,7 +223,6 @@ async def measure_mixed(
         ]
         for _ in range(decoders):
             await decoding.acquire()
-        pictures = [draw_image(index, image_pixels) for index in range(images)]
         large = asyncio.create_task(_ask(engine, _prompt(engine, images), pictures, tokens=2))
         asked = await asyncio.gather(*running)
         await large

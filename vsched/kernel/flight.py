@@ -67,6 +67,10 @@ class Flight:
         """A preempted request waits for the steps that are out: they bring tokens of it."""
         self._settling[state.number] = (state, slot, self.planned)
 
+    def oldest_settling(self) -> tuple[int, int] | None:
+        """Return the place in line of the oldest request that settles."""
+        return min((state.order for state, _, _ in self._settling.values()), default=None)
+
     def unsettle(self, state: RequestState) -> None:
         """A settling request ended."""
         self._settling.pop(state.number, None)

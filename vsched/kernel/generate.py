@@ -218,10 +218,13 @@ class GenerateStage:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return
-        if not self.running.slots_free:
-            self._blocked = True
+        self._blocked = not self.running.slots_free
+        waiting, settling = self._queue.entries, self.flight.oldest_settling()
+        if settling is not None:
+            # It comes back next step: what it gave up is not for those behind it.
+            waiting = [entry for entry in waiting if entry.order < settling]
+        if self._blocked or not waiting:
             return
-        waiting = self._queue.entries
         view = AdmissionView(
             stage="generate",
             now_ns=now_ns,

@@ -12,14 +12,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
+from vsched.errors import ConfigError, limit_message
 from vsched.wire import FRAME_BYTES_MAX
 
 QUEUE_MAX = 1000
 """Entries that a rank may be behind before it counts as deaf."""
+
+NAME_CHARACTERS_MAX = 24
+"""Room for the name of a socket in its folder."""
+
+
+def make_socket_folder() -> str:
+    """Make a folder for sockets that nobody else may enter.
+
+    Raises:
+        ConfigError: When the path would be too long for a socket's address.
+    """
+    folder = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp makes it 0700
+    limit = zmq.IPC_PATH_MAX_LEN - NAME_CHARACTERS_MAX
+    if len(folder) > limit:
+        Path(folder).rmdir()
+        message = limit_message(
+            "the path of the folder for temporary files is too long to hold sockets",
+            value=len(folder),
+            limit=f"{limit} characters",
+            remedy="set TMPDIR to a folder with a shorter path",
+        )
+        raise ConfigError(message)
+    return folder
 
 
 def rank_identity(rank: int) -> bytes:

@@ -167,16 +167,19 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
     joins = [[cluster.names[join.number] for join in step.joined] for step in cluster.decisions]
     assert ["r1", "r2"] in joins, "two preempted requests return together, the older first"
     assert joined(cluster).index("r4") > max(joined(cluster).index(name) for name in NAMES[:4])
-    assert sum(cluster.ended[name].times.preemptions > 0 for name in NAMES) == 3
-    assert generate_statistics(cluster)["preemptions"] == len(joined(cluster)) - 5
+    assert [cluster.ended[name].times.preemptions > 0 for name in NAMES[:4]] == [
+        False,  # the oldest never gives way
+        True,
+        True,
+        True,
+    ]
+    returns = len(joined(cluster)) - 5
+    ended_out = 1  # r4 was given up in the step that brought its last token: it need not return
+    assert generate_statistics(cluster)["preemptions"] == returns + ended_out
     assert_served(cluster, *NAMES)
     assert_holds_nothing(cluster)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="while a preempted request settles, a younger one in line takes the blocks that it gave up",
-)
 def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -> None:
     """A6: the way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
     _, passed = run_preempted()
