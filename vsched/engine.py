@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 import zmq
 
+from vsched.aio.bounds import check_numbers
 from vsched.aio.crew import Crew, CrewEvents
 from vsched.aio.replica import Replica
 from vsched.aio.stream import Generation
@@ -139,7 +140,13 @@ class Engine:
         """End every request, stop every rank and give everything back; may be called twice."""
         self._state = "stopped"
         replicas, self._replicas = self._replicas, []
-        await asyncio.gather(*(replica.stop() for replica in replicas))
+        try:
+            await asyncio.gather(*(replica.stop() for replica in replicas))
+        finally:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Give back threads, sockets and memory; every rank has ended."""
         if self._media is not None:
             # It waits for the images being processed: in a thread, so that the loop goes on.
             await asyncio.to_thread(self._media.close)
@@ -201,6 +208,7 @@ class Engine:
         cache_salt: str,
         preprocess_ms: float,
     ) -> Generation:
+        check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
         replica = self._route(prepared)
         prompt_tokens = len(prepared.token_ids)
         if not sampling.max_tokens:
@@ -302,7 +310,9 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """One of `loading`, `ready`, `degraded`, `draining`, `stopped`."""
+        """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
+        if self._state == "ready" and all(replica.given_up for replica in self._replicas):
+            return "failed"
         if self._state == "ready" and not all(replica.healthy for replica in self._replicas):
             return "degraded"
         return self._state

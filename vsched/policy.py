@@ -76,7 +76,10 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Indices into `view.waiting` that join now, in this order; or hold everything until a time."""
+    """Indices into `view.waiting` that join now, in this order; or hold everything until a time.
+
+    Nothing can be held for longer than a minute after its arrival.
+    """
 
     indices: Sequence[int] = ()
     hold_until_ns: int | None = None

@@ -78,6 +78,8 @@ class Crew:
         """
         self._starts += 1
         self._failure = ""
+        # A long-lived server's folder may have been swept from the temporary directory.
+        Path(self._template.run_dir).mkdir(mode=0o700, exist_ok=True)
         self._lost.clear()
         secret = secrets.token_hex(16)
         presence = Presence()
@@ -114,6 +116,10 @@ class Crew:
     def decide(self, group: str, decision: Decision) -> None:
         """Send a decision to a group; a group that is being lost drops it."""
         self._leaders[group].decide(decision)
+
+    def lose(self, reason: str) -> None:
+        """Give the crew up because of what one of its ranks sent."""
+        self._lose(reason)
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all ranks.

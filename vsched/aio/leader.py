@@ -12,6 +12,7 @@ import hmac
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -44,6 +45,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     heartbeat_s: float
     rank_timeout_s: float
+
+
+class StepOut(NamedTuple):
+    """A step whose result is due, and since when the ranks could have been working on it."""
+
+    step: int
+    since_s: float
 
 
 class Presence:
@@ -96,7 +104,7 @@ class Leader:
         self._proved: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
-        self._steps_out: deque[float] = deque()
+        self._steps_out: deque[StepOut] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
@@ -104,7 +112,7 @@ class Leader:
 
     def decide(self, decision: Decision) -> None:
         """Append a decision to the log and send it to every rank."""
-        self._steps_out.append(self._loop.time())
+        self._steps_out.append(StepOut(decision.step, self._loop.time()))
         self._presence.steps_out += 1
         self._append(decision)
 
@@ -144,7 +152,7 @@ class Leader:
             return
         try:
             report = decode_report(frame)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, ValueError):
             if rank in self._proved:
                 self.lose(f"rank {rank} sent a frame that is no report")
             return
@@ -185,13 +193,18 @@ class Leader:
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
     def _take_result(self, result: GenerateResult | EncodeResult) -> None:
-        if not self._steps_out:
+        wanted = GenerateResult if self.name == "generate" else EncodeResult
+        if not self._steps_out or not isinstance(result, wanted):
             self.lose("rank 0 sent a result of no step that is out")
             return
-        self._steps_out.popleft()
+        out = self._steps_out.popleft()
         self._presence.steps_out -= 1
+        if result.step != out.step:
+            self.lose(f"rank 0 sent the result of step {result.step}, due was {out.step}")
+            return
         if self._steps_out:
-            self._steps_out[0] = self._loop.time()  # the next begins when the one before it is done
+            # The next begins when the one before it is done.
+            self._steps_out[0] = self._steps_out[0]._replace(since_s=self._loop.time())
         self._on_result(result)
 
     def _tick(self) -> None:
@@ -200,7 +213,7 @@ class Leader:
         now_s = self._loop.time()
         limits = self._deadlines
         if self._steps_out:
-            waited_s = now_s - self._steps_out[0]
+            waited_s = now_s - self._steps_out[0].since_s
             if waited_s > limits.step_s:
                 self.lose(
                     f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)"

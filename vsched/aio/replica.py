@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vsched.aio.crew import Crew, CrewEvents
-from vsched.aio.stream import Generation, TokenLogprob
+from vsched.aio.stream import Generation
+from vsched.aio.streams import StreamTable, int32_array
 from vsched.errors import GroupLost as GroupLostError
-from vsched.errors import RequestRefused, VschedError
+from vsched.errors import RequestRefused, limit_message
 from vsched.kernel import KernelPolicies, Scheduler, Sizes
 from vsched.kernel.commands import (
     Accept,
@@ -48,6 +48,9 @@ from vsched.wire import EncodeResult, GenerateResult, Ready
 logger = logging.getLogger(__name__)
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Pauses before attempts to bring a lost crew back; after the last, the replica stays down."""
+LOSSES_WINDOW_S = 60.0
+LOSSES_MAX = len(RESTART_DELAYS_S) + 1
+"""Losses within the window skip the shorter pauses; so many in it, and the replica is given up."""
 CrewFactory = Callable[[CrewEvents], list[Crew]]
 
 
@@ -79,14 +82,13 @@ class Replica:
         self._events: deque[Event] = deque()
         self._handling = False
         self._result: GenerateResult | None = None
-        self._streams: dict[str, Generation] = {}
-        self._by_number: dict[int, Generation] = {}
+        self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self._arriving: Generation | None = None
         self._refused: Refuse | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._down: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
         self._busy_ns = {"encode": 0, "generate": 0}
         self._stopping = False
         self._lost_early = ""
@@ -130,9 +132,11 @@ class Replica:
         for task in restarts:
             task.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
-        if self._kernel is not None:
-            self.handle(Cleared())
-        await asyncio.gather(*(crew.stop() for crew in self._crews))
+        try:
+            if self._kernel is not None:
+                self.handle(Cleared("the server is stopping", "stopping"))
+        finally:
+            await asyncio.gather(*(crew.stop() for crew in self._crews))
 
     # --- requests ---
 
@@ -145,17 +149,15 @@ class Replica:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
         """
         if self.given_up:
-            message = f"{self.given_up}. Remedy: restart the server."
-            raise RequestRefused(message, code="given_up", status=503)
+            raise self._unavailable()
         # It gets its id once it is accepted: a refused one may carry the id of another that runs.
         self._arriving = generation
         self._refused = None
         self.handle(Submitted(request, stop_token_ids))
         self._arriving = None
-        self._raise_refused()
-
-    def _raise_refused(self) -> None:
-        refused = self._refused
+        if self.given_up:
+            raise self._unavailable()
+        refused = self._take_refused()
         if refused is not None:
             raise RequestRefused(
                 refused.message,
@@ -164,18 +166,20 @@ class Replica:
                 retry_after_s=refused.retry_after_s,
             )
 
-    def _drop(self, request_id: str) -> Generation:
-        generation = self._streams.pop(request_id)
-        if not self._streams:
-            self._idle.set()
-        return generation
+    def _take_refused(self) -> Refuse | None:
+        refused, self._refused = self._refused, None
+        return refused
+
+    def _unavailable(self) -> RequestRefused:
+        message = f"{self.given_up}. Remedy: restart the server."
+        return RequestRefused(message, code="given_up", status=503)
 
     async def wait_idle(self) -> None:
         """Wait until no request is live.
 
         Blocks: without limit; wrap it in `asyncio.timeout`.
         """
-        await self._idle.wait()
+        await self._streams.wait_idle()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """End a request early: its client left, or a stop string was found."""
@@ -195,11 +199,25 @@ class Replica:
         assert self._kernel is not None, "an event before the replica is ready"
         self._handling = True
         try:
-            while self._events:
+            while self._events and not self.given_up:
                 commands = self._kernel.handle(self._events.popleft(), self._now_ns())
                 self._carry_out(commands)
+        except Exception:
+            logger.exception("the scheduler failed; every request is ended")
+            self._give_up("the scheduler failed")
         finally:
+            self._events.clear()
             self._handling = False
+
+    def _give_up(self, reason: str) -> None:
+        """Serve nothing more: every stream gets its end, and the ranks are stopped."""
+        self.given_up = reason
+        self._streams.fail_all(reason, code="given_up")
+        if not self._stopping:
+            self._ending = self._loop.create_task(self._end_crews())
+
+    async def _end_crews(self) -> None:
+        await asyncio.gather(*(crew.stop(grace_s=0) for crew in self._crews))
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         # Decisions first: ranks work while tokens are detokenized.
@@ -209,40 +227,28 @@ class Replica:
         for command in commands:
             match command:
                 case EmitTokens():
-                    self._emit()
+                    assert self._result is not None
+                    self._streams.emit(self._result)
                 case Finish():
-                    self._by_number.pop(command.number)
-                    self._drop(command.request_id).finish(command)
-                case Accept(request_id, number):
+                    self._streams.finish(command)
+                case Accept(_, number):
                     assert self._arriving is not None, "accepted what nobody submitted"
-                    self._by_number[number] = self._streams[request_id] = self._arriving
-                    self._idle.clear()
+                    self._streams.add(number, self._arriving)
                 case Refuse():
                     self._refused = command
                 case SetTimer(deadline_ns):
-                    delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
-                    self._loop.call_later(delay_s, self.handle, Timer())
+                    self._set_timer(deadline_ns)
                 case Notice(message):
                     logger.warning("%s", message)
                 case RestartGroup(group):
                     self._begin_restart(self._crew_of(group))
 
-    def _emit(self) -> None:
-        """Hand the tokens of a step to their streams."""
-        result = self._result
-        assert result is not None
-        logprobs = {one.slot: TokenLogprob(0, one.logprob, one.top) for one in result.logprobs}
-        pairs = zip(_int32(result.numbers), _int32(result.tokens), strict=True)
-        for slot, (number, token) in enumerate(pairs):
-            if token < 0:
-                continue
-            stream = self._by_number.get(number)
-            if stream is None:
-                continue  # it was aborted while the step was out
-            logprob = logprobs.get(slot)
-            if logprob is not None:
-                logprob = TokenLogprob(token, logprob.logprob, logprob.top)
-            stream.push(token, logprob)
+    def _set_timer(self, deadline_ns: int) -> None:
+        """There is one timer: a new one takes the place of the old."""
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
+        self._timer = self._loop.call_later(delay_s, self.handle, Timer())
 
     def _crew_of(self, group: str) -> Crew:
         return next(crew for crew in self._crews if group in crew.groups)
@@ -250,19 +256,22 @@ class Replica:
     # --- ranks ---
 
     def _on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
-        if self._stopping or group in self._down:
+        if self._stopping or self.given_up or group in self._down:
             return
         self._busy_ns[group] += result.busy_ns
-        if isinstance(result, GenerateResult):
-            self._result = result
-            self.handle(Stepped(result.step, _int32(result.tokens), result.finished))
-        elif result.error:
-            self.handle(EncodeFailed(result.step, result.error))
-        else:
-            self.handle(Encoded(result.step))
+        if isinstance(result, EncodeResult):
+            failed = EncodeFailed(result.step, result.error)
+            self.handle(failed if result.error else Encoded(result.step))
+            return
+        expected = 4 * self.sizes.slots
+        if not len(result.tokens) == len(result.numbers) == expected:
+            self._crew_of(group).lose(f"a result of {len(result.tokens)} bytes, not {expected}")
+            return
+        self._result = result
+        self.handle(Stepped(result.step, int32_array(result.tokens), result.finished))
 
     def _on_lost(self, groups: list[str], reason: str) -> None:
-        if self._stopping:
+        if self._stopping or self.given_up:
             return
         if self._kernel is None:
             self._lost_early = reason  # `start` waits for other crews still, and raises
@@ -273,28 +282,48 @@ class Replica:
 
     def _begin_restart(self, crew: Crew) -> None:
         """Restart a crew once, though each of its groups asks for it."""
-        running = self._restarts.get(id(crew))
-        if running is None or running.done():
+        if id(crew) not in self._restarts and not self._stopping:
             self._restarts[id(crew)] = self._loop.create_task(self._restart(crew))
 
     async def _restart(self, crew: Crew) -> None:
         """Bring a lost crew back; its requests go on where they were."""
-        for delay_s in RESTART_DELAYS_S:
+        names = " and ".join(crew.groups)
+        self._losses_s.append(self._loop.time())
+        for delay_s in RESTART_DELAYS_S[self._recent_losses() - 1 :]:
             await asyncio.sleep(delay_s)
-            await crew.stop(grace_s=0)
             try:
-                await crew.start()
-            except (VschedError, OSError) as error:
-                logger.warning("%s did not come back: %s", " and ".join(crew.groups), error)
+                await crew.stop(grace_s=0)
+                self._check_size(await crew.start())
+            except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
+                logger.warning("%s did not come back: %s", names, error)
                 continue
             self._down.difference_update(crew.groups)
-            logger.warning("%s: back", " and ".join(crew.groups))
+            del self._restarts[id(crew)]
+            logger.warning("%s: back", names)
             for group in crew.groups:
-                self.handle(GroupReady(group))
+                if group not in self._down:  # else it was lost again within this loop
+                    self.handle(GroupReady(group))
             return
-        self.given_up = f"{' and '.join(crew.groups)} could not be restarted"
-        logger.error("%s: every request is ended", self.given_up)
-        self.clear()
+        logger.error("%s: could not be restarted; every request is ended", names)
+        self._give_up(f"{names} could not be restarted")
+
+    def _recent_losses(self) -> int:
+        """Return how many losses, this one included, came in quick succession."""
+        since_s = self._loop.time() - LOSSES_WINDOW_S
+        return sum(1 for lost_s in self._losses_s if lost_s >= since_s)
+
+    def _check_size(self, reports: dict[str, list[Ready]]) -> None:
+        """The kernel goes on with the blocks that it knows: a group with fewer cannot serve it."""
+        blocks = min((ready.kv_blocks for ready in reports.get("generate", [])), default=None)
+        if blocks is not None and blocks < self.sizes.blocks:
+            raise GroupLostError(
+                limit_message(
+                    "the generate group came back with a smaller KV cache",
+                    value=f"{blocks} blocks",
+                    limit=f"at least {self.sizes.blocks} blocks",
+                    remedy="see what else takes the device's memory, or pin a smaller size",
+                )
+            )
 
     # --- views ---
 
@@ -315,7 +344,7 @@ class Replica:
 
     def load_tokens(self) -> int:
         """Return tokens that are waiting or running, for routing."""
-        return sum(stream.prompt_tokens + stream.output_tokens for stream in self._streams.values())
+        return self._streams.tokens()
 
     def statistics(self) -> dict[str, Any]:
         """Return the kernel's counters and the ranks' memory."""
@@ -333,9 +362,3 @@ class Replica:
     def pids(self) -> list[int]:
         """Process ids of all ranks."""
         return [pid for crew in self._crews for pid in crew.pids]
-
-
-def _int32(data: bytes) -> array[int]:
-    values = array("i")
-    values.frombytes(data)
-    return values

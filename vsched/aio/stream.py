@@ -30,6 +30,10 @@ class OutputDelta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
+UNAVAILABLE = ("cleared", "stopping", "given_up")
+"""Codes of ends that are the server's state, not the request's fault: trying elsewhere makes sense."""
+
+
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces.
 
@@ -105,6 +109,7 @@ class Generation:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
         self._stopped = False
+        self._broken = ""
         self._finish: Finish | None = None
         self._ended = False
         self._changed = asyncio.Event()
@@ -140,16 +145,32 @@ class Generation:
     def finish(self, finish: Finish) -> None:
         """Take the one terminal reply; called by the replica."""
         assert self._finish is None, "a request has two terminal replies"
+        self._finish = finish
+        self.times = finish.times
+        try:
+            self._finish = self._conclude(finish)
+        finally:
+            self._changed.set()
+            self._on_end()
+
+    def _conclude(self, finish: Finish) -> Finish:
+        """Let out the text that was held back, and return why the request really ended."""
+        if self._broken:
+            return msgspec.structs.replace(
+                finish, reason=FinishReason.ERROR, message=self._broken, code="internal_error"
+            )
         if not self._stopped:
             text, _ = self._matcher.push(self._detokenizer.flush())
             self._text += [text, self._matcher.flush()]
         elif finish.reason is FinishReason.LENGTH:
             # The last token that it was allowed completed a stop string.
-            finish = msgspec.structs.replace(finish, reason=FinishReason.STOP)
-        self._finish = finish
-        self.times = finish.times
-        self._on_end()
-        self._changed.set()
+            return msgspec.structs.replace(finish, reason=FinishReason.STOP)
+        return finish
+
+    def give_up(self, message: str) -> None:
+        """Take no more tokens: whatever end comes, the client gets this error."""
+        self._broken = message
+        self._stopped = True
 
     def abort(self) -> None:
         """Free all that the request holds; after its end this does nothing."""
@@ -175,7 +196,7 @@ class Generation:
         if finish is not None:
             self._ended = True
             if finish.reason is FinishReason.ERROR or finish.message:
-                status = 503 if finish.code in ("cleared", "stopping") else 500
+                status = 503 if finish.code in UNAVAILABLE else 500
                 raise RequestFailed(finish.message, code=finish.code, status=status)
         delta = OutputDelta(
             text="".join(self._text),

@@ -109,7 +109,7 @@ class EngineContract(Protocol):
 
     @property
     def state(self) -> str:
-        """One of `loading`, `ready`, `degraded`, `draining`, `stopped`."""
+        """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
         ...
 
     async def generate(

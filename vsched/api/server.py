@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
@@ -33,15 +34,15 @@ class _Server(uvicorn.Server):
 class RunningServer:
     """A server that answers, and its engine."""
 
-    def __init__(self, server: _Server, engine: Engine) -> None:
-        self._server = server
+    def __init__(self, listener: socket.socket, engine: Engine) -> None:
+        self._listener = listener
         self.engine = engine
         self.stop_requested = asyncio.Event()
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -58,13 +59,13 @@ async def running_server(
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
+    listener = _listen(config)
     engine = Engine(config, on_progress=on_progress)
     server = _Server(_uvicorn_config(engine, config))
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await _listening(server, serving, config)
         await engine.start()
-        running = RunningServer(server, engine)
+        running = RunningServer(listener, engine)
         yield running
         if not running.stop_requested.is_set():
             await _unless(running.stop_requested, engine.drain())
@@ -140,15 +141,20 @@ def _api_key(config: Config) -> str:
     return key
 
 
-async def _listening(server: _Server, serving: asyncio.Task[None], config: Config) -> None:
-    """Wait until the server listens; uvicorn has no event for it."""
-    while not server.started:
-        if serving.done():
-            raise ConfigError(
-                f"server.port: cannot listen on {config.server.host}:{config.server.port}. "
-                "Remedy: choose a free port, or 0 to let the system choose"
-            )
-        await asyncio.sleep(0.01)
+def _listen(config: Config) -> socket.socket:
+    """Take the address before anything is loaded, so that a port in use is told at once."""
+    host, port = config.server.host, config.server.port
+    try:
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=2048,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"server.port: cannot listen on {host}:{port} ({error.strerror}). "
+            "Remedy: choose a free port, or 0 to let the system choose"
+        ) from error
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

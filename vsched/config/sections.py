@@ -171,7 +171,7 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     ] = 512
     slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
     max_waiting: Annotated[
-        int, Meta(ge=0, description="Most requests that wait; further ones get a 429.")
+        int, Meta(ge=1, description="Most requests that wait; further ones get a 429.")
     ] = 1024
     max_waiting_bytes: Annotated[
         int,

@@ -51,6 +51,12 @@ class EmbeddingEntry:
         self.priority = state.request.priority
         self.target_ns = state.target_ns
 
+    def heed(self, state: RequestState) -> None:
+        """Be as urgent as the most urgent of those who want it."""
+        self.priority = max(self.priority, state.request.priority)
+        targets = [one for one in (self.target_ns, state.target_ns) if one is not None]
+        self.target_ns = min(targets, default=None)
+
     @property
     def tokens(self) -> int | None:
         """Tokens that the encoder computes: none for an embedding that the client brought.

@@ -51,6 +51,7 @@ class EncodeStage:
         self.ready = False
         self.hold_until_ns: int | None = None
         self.items_encoded = 0
+        self.items_copied = 0
         self.tokens_encoded = 0
         self.hits = 0
         self.misses = 0
@@ -79,7 +80,7 @@ class EncodeStage:
             self._use(entry)
             if entry.item.tokens == item.tokens:
                 entry.item = item  # the pixels of an earlier user may be gone
-            entry.priority = max(entry.priority, state.request.priority)
+            entry.heed(state)
         entry.users[user] = min(order, entry.users.get(user, order))
         self._move_up(entry, order)
         return entry.phase is EntryPhase.READY
@@ -189,8 +190,11 @@ class EncodeStage:
                 continue
             entry.phase = EntryPhase.READY
             entry.alone = False
-            self.items_encoded += 1
-            self.tokens_encoded += entry.item.tokens
+            if entry.item.encoded:
+                self.items_copied += 1
+            else:
+                self.items_encoded += 1
+                self.tokens_encoded += entry.item.tokens
             waiting.update(entry.users)
             if not entry.users:
                 self._idle(entry)
@@ -330,6 +334,7 @@ class EncodeStage:
             "waiting_items": len(self._queue),
             "running_items": len(self._flying),
             "items_encoded": self.items_encoded,
+            "items_copied": self.items_copied,
             "tokens_encoded": self.tokens_encoded,
             "cache_hits": self.hits,
             "cache_misses": self.misses,

@@ -73,7 +73,10 @@ class Timer(msgspec.Struct, frozen=True):
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """Interrupt every running and waiting request."""
+    """Interrupt every running and waiting request; they end with this message and code."""
+
+    message: str = "the server was cleared"
+    code: str = "cleared"
 
 
 Event = (

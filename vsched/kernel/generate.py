@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from array import array
 
-from vsched.kernel.blocks import BlockPool, chain_hashes, root_hash
+from vsched.kernel.blocks import BlockPool
 from vsched.kernel.decisions import ChunkItem, ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.flight import Flight
@@ -30,7 +30,7 @@ from vsched.kernel.queue import OrderedQueue
 from vsched.kernel.request import Phase, ReadyEntry, RequestState
 from vsched.kernel.running import RunningSet, order_of
 from vsched.kernel.sizes import KernelPolicies, Sizes
-from vsched.policy import AdmissionView, PreemptionView
+from vsched.policy import Admission, AdmissionView, PreemptionView
 
 
 class GenerateStage:
@@ -62,6 +62,7 @@ class GenerateStage:
         self.running = RunningSet(self._sizes, self.pool)
         self.flight = Flight(self.flight.planned)
         self._blocked = False
+        self._front_first = False
         self.fallen: list[RequestState] = []
 
     # --- the waiting line ---
@@ -87,17 +88,8 @@ class GenerateStage:
 
     def hash_tokens(self, state: RequestState) -> None:
         """Compute the block hashes of a request's known tokens that it does not have yet."""
-        if not self._sizes.prefix_cache:
-            return
-        hashes = state.hashes
-        parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
-        hashes += chain_hashes(
-            state.tokens,
-            state.request.items,  # by content: what KV depends on, however embeddings are cached
-            block_size=self._sizes.block_size,
-            parent=parent,
-            start_block=len(hashes),
-        )
+        if self._sizes.prefix_cache:
+            state.extend_hashes(self._sizes.block_size)
 
     def cached_prefix(self, state: RequestState) -> list[int]:
         """Return the cached blocks that a request could start from; at least one token stays to compute."""
@@ -147,6 +139,7 @@ class GenerateStage:
         decodes = len(running.decoding) - self.flight.firsts(step)
         if not decodes and not chunks:
             return None
+        self._front_first = False
         self.flight.planned = step
         self.tokens_decoded += decodes
         forgotten, left = running.take_changes()
@@ -236,7 +229,9 @@ class GenerateStage:
             divisible=True,
             default_tokens=self._sizes.batch_tokens,
         )
-        admission = ask_admission(self._policies.generate_admission, view, self._faults)
+        admission = Admission((0,))
+        if not self._front_first:
+            admission = ask_admission(self._policies.generate_admission, view, self._faults)
         self.hold_until_ns = admission.hold_until_ns
         for entry in [waiting[index] for index in admission.indices]:
             if budget <= 0 or not self.running.slots_free:
@@ -335,17 +330,20 @@ class GenerateStage:
             self.hash_tokens(state)
             self.fallen.append(state)
 
-    def yield_to_older(self) -> bool:
-        """Preempt the youngest stalled prefill if an older request waits; return whether it was.
+    def favour_front(self) -> bool:
+        """Make way for the front of the line, whatever the policy says; return whether that may help.
 
-        Called when nothing moves. The prefill holds blocks and waits for an embedding whose pages
-        the older request claims, which waits for the blocks: the younger must let go.
+        Called when nothing moves: a younger request with a slot waits for an embedding whose pages the front claims. So
+        the front joins before all others, and the youngest stalled prefill lets go if it has no room.
         """
-        prefilling = self.running.prefilling
-        if not self._queue or not prefilling:
+        if not self._queue:
             return False
-        youngest = max(prefilling.values(), key=order_of)
-        if youngest.order < self._queue.entries[0].order:
+        self._blocked = False
+        if not self._front_first:
+            self._front_first = True
+            return True
+        youngest = max(self.running.prefilling.values(), key=order_of, default=None)
+        if youngest is None or youngest.order < self._queue.entries[0].order:
             return False
         self.preempt(youngest)
         return True

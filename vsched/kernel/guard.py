@@ -24,6 +24,8 @@ from vsched.policy import (
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
+HOLD_MAX_NS = 60 * 1_000_000_000
+"""Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 NOTICES_MAX = 100
 """A policy that raises in every step must not flood the log: after so many notices it is only counted."""
 
@@ -58,12 +60,22 @@ def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFa
             raise ValueError(f"an index is outside 0 to {len(view.waiting) - 1}: {indices}")
         if not indices and answer.hold_until_ns is None and view.running == 0 and view.waiting:
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
-        if answer.hold_until_ns is not None and answer.hold_until_ns <= view.now_ns:
-            raise ValueError(f"hold_until_ns {answer.hold_until_ns} is not after now {view.now_ns}")
+        if answer.hold_until_ns is not None:
+            _check_hold(indices, answer.hold_until_ns, view)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         faults.report(policy, error, view)
         return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
     return Admission(indices, answer.hold_until_ns)
+
+
+def _check_hold(indices: list[int], until_ns: int, view: AdmissionView) -> None:
+    if indices:
+        raise ValueError("entries join, and yet everything is held")
+    if until_ns <= view.now_ns:
+        raise ValueError(f"hold_until_ns {until_ns} is not after now {view.now_ns}")
+    oldest_ns = min(entry.arrived_ns for entry in view.waiting)
+    if until_ns > oldest_ns + HOLD_MAX_NS:
+        raise ValueError(f"an entry is held for over {HOLD_MAX_NS // 1_000_000_000} s")
 
 
 def ask_encoding(policy: EncodingPolicy, view: EncodingView, faults: PolicyFaults) -> list[int]:

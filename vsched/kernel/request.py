@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from vsched.kernel.blocks import chain_hashes, root_hash
 from vsched.kernel.decisions import ItemPlace, RequestData
 from vsched.types import MediaItem, Request
 
@@ -114,6 +115,16 @@ class RequestState:
         if target_ms is None or self.first_token_ns:
             return None
         return self.submitted_ns + target_ms * 1_000_000
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Compute the hashes of full blocks that it does not have yet."""
+        self.hashes += chain_hashes(
+            self.tokens,
+            self.request.items,  # by content: what KV depends on, however embeddings are cached
+            block_size=block_size,
+            parent=self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt),
+            start_block=len(self.hashes),
+        )
 
     def data(self) -> RequestData:
         """Return what ranks must hold of it."""

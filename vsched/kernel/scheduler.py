@@ -94,7 +94,7 @@ class Scheduler:
             case Timer():
                 self._timer_ns = None
             case Cleared():
-                self._on_cleared()
+                self._on_cleared(event)
         self._plan()
         return self._commands
 
@@ -206,9 +206,9 @@ class Scheduler:
         if number is not None:  # else it ended by itself meanwhile
             self._end(self._requests[number], event.reason)
 
-    def _on_cleared(self) -> None:
+    def _on_cleared(self, event: Cleared) -> None:
         for state in list(self._requests.values()):
-            self._end(state, FinishReason.ABORT, message="the server was cleared", code="cleared")
+            self._end(state, FinishReason.ABORT, message=event.message, code=event.code)
 
     def _fail_all(self, numbers: Iterable[int], message: str, *, code: str) -> None:
         for number in numbers:
@@ -303,17 +303,30 @@ class Scheduler:
         """When nothing is out, see that what keeps the oldest waiting still holds.
 
         A request may wait for an item behind a prefix that was evicted meanwhile, and could start
-        with an earlier item now; or a younger one may hold what an older one needs.
+        with an earlier item now; or a younger one may hold what an older one needs. While a policy
+        holds entries back, nothing is wrong yet.
         """
-        resting = not self.generate.flight.out and not self.encode.in_flight
-        if not (resting and self.generate.ready and self.encode.ready):
+        if not self._at_rest() or self._holds():
             return False
         waiting = [state for state in self._requests.values() if state.phase is Phase.ITEMS]
         for state in waiting:
             self._stand_in_line(state)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        return self.generate.yield_to_older()
+        return self.generate.favour_front()
+
+    def _at_rest(self) -> bool:
+        """Return whether both groups could work and nothing is out."""
+        out = self.generate.flight.out or self.encode.in_flight
+        return not out and self.generate.ready and self.encode.ready
+
+    def _holds(self) -> list[int]:
+        """Return until when policies hold waiting entries back."""
+        return [
+            stage.hold_until_ns
+            for stage in (self.encode, self.generate)
+            if stage.hold_until_ns is not None and stage.hold_until_ns > self._now_ns
+        ]
 
     def _claim_next(self, slot: int) -> None:
         """While a chunk runs, the encoder works on the items of the next one."""
@@ -322,11 +335,7 @@ class Scheduler:
             self._claim(state, state.computed)
 
     def _set_timer(self) -> None:
-        holds = [
-            stage.hold_until_ns
-            for stage in (self.encode, self.generate)
-            if stage.hold_until_ns is not None and stage.hold_until_ns > self._now_ns
-        ]
+        holds = self._holds()
         if holds and (self._timer_ns is None or min(holds) < self._timer_ns):
             self._timer_ns = min(holds)
             self._commands.append(SetTimer(self._timer_ns))
@@ -379,7 +388,7 @@ class Scheduler:
         for state in self._requests.values():
             if state.phase is Phase.READY:
                 assert self.generate.stands_in_line(state), "a ready request is not in line"
-        at_rest = not self.generate.flight.out and not self.encode.in_flight
-        both_ready = self.generate.ready and self.encode.ready
-        if at_rest and both_ready and self._timer_ns is None:
+        holds = self._holds()
+        assert not holds or self._timer_ns is not None, "entries are held, and no timer is set"
+        if self._at_rest() and not holds:
             assert not self._requests, f"stuck: {[self.explain(name) for name in self._numbers]}"

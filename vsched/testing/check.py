@@ -1,1 +1,159 @@
-x = 1
+"""Run a policy through the kernel, over model ranks, in many random schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any, cast
+
+import msgspec
+
+from vsched.errors import PolicyError
+from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel.commands import Command
+from vsched.plugins import check_contract
+from vsched.policy import (
+    CONTRACTS,
+    Build,
+    Fail,
+    MemoryPolicy,
+    MemoryView,
+    Policy,
+    ReplicaView,
+    RoutingPolicy,
+    RoutingView,
+)
+from vsched.testing.cluster import ModelCluster
+from vsched.testing.defaults import default_policies
+from vsched.testing.schedule import run_random
+
+PLACES = {
+    "admission": ("encode_admission", "generate_admission"),
+    "encoding": ("encoding",),
+    "eviction": ("embedding_eviction", "prefix_eviction"),
+    "preemption": ("preemption",),
+}
+"""Where the kernel asks a kind of policy."""
+REPEATS = 10
+"""So many of the seeds run twice: the same run must yield the same commands."""
+
+
+def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
+    """Check that a policy keeps its contract in random schedules, cancellations and failures included.
+
+    The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
+    are checked after every event, everything that is computed is checked against what it must be, and at the end every
+    request must have been served, with the right tokens, or refused. A policy for memory or routing gets random views.
+
+    Args:
+        policy: A class whose fields all have defaults, or an instance.
+        seeds: One run each; the seed of a failure, alone, repeats it.
+
+    Raises:
+        PolicyError: Names the class and what is wrong, and the seed where it came up.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    kind = getattr(cls, "kind", "")
+    if kind not in CONTRACTS:
+        raise PolicyError(f"{cls.__module__}.{cls.__qualname__}: not a policy of any kind")
+    check_contract(cls, CONTRACTS[kind])
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    made = _make(policy, name)
+    check = _run_in_kernel if kind in PLACES else _ask_alone
+    for count, seed in enumerate(seeds):
+        try:
+            first = check(made, seed)
+            repeated = check(made, seed) if count < REPEATS else first
+            assert first == repeated, "the same run a second time went another way"
+        except Exception as error:
+            raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
+
+
+def _make(policy: type[Policy] | Policy, name: str) -> Policy:
+    if not isinstance(policy, type):
+        return policy
+    try:
+        return policy()
+    except TypeError as error:
+        raise PolicyError(f"{name}: {error}; pass an instance instead of the class") from error
+
+
+class _Recorder(ModelCluster):
+    """Keeps a digest of all commands."""
+
+    def __init__(self, sizes: Sizes, policies: KernelPolicies | None) -> None:
+        self.digest = blake2b(digest_size=16)
+        super().__init__(sizes, policies)
+
+    def carry_out(self, command: Command) -> None:
+        self.digest.update(type(command).__name__.encode() + msgspec.msgpack.encode(command))
+        super().carry_out(command)
+
+
+def _run_in_kernel(policy: Policy, seed: int) -> bytes:
+    """Run one schedule with the policy in all its places, or in one of two; return the digest of the commands."""
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    places = PLACES[policy.kind]
+    chosen = places if rng.random() < 0.5 else (rng.choice(places),)
+    cluster = cast(
+        "_Recorder",
+        run_random(rng, default_policies(**dict.fromkeys(chosen, policy)), make=_Recorder),
+    )
+    assert not cluster.kernel.statistics()["policy_faults"], cluster.notices[0]
+    return cluster.digest.digest()
+
+
+def _ask_alone(policy: Policy, seed: int) -> object:
+    """Ask a policy that the kernel does not know."""
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[policy.kind])
+    return ask(policy, rng)
+
+
+def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> Build | Fail:
+    total = rng.choice([1_000, 100_000, 1_000_000_000])
+    view = MemoryView(
+        device="cpu",
+        total_bytes=total,
+        available_bytes=rng.randrange(total),
+        weights_bytes=rng.randrange(total),
+        bytes_per_token=rng.choice([16, 1024]),
+        tokens_min=rng.choice([1, 64, 65]),
+    )
+    answer = policy.plan(view)
+    if isinstance(answer, Fail):
+        assert all(word in answer.message for word in ("value ", "limit ", "Remedy: ")), (
+            f"the message must give value, limit and remedy: {answer.message!r}"
+        )
+        return answer
+    assert isinstance(answer, Build), f"neither Build nor Fail: {answer!r}"
+    assert answer.tokens >= view.tokens_min, f"{answer} does not hold one request: {view}"
+    assert answer.tokens * view.bytes_per_token <= total, f"{answer} does not fit: {view}"
+    return answer
+
+
+def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> int:
+    count = rng.randint(1, 5)
+    view = RoutingView(
+        replicas=[
+            ReplicaView(
+                index=index, load_tokens=rng.randrange(100), healthy=rng.choice([True, False])
+            )
+            for index in range(count)
+        ],
+        prompt_tokens=rng.randint(1, 1000),
+        item_keys=[rng.randbytes(32) for _ in range(rng.randrange(3))],
+        routed=rng.randrange(1000),
+    )
+    chosen = policy.choose(view)
+    assert isinstance(chosen, int), f"not an index: {chosen!r}"
+    assert 0 <= chosen < count, f"index {chosen} is outside 0 to {count - 1}"
+    healthy = [replica.index for replica in view.replicas if replica.healthy]
+    assert chosen in healthy or not healthy, (
+        f"replica {chosen} is down, and {healthy} are not: {view}"
+    )
+    return chosen
+
+
+ASKED_ALONE = {"memory": _ask_memory, "routing": _ask_routing}

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from vsched.kernel import KernelPolicies, Sizes
-from vsched.plugins import resolve_policy
-from vsched.policy import Policy
+from vsched.kernel.events import Cleared
 from vsched.testing.cluster import ModelCluster
 from vsched.testing.requests import random_request, random_sizes
 from vsched.types import FinishReason
-
-DEFAULTS = {
-    "encode_admission": ("admission", "token-budget"),
-    "generate_admission": ("admission", "fifo"),
-    "encoding": ("encoding", "chunk-aware"),
-    "embedding_eviction": ("eviction", "lru"),
-    "prefix_eviction": ("eviction", "lru"),
-    "preemption": ("preemption", "youngest"),
-}
-"""What the kernel consults where, as kind and registered name."""
-
-
-def default_policies(**changes: Policy) -> KernelPolicies:
-    """Return the built-in policies that a server has by default, with changes by place."""
-    policies: dict[str, Any] = {
-        place: resolve_policy(kind, {"use": name})
-        for place, (kind, name) in DEFAULTS.items()
-        if place not in changes
-    }
-    return KernelPolicies(**policies, **changes)
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +25,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     fail: int
     lose: int
     restore: int
+    clear: int
 
     @classmethod
     def draw(cls, rng: random.Random, *, faults: bool) -> Weights:
@@ -60,6 +39,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
             fail=rng.choice([0, 1, 5]) if faults else 0,
             lose=rng.choice([0, 1, 5]) if faults else 0,
             restore=rng.choice([5, 30]),
+            clear=rng.choice([0, 0, 1]),
         )
 
 
@@ -70,14 +50,14 @@ def run_random(
     sizes: Sizes | None = None,
     events: int = 80,
     faults: bool = True,
-    make: Callable[[Sizes, KernelPolicies], ModelCluster] = ModelCluster,
+    make: Callable[[Sizes, KernelPolicies | None], ModelCluster] = ModelCluster,
 ) -> ModelCluster:
     """Run a random schedule, heal what is down, drain and check; return the cluster for more questions.
 
     Raises:
         AssertionError: When something was lost, wrong, held too long or stuck.
     """
-    cluster = make(sizes or random_sizes(rng), policies or default_policies())
+    cluster = make(sizes or random_sizes(rng), policies)
     weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
     names = list(weights)
     for index in range(events):
@@ -109,5 +89,9 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
             group = rng.choice(["encode", "generate"])
             if group not in cluster.down:
                 cluster.lose(group)
+        case "clear":
+            cluster.send(Cleared())
+            waiting = cluster.kernel.statistics()["waiting"]
+            assert waiting == 0, f"{waiting} requests wait after everything was cleared"
         case "restore" if cluster.down:
-            cluster.restore(sorted(cluster.down)[0])
+            cluster.restore(min(cluster.down))

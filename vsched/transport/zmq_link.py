@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ import zmq
 
 from vsched.errors import ConfigError, limit_message
 from vsched.wire import FRAME_BYTES_MAX
+
+logger = logging.getLogger(__name__)
 
 QUEUE_MAX = 1000
 """Entries that a rank may be behind before it counts as deaf."""
@@ -93,7 +96,10 @@ class LeaderLink:
             except zmq.Again:
                 return
             if len(frames) == 1:
-                self._on_frame(identity, frames[0])
+                try:
+                    self._on_frame(identity, frames[0])
+                except Exception:
+                    logger.exception("a report could not be taken")
 
     def close(self) -> None:
         """Stop listening and drop what is queued."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from typing import Annotated
+
+from msgspec import Meta
+
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount
 from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
@@ -22,15 +26,13 @@ class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     max_items: PositiveCount = 8
     max_blocks: PositiveCount | None = None
-    deadline_s: Seconds = 0.1
+    deadline_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return a full step, what there is once the deadline has come, or until when to wait."""
         tokens_max = budget(self.max_tokens, view.default_tokens)
         blocks_max = view.blocks_free if self.max_blocks is None else self.max_blocks
-        chosen = pack(
-            view, tokens_max=tokens_max, items_max=self.max_items, blocks_max=blocks_max
-        )
+        chosen = pack(view, tokens_max=tokens_max, items_max=self.max_items, blocks_max=blocks_max)
         if len(chosen) < len(view.waiting) or self._reaches_bound(view, chosen, tokens_max):
             return Admission(chosen)
         oldest_ns = min(entry.arrived_ns for entry in view.waiting)

@@ -54,11 +54,25 @@ class Holding(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(hold_until_ns=view.now_ns + self.step_ns)
 
 
-class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits the last one and holds all others for a while."""
+class HoldingForEver(AdmissionPolicy, frozen=True, kw_only=True):
+    """Never admits anybody: it is overruled when something has waited for a minute."""
 
     def admit(self, view: AdmissionView) -> Admission:
-        return Admission([len(view.waiting) - 1], hold_until_ns=view.now_ns + 300_000)
+        return Admission(hold_until_ns=view.now_ns + 1_000_000_000)
+
+
+class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
+    """Holds all in every other while, and else admits only the last; or does both at once, which is not legal."""
+
+    both: bool = False
+
+    def admit(self, view: AdmissionView) -> Admission:
+        last = [len(view.waiting) - 1]
+        if self.both:
+            return Admission(last, hold_until_ns=view.now_ns + 300_000)
+        if view.now_ns // 300_000 % 2:
+            return Admission(hold_until_ns=view.now_ns + 100_000)
+        return Admission(last)
 
 
 class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
@@ -114,7 +128,7 @@ class StubbornOrder:
         self._keeps = keeps
         self._keys: list[Hashable] = []
 
-    def add(self, key: Hashable, size: int) -> bool:  # noqa: ARG002
+    def add(self, key: Hashable, size: int) -> bool:
         self._count()
         if len(self._keys) >= self._keeps:
             return False
@@ -148,7 +162,7 @@ class StubbornOrder:
 class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
     """The one that must go on."""
 
-    def victim(self, view: PreemptionView) -> int:  # noqa: ARG002
+    def victim(self, view: PreemptionView) -> int:
         return 0
 
 
@@ -194,7 +208,8 @@ def random_admission(rng: random.Random) -> AdmissionPolicy:
         Reversed,
         lambda: LastAlone(patient=rng.random() < 0.5),
         lambda: Holding(for_ns=rng.choice([10_000, 1_000_000])),
-        HoldingBack,
+        HoldingForEver,
+        lambda: HoldingBack(both=rng.random() < 0.3),
         lambda: Shuffling(wrong=rng.choice(WRONG)),
     ]
     return rng.choice(makers)()

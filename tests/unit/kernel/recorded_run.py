@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from hashlib import blake2b
 
 import msgspec
 
-from tests.unit.kernel import test_scheduler_random as random_runs
-from tests.unit.kernel.model_ranks import Cluster
+from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel.commands import Command
-from vsched.kernel.events import Event
+from vsched.testing import ModelCluster, run_random
 
 DIGEST = blake2b(digest_size=16)
 COUNTED: dict[str, int] = {}
 
 
-class RecordingCluster(Cluster):
+class RecordingCluster(ModelCluster):
     """Adds every command to the digest, byte for byte as it would travel."""
 
-    def send(self, event: Event) -> list[Command]:
-        commands = super().send(event)
-        for command in commands:
-            name = type(command).__name__
-            COUNTED[name] = COUNTED.get(name, 0) + 1
-            DIGEST.update(name.encode())
-            DIGEST.update(msgspec.msgpack.encode(command))
-        return commands
+    def carry_out(self, command: Command) -> None:
+        name = type(command).__name__
+        COUNTED[name] = COUNTED.get(name, 0) + 1
+        DIGEST.update(name.encode())
+        DIGEST.update(msgspec.msgpack.encode(command))
+        super().carry_out(command)
 
 
 def main(seeds: int) -> None:
-    random_runs.__dict__["Cluster"] = RecordingCluster
     for seed in range(seeds):
-        random_runs.run_random(seed)
+        run_random(random.Random(seed), make=RecordingCluster)
+        rng = random.Random(seed)
+        run_random(rng, random_policies(rng), make=RecordingCluster)
     print(DIGEST.hexdigest(), sorted(COUNTED.items()), hash("a string"))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.kernel.model_ranks import Cluster, make_request
 from vsched.kernel import Sizes
+from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
 
 ROOMY = Sizes(
@@ -40,33 +40,33 @@ def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Requ
     return make_request(name, [7], [(0, tokens, key) for key, tokens in images], **changes)
 
 
-def encode_statistics(cluster: Cluster) -> dict[str, int]:
+def encode_statistics(cluster: ModelCluster) -> dict[str, int]:
     """Return the counters of the encode stage."""
     statistics = cluster.kernel.statistics()["encode"]
     assert isinstance(statistics, dict)
     return statistics
 
 
-def generate_statistics(cluster: Cluster) -> dict[str, int]:
+def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
     """Return the counters of the generate stage."""
     statistics = cluster.kernel.statistics()["generate"]
     assert isinstance(statistics, dict)
     return statistics
 
 
-def joined(cluster: Cluster) -> list[str]:
+def joined(cluster: ModelCluster) -> list[str]:
     """Return the names of the requests that joined, in order; one that was preempted comes again."""
     return [cluster.names[join.number] for step in cluster.decisions for join in step.joined]
 
 
-def assert_served(cluster: Cluster, *names: str) -> None:
+def assert_served(cluster: ModelCluster, *names: str) -> None:
     """Assert that requests ended at their length limit with the outputs that they must have."""
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
         assert cluster.outputs[name] == cluster.expected_outputs(cluster.requests[name])
 
 
-def assert_holds_nothing(cluster: Cluster) -> None:
+def assert_holds_nothing(cluster: ModelCluster) -> None:
     """Assert that a scheduler without requests holds no block, slot, item or page."""
     statistics = cluster.kernel.statistics()
     encode, generate = encode_statistics(cluster), generate_statistics(cluster)

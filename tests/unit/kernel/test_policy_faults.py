@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -26,6 +25,7 @@ from vsched.policy import (
     PreemptionPolicy,
     PreemptionView,
 )
+from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.eviction import Lru
 
 
@@ -111,10 +111,10 @@ NO_VICTIMS: list[object] = [None, b"not in it", 12345, []]
 BOOM = RuntimeError("a bug in the policy")
 
 
-def serve_all(policies: dict[str, Policy]) -> Cluster:
+def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     """Serve requests that need every kind of decision."""
     limits = sizes(blocks=14, slots=4, pages=8, chunk_tokens=12)
-    cluster = Cluster(limits, default_policies(**policies))
+    cluster = ModelCluster(limits, default_policies(**policies))
     for index in range(5):
         image = (b"image%d" % (index % 3), 10)
         cluster.submit(image_request(f"image{index}", image, max_tokens=20))
@@ -223,7 +223,7 @@ def test_guard_notices_do_not_flood() -> None:
     """E11: a policy that fails in every step is told of a hundred times and counted on."""
     BROKEN["encoding"] = Answers(BOOM)
     policies = default_policies(encoding=BadEncoding())
-    cluster = Cluster(sizes(), policies)
+    cluster = ModelCluster(sizes(), policies)
     for index in range(150):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
         cluster.drain()

@@ -7,7 +7,6 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -18,6 +17,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.policy import Admission, AdmissionView
+from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
 
@@ -49,7 +49,7 @@ def test_encode_refused_items_keep_the_front(
     """A5, A6, A8: what a step refuses is the exact remaining order of the queue."""
     Watching.queues.clear()
     policies = default_policies(encode_admission=Watching(max_tokens=budget))
-    cluster = Cluster(sizes(encode_items=permits), policies)
+    cluster = ModelCluster(sizes(encode_items=permits), policies)
     cluster.submit(
         image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images)))
     )
@@ -66,7 +66,7 @@ def test_encode_refused_items_keep_the_front(
 def test_encode_newcomers_stand_behind_refused_items() -> None:
     """A6: a request that arrives while a batch is out does not pass what that batch refused."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
-    cluster = Cluster(sizes(), policies)
+    cluster = ModelCluster(sizes(), policies)
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
     cluster.submit(image_request("young", (b"d", 50)))
     cluster.drain()
@@ -85,7 +85,7 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
     chunk_tokens: int, batches: list[list[bytes]]
 ) -> None:
     """D1: a prefill chunk encodes only items whose token span meets it."""
-    cluster = Cluster(sizes(chunk_tokens=chunk_tokens))
+    cluster = ModelCluster(sizes(chunk_tokens=chunk_tokens))
     items = [(0, 20, b"a"), (30, 20, b"b"), (100, 20, b"c")]
     cluster.submit(make_request("r", words(150), items))
     assert cluster.encoded == batches[:1]
@@ -96,7 +96,7 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
 
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
     """D1, F3: the image of a chunk that is never reached is never encoded."""
-    cluster = Cluster(sizes(chunk_tokens=40))
+    cluster = ModelCluster(sizes(chunk_tokens=40))
     cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
     cluster.run_encode()
     cluster.abort("r")
@@ -107,7 +107,7 @@ def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
 
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
     """D8: misses are deduplicated by key and handed back to all, in request order."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("busy", (b"other", 8)))
     for name in ("r1", "r2", "r3"):
         cluster.submit(image_request(name, (b"same", 20), (b"own of " + name.encode(), 4)))
@@ -122,7 +122,7 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
 
 def test_encode_image_twice_in_one_request_is_one_task() -> None:
     """D8: also within a request, and across its chunks."""
-    cluster = Cluster(sizes(chunk_tokens=16))
+    cluster = ModelCluster(sizes(chunk_tokens=16))
     cluster.submit(image_request("r", (b"same", 12), (b"same", 12), (b"same", 12)))
     cluster.drain()
     assert cluster.encoded == [[b"same"]]
@@ -131,7 +131,7 @@ def test_encode_image_twice_in_one_request_is_one_task() -> None:
 
 def test_encode_hit_of_another_length_is_encoded_again() -> None:
     """D9: a cached entry whose length differs from the span is dropped."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r1", (b"a", 10)))
     cluster.drain()
     cluster.submit(image_request("r2", (b"a", 12)))
@@ -143,7 +143,7 @@ def test_encode_hit_of_another_length_is_encoded_again() -> None:
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
     """D13: an entry in use is never trimmed into shape; the other length fails, the first goes on."""
-    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster = ModelCluster(sizes(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=2))
     cluster.submit(image_request("right", (b"a", 10)))
     if encoded:
@@ -159,14 +159,14 @@ def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
 
 def test_encode_length_mismatch_within_a_request_fails_it() -> None:
     """D13: one content cannot have two lengths in one prompt."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r", (b"a", 10), (b"a", 12)))
     cluster.drain()
     assert cluster.ended["r"].code == "length_mismatch"
     assert_holds_nothing(cluster)
 
 
-def fail_when(cluster: Cluster, bad: bytes) -> None:
+def fail_when(cluster: ModelCluster, bad: bytes) -> None:
     """Run everything that is out; encode batches with a bad item fail."""
     while cluster.encode_log or cluster.generate_log:
         if cluster.encode_log:
@@ -179,7 +179,7 @@ def fail_when(cluster: Cluster, bad: bytes) -> None:
 @pytest.mark.parametrize("culprit", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
     """F1: a failed batch is tried one by one, in order; only the culprit's requests fail."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
@@ -199,7 +199,7 @@ def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
 
 def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
     """F1: a failure that passes fails nobody."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
     cluster.run_encode(fail="out of memory")
     cluster.drain()
@@ -209,7 +209,7 @@ def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
 
 def test_encode_failed_image_may_be_sent_again() -> None:
     """F1: a failure leaves nothing behind that a later request would trip over."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r1", (b"a", 10)))
     fail_when(cluster, b"a")
     cluster.submit(image_request("r2", (b"a", 10)))
@@ -220,7 +220,7 @@ def test_encode_failed_image_may_be_sent_again() -> None:
 
 def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
     """F3: pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r1", (b"a", 10)))
     cluster.abort("r1")
     cluster.run_encode()
@@ -233,7 +233,7 @@ def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
 
 def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     """D8: the pixels of a request that left are gone; the task names those of one that is still there."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))
     second = image_request("r2", (b"a", 10))

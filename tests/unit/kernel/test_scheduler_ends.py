@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, make_request
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -18,23 +17,24 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.events import Cleared
+from vsched.testing import ModelCluster, make_request
 from vsched.types import FinishReason
 
 TWO_IMAGES = [(0, 16, b"a"), (30, 16, b"b")]
 
 
-def waits_in_the_encode_queue(cluster: Cluster) -> None:
+def waits_in_the_encode_queue(cluster: ModelCluster) -> None:
     cluster.submit(image_request("busy", (b"other", 8)))
     cluster.submit(image_request("r", (b"a", 16)))
     assert encode_statistics(cluster)["waiting_items"] == 1
 
 
-def is_being_encoded(cluster: Cluster) -> None:
+def is_being_encoded(cluster: ModelCluster) -> None:
     cluster.submit(image_request("r", (b"a", 16)))
     assert encode_statistics(cluster)["running_items"] == 1
 
 
-def waits_for_a_slot(cluster: Cluster) -> None:
+def waits_for_a_slot(cluster: ModelCluster) -> None:
     for index in range(4):
         cluster.submit(make_request(f"busy{index}", words(3, start=20 * index), max_tokens=8))
     cluster.submit(image_request("r", (b"a", 16)))
@@ -42,13 +42,13 @@ def waits_for_a_slot(cluster: Cluster) -> None:
     assert "waiting for a slot" in cluster.kernel.explain("r")
 
 
-def prefills(cluster: Cluster) -> None:
+def prefills(cluster: ModelCluster) -> None:
     cluster.submit(make_request("r", words(80), TWO_IMAGES))
     cluster.run_encode()
     assert "prefilling" in cluster.kernel.explain("r")
 
 
-def waits_for_an_image_in_mid_prefill(cluster: Cluster) -> None:
+def waits_for_an_image_in_mid_prefill(cluster: ModelCluster) -> None:
     cluster.submit(make_request("r", words(80), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
     while cluster.generate_log:
@@ -56,7 +56,7 @@ def waits_for_an_image_in_mid_prefill(cluster: Cluster) -> None:
     assert "prefilling" in cluster.kernel.explain("r")
 
 
-def decodes(cluster: Cluster) -> None:
+def decodes(cluster: ModelCluster) -> None:
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()
     for _ in range(5):
@@ -64,7 +64,7 @@ def decodes(cluster: Cluster) -> None:
     assert "decoding" in cluster.kernel.explain("r")
 
 
-def settles(cluster: Cluster) -> None:
+def settles(cluster: ModelCluster) -> None:
     for index in range(3):
         cluster.submit(
             make_request(f"busy{index}", words(60, start=100 * index), max_tokens=4 + index)
@@ -74,17 +74,17 @@ def settles(cluster: Cluster) -> None:
         cluster.run_encode() if cluster.encode_log else cluster.run_generate()
 
 
-def waits_for_the_generate_group(cluster: Cluster) -> None:
+def waits_for_the_generate_group(cluster: ModelCluster) -> None:
     decodes(cluster)
     cluster.lose("generate")
 
 
-def waits_for_the_encode_group(cluster: Cluster) -> None:
+def waits_for_the_encode_group(cluster: ModelCluster) -> None:
     waits_in_the_encode_queue(cluster)
     cluster.lose("encode")
 
 
-PHASES: list[Callable[[Cluster], None]] = [
+PHASES: list[Callable[[ModelCluster], None]] = [
     waits_in_the_encode_queue,
     is_being_encoded,
     waits_for_a_slot,
@@ -98,9 +98,11 @@ PHASES: list[Callable[[Cluster], None]] = [
 
 
 @pytest.mark.parametrize("enter", PHASES, ids=lambda enter: enter.__name__)
-def test_scheduler_abort_frees_everything_in_every_phase(enter: Callable[[Cluster], None]) -> None:
+def test_scheduler_abort_frees_everything_in_every_phase(
+    enter: Callable[[ModelCluster], None],
+) -> None:
     """F3: queued encodes go at once; what a step in flight uses goes with that step."""
-    cluster = Cluster(sizes(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
+    cluster = ModelCluster(sizes(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
     enter(cluster)
     number = next(number for number, name in cluster.names.items() if name == "r")
     encoding = [task.key for step in cluster.encode_log for task in step.tasks]
@@ -132,7 +134,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(enter: Callable[[Cluste
 
 def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     """F4: a request that ended by itself meanwhile gets no second reply."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(make_request("r", words(5), max_tokens=2))
     cluster.drain()
     cluster.abort("r")
@@ -147,7 +149,7 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 
 def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
     """F3: the next in line joins in the very decision after."""
-    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster = ModelCluster(sizes(slots=1, generate_depth=1))
     cluster.submit(make_request("r1", words(5), max_tokens=50))
     cluster.submit(make_request("r2", words(5, start=50)))
     cluster.run_generate()
@@ -160,7 +162,7 @@ def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
 
 def test_scheduler_stop_string_ends_with_its_reason() -> None:
     """F4: an end that the engine asks for carries the reason it gives."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(make_request("r", words(5), max_tokens=50))
     cluster.run_generate()
     cluster.abort("r", FinishReason.STOP)
@@ -171,7 +173,7 @@ def test_scheduler_stop_string_ends_with_its_reason() -> None:
 
 def test_scheduler_clear_ends_everything() -> None:
     """E20: one call interrupts all, running or waiting, and then reports 0 and 0."""
-    cluster = Cluster(sizes(slots=2))
+    cluster = ModelCluster(sizes(slots=2))
     for index in range(4):
         cluster.submit(make_request(f"text{index}", words(5, start=20 * index), max_tokens=30))
     cluster.submit(image_request("image1", (b"a", 8)))
@@ -196,7 +198,7 @@ def test_scheduler_clear_ends_everything() -> None:
 def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
     """F6: whenever the group goes, its requests return in their original order and end with the right tokens."""
     limits = sizes(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
-    cluster = Cluster(limits)
+    cluster = ModelCluster(limits)
     cluster.submit(make_request("r1", words(20), max_tokens=12))
     cluster.submit(image_request("r2", (b"a", 12), max_tokens=12))
     cluster.submit(make_request("r3", words(4), [(2, 15, b"b")], max_tokens=3))
@@ -223,7 +225,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
 
 def test_scheduler_data_is_sent_again_after_a_loss() -> None:
     """F6: new ranks know nothing: prompt and earlier outputs go with the first join."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(make_request("r", words(6), max_tokens=9))
     for _ in range(4):
         cluster.run_generate()
@@ -238,7 +240,7 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
 
 def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -> None:
     """F6, F4: what was in flight in two losses is taken for their cause; others are served."""
-    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster = ModelCluster(sizes(slots=1, generate_depth=1))
     cluster.submit(make_request("poison", words(6), max_tokens=9))
     cluster.submit(make_request("other", words(6, start=50), max_tokens=9))
     for _ in range(2):
@@ -254,7 +256,7 @@ def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -
 @pytest.mark.parametrize("losses", [1, 2])
 def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     """F6, F1: the batch in flight is encoded again one by one; what is there twice when it goes is ended."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("busy", (b"other", 4)))
     for name in ("r1", "r2"):
         cluster.submit(image_request(name, (name.encode(), 8)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, default_policies, make_request
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -26,12 +25,13 @@ from vsched.policy import (
     PreemptionPolicy,
     PreemptionView,
 )
+from vsched.testing import ModelCluster, default_policies, make_request
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
     """As many decisions are out as the depth allows before the first result is back, and never more."""
-    cluster = Cluster(sizes(generate_depth=depth))
+    cluster = ModelCluster(sizes(generate_depth=depth))
     cluster.submit(make_request("r", words(5), max_tokens=8))
     assert len(cluster.generate_log) == depth
     most = 0
@@ -44,7 +44,7 @@ def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
 
 def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() -> None:
     """One step ahead, a step may be out for a slot that has just finished: it yields nothing."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     assert len(cluster.generate_log) == 2
     cluster.run_generate()
@@ -56,7 +56,7 @@ def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() ->
 
 def test_generate_steady_decode_decisions_name_only_growth() -> None:
     """Cost follows change: with no arrival and no finish a decision is its number, and new blocks."""
-    cluster = Cluster(sizes(block_size=4, slots=4))
+    cluster = ModelCluster(sizes(block_size=4, slots=4))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(4, start=20 * index), max_tokens=40))
     while sum(len(step.joined) for step in cluster.decisions) < 4:
@@ -77,7 +77,7 @@ def test_generate_steady_decode_decisions_name_only_growth() -> None:
 
 def test_generate_tokens_are_emitted_before_the_end_they_belong_to() -> None:
     """F4: the last token of a request reaches its stream before the terminal reply does."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     decision = cluster.generate_log[0]
     sent: list[str] = []
@@ -107,7 +107,7 @@ def test_generate_prefill_comes_in_chunks(
     prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
 ) -> None:
     """A chunk is bounded by the chunk size and by what the step has left."""
-    cluster = Cluster(sizes(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
+    cluster = ModelCluster(sizes(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
     cluster.submit(make_request("r", words(prompt)))
     cluster.drain()
     chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
@@ -118,7 +118,7 @@ def test_generate_prefill_comes_in_chunks(
 def test_generate_step_never_exceeds_its_token_budget() -> None:
     """Decodes and chunks of one step together stay within `batch_tokens`."""
     limits = sizes(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
-    cluster = Cluster(limits)
+    cluster = ModelCluster(limits)
     for index in range(6):
         cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
     decoding: set[int] = set()
@@ -138,9 +138,9 @@ def tight(**changes: object) -> Sizes:
     return sizes(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
-def run_preempted(policies: KernelPolicies | None = None) -> tuple[Cluster, list[list[str]]]:
+def run_preempted(policies: KernelPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
     """Run four growing requests and a late one; return who, older than a joining one, was left out."""
-    cluster = Cluster(tight(), policies)
+    cluster = ModelCluster(tight(), policies)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(12, start=20 * index), max_tokens=24))
     cluster.submit(make_request("r4", words(12, start=200), max_tokens=2))
@@ -196,7 +196,7 @@ class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
 
 def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
     """F5: whatever the policy says, a request gives way to older ones only, which ensures progress."""
-    cluster = Cluster(tight(blocks=6), default_policies(preemption=Oldest()))
+    cluster = ModelCluster(tight(blocks=6), default_policies(preemption=Oldest()))
     cluster.submit(make_request("old", words(9), max_tokens=4))  # never needs another block
     cluster.submit(make_request("young", words(12, start=50), max_tokens=8))
     cluster.drain()
@@ -216,7 +216,7 @@ def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:
     """F6: a preempted request goes on after its last token; ranks and kernel agree on what it has."""
-    cluster = Cluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
+    cluster = ModelCluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
     for index in range(4):
         image = (b"image%d" % index, 10)
         cluster.submit(image_request(f"r{index}", image, max_tokens=24))
@@ -228,7 +228,7 @@ def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> 
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     """E18: what fits only later waits at its place; those behind it do not pass."""
-    cluster = Cluster(sizes(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
+    cluster = ModelCluster(sizes(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
     cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
@@ -254,7 +254,7 @@ class Held(AdmissionPolicy, frozen=True, kw_only=True):
 def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
     """E8: held entries are looked at again when the time has come, and nothing asks in between."""
     held = Held(until_ns=1_000_000)
-    cluster = Cluster(sizes(), default_policies(**{stage: held}))
+    cluster = ModelCluster(sizes(), default_policies(**{stage: held}))
     commands = cluster.submit(image_request("r1", (b"a", 8)))
     if cluster.encode_log:
         cluster.run_encode()

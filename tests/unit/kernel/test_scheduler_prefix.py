@@ -7,7 +7,6 @@ from array import array
 import msgspec
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, make_request
 from tests.unit.kernel.setups import (
     assert_served,
     encode_statistics,
@@ -17,10 +16,13 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.blocks import chain_hashes
+from vsched.testing import ModelCluster, make_request
 from vsched.types import MediaItem, Request
 
 
-def next_turn(cluster: Cluster, request: Request, name: str, image: tuple[bytes, int]) -> Request:
+def next_turn(
+    cluster: ModelCluster, request: Request, name: str, image: tuple[bytes, int]
+) -> Request:
     """Return the conversation so far, a new image and a new question."""
     history = [*request.prompt_token_ids, *cluster.outputs[request.request_id]]
     added = image_request(name, image, max_tokens=4)
@@ -36,7 +38,7 @@ def next_turn(cluster: Cluster, request: Request, name: str, image: tuple[bytes,
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
     """D2: the next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
-    cluster = Cluster(sizes(block_size=block_size))
+    cluster = ModelCluster(sizes(block_size=block_size))
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)
     cluster.drain()
@@ -59,7 +61,7 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
 
 def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
     """The counters of the test above do tell: without a prefix cache everything is prefilled twice."""
-    cluster = Cluster(sizes(prefix_cache=False))
+    cluster = ModelCluster(sizes(prefix_cache=False))
     request = image_request("turn1", (b"image1", 30))
     cluster.submit(request)
     cluster.drain()
@@ -139,7 +141,7 @@ def test_prefix_is_shared_only_with_equal_content_and_salt(
     image: bytes, salt: str, cached: int
 ) -> None:
     """G9: the same placeholders over another image, or of another tenant, find nothing."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.submit(image_request("r1", (b"a", 14)))
     cluster.drain()
     request = image_request("r2", (image, 14))
@@ -151,7 +153,7 @@ def test_prefix_is_shared_only_with_equal_content_and_salt(
 
 def test_prefix_of_a_running_request_is_shared() -> None:
     """A block may be found as soon as the step that fills it is decided: ranks execute in order."""
-    cluster = Cluster(sizes(generate_depth=1))
+    cluster = ModelCluster(sizes(generate_depth=1))
     cluster.submit(make_request("r1", words(40), max_tokens=30))
     cluster.submit(make_request("r2", words(40), max_tokens=30))
     cluster.run_generate()
@@ -164,7 +166,7 @@ def test_prefix_of_a_running_request_is_shared() -> None:
 
 def test_prefix_always_leaves_a_token_to_compute() -> None:
     """A prompt that is cached to its last token still has to yield its first output."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     for name in ("r1", "r2"):
         cluster.submit(make_request(name, words(16), max_tokens=3))
         cluster.drain()
@@ -174,7 +176,7 @@ def test_prefix_always_leaves_a_token_to_compute() -> None:
 
 def test_prefix_blocks_are_evicted_from_their_end() -> None:
     """The end of a prefix goes before its beginning, so what stays can still be found."""
-    cluster = Cluster(sizes(blocks=12))
+    cluster = ModelCluster(sizes(blocks=12))
     cluster.submit(make_request("long", words(39), max_tokens=1))
     cluster.drain()
     cluster.submit(make_request("other", words(16, start=500), max_tokens=1))

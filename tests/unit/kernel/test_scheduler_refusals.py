@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.model_ranks import Cluster, make_request
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -16,6 +15,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel import Sizes
+from vsched.testing import ModelCluster, make_request
 from vsched.types import MediaItem, Request
 
 
@@ -78,7 +78,7 @@ def test_scheduler_refuses_the_impossible(
     request_: Request, code: str, status: int, said: list[str]
 ) -> None:
     """E18, F4: refused at once with value, limit and remedy; who came before and after is served."""
-    cluster = Cluster(sizes(**LIMITS))
+    cluster = ModelCluster(sizes(**LIMITS))
     first = make_request("first", words(30))
     cluster.submit(first)
     cluster.submit(request_)
@@ -105,7 +105,7 @@ def test_scheduler_refuses_the_impossible(
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
     """E18: a limit is reached before it is exceeded."""
-    cluster = Cluster(sizes(context_tokens=100, blocks=25, pages=8, page_rows=4))
+    cluster = ModelCluster(sizes(context_tokens=100, blocks=25, pages=8, page_rows=4))
     pixels = image_request("x", (b"x", 1)).items[0].pixels
     items = tuple(msgspec.structs.replace(item, pixels=pixels) for item in request_.items)
     request_ = msgspec.structs.replace(request_, items=items)
@@ -116,7 +116,7 @@ def test_scheduler_serves_what_just_fits(request_: Request) -> None:
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
     """G12, F4: the waiting line is bounded; 429 says when to try again, and a free place is given again."""
-    cluster = Cluster(sizes(slots=1, waiting=2, generate_depth=1))
+    cluster = ModelCluster(sizes(slots=1, waiting=2, generate_depth=1))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(3, start=20 * index)))
     refuse = cluster.refused["r3"]
@@ -132,7 +132,7 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
 
 def test_scheduler_reports_everything_that_waits() -> None:
     """E9: the queue length counts who waits for an image, for a slot, and to settle."""
-    cluster = Cluster(sizes(slots=1, generate_depth=1))
+    cluster = ModelCluster(sizes(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3)))
     cluster.submit(make_request("in line", words(3)))
     cluster.submit(image_request("for its image", (b"a", 8)))
@@ -155,7 +155,7 @@ def test_sizes_need_room_for_prefill() -> None:
 
 def test_scheduler_stuck_state_is_an_assertion() -> None:
     """F5: a state from which no step can progress is an assertion failure that says who is stuck."""
-    cluster = Cluster(sizes())
+    cluster = ModelCluster(sizes())
     cluster.kernel.encode.plan = lambda now_ns: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="stuck: .*waiting for embeddings"):
         cluster.submit(image_request("r", (b"a", 8)))

@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tests.unit.kernel.model_ranks import default_policies
 from tests.unit.rank.fake_plugin import LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.crew import Crew, CrewEvents
 from vsched.aio.leader import Deadlines
 from vsched.aio.replica import Replica
 from vsched.aio.stream import Generation
 from vsched.kernel import Sizes
+from vsched.testing import default_policies
 from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams
 from vsched.wire import EncodeResult, GenerateResult

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kernel.model_ranks import make_request
 from tests.unit.rank.crews import (
     ROOT,
     Place,
@@ -25,6 +24,7 @@ from tests.unit.rank.crews import (
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from vsched.aio import replica as replica_module
 from vsched.errors import CheckpointError, RequestFailed, RequestRefused
+from vsched.testing import make_request
 
 pytestmark = pytest.mark.slow
 SEPARATE = (("encode",), ("generate",))

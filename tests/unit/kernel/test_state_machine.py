@@ -1,0 +1,174 @@
+"""The kernel under any policies, sizes, faults and order of events: nothing is lost, wrong, or stuck.
+
+`VSCHED_SEEDS=100000 pytest tests/unit/kernel/test_state_machine.py` runs more seeds than usual.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.unit.kernel.policy_pool import (
+    HoldingBack,
+    HoldingForEver,
+    LastAlone,
+    Reversed,
+    random_policies,
+)
+from tests.unit.kernel.setups import assert_served, image_request, sizes, words
+from vsched.kernel.events import Cleared
+from vsched.policy import AdmissionPolicy
+from vsched.testing import (
+    ModelCluster,
+    default_policies,
+    make_request,
+    random_request,
+    random_sizes,
+    run_random,
+)
+from vsched.types import FinishReason
+from vsched_policies.admission import Deadline, Gathered, Priority
+
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "2000"))
+BATCH = 100
+
+
+def run_seed(seed: int) -> ModelCluster:
+    rng = random.Random(seed)
+    policies = random_policies(rng)
+    try:
+        return run_random(rng, policies)
+    except BaseException as error:
+        error.add_note(f"seed {seed} with {policies}")
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
+def test_kernel_survives_random_policies(start: int) -> None:
+    """F3, F4, F5, A9, E18: whatever is legal to configure, everything is served or refused, and then nothing is held."""
+    ended = refused = 0
+    for seed in range(start, min(start + BATCH, SEEDS)):
+        cluster = run_seed(seed)
+        ended += len(cluster.ended)
+        refused += len(cluster.refused)
+    assert ended > refused > 0, "the runs are about serving, and refuse some"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Reversed(),
+        LastAlone(),
+        LastAlone(patient=True),
+        HoldingBack(),
+        HoldingForEver(),
+        Gathered(max_items=1),
+        Priority(),
+        Deadline(),
+    ],
+    ids=repr,
+)
+def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: AdmissionPolicy) -> None:
+    """F5: the younger in the slot waits for pages that the front claims, and the policy never picks the front."""
+    limits = sizes(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
+    cluster = ModelCluster(limits, default_policies(generate_admission=policy))
+    cluster.lose("generate")
+    cluster.submit(image_request("front", (b"large", 16)))
+    cluster.run_encode()
+    for number in range(3):
+        text = words(9, start=50 * number)
+        item = (8, 4, b"small%d" % number)
+        cluster.submit(make_request(f"younger{number}", text, [item], priority=number))
+    cluster.restore("generate")
+    cluster.drain(steps_max=2000)
+    assert_served(cluster, *cluster.requests)
+    cluster.check_settled()
+
+
+def test_kernel_overrules_a_policy_that_never_admits() -> None:
+    """F5: a policy may delay, but a minute after its arrival an entry cannot be held any more."""
+    policy = HoldingForEver()
+    cluster = ModelCluster(
+        sizes(), default_policies(encode_admission=policy, generate_admission=policy)
+    )
+    cluster.submit(image_request("held", (b"image", 8)))
+    cluster.wait(58_000_000_000)
+    assert not cluster.encoded
+    cluster.wait(3_000_000_000)
+    assert cluster.encoded == [[b"image"]]
+    cluster.drain()
+    assert_served(cluster, "held")
+    assert "held for over 60 s" in cluster.notices[0]
+
+
+class KernelMachine(RuleBasedStateMachine):
+    """The same events, drawn by Hypothesis, which finds the shortest run that fails."""
+
+    @initialize(rng=st.randoms(use_true_random=False))
+    def start(self, rng: random.Random) -> None:
+        self.cluster = ModelCluster(random_sizes(rng), random_policies(rng))
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def submit(self, rng: random.Random) -> None:
+        self.cluster.submit(random_request(rng, f"r{len(self.cluster.requests)}"))
+
+    @precondition(lambda self: self.cluster.encode_log)
+    @rule(fail=st.sampled_from(["", "", "", "on purpose"]))
+    def encode(self, fail: str) -> None:
+        self.cluster.run_encode(fail=fail)
+
+    @precondition(lambda self: self.cluster.generate_log)
+    @rule(steps=st.integers(1, 20))
+    def generate(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.cluster.generate_log:
+                self.cluster.run_generate()
+
+    @rule(duration_ns=st.sampled_from([1_000, 100_000, 10_000_000, 1_000_000_000]))
+    def wait(self, duration_ns: int) -> None:
+        self.cluster.wait(duration_ns)
+
+    @precondition(lambda self: self.cluster.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def abort(self, data: st.DataObject, reason: FinishReason) -> None:
+        self.cluster.abort(data.draw(st.sampled_from(sorted(self.cluster.requests))), reason)
+
+    @precondition(lambda self: len(self.cluster.down) < 2)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        up = sorted({"encode", "generate"} - self.cluster.down)
+        self.cluster.lose(data.draw(st.sampled_from(up)))
+
+    @precondition(lambda self: self.cluster.down)
+    @rule()
+    def restore(self) -> None:
+        self.cluster.restore(min(self.cluster.down))
+
+    @rule()
+    def clear(self) -> None:
+        self.cluster.send(Cleared())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        for group in sorted(self.cluster.down):
+            self.cluster.restore(group)
+        self.cluster.drain()
+        self.cluster.check_settled()
+
+
+TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
+TestKernelMachine.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

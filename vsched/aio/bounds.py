@@ -1,0 +1,45 @@
+"""Numbers that no rank must ever see: checked once, where HTTP clients and library users meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.types import SamplingParams
+
+_INT32_MAX = 2**31 - 1
+_SEED_MAX = 2**63 - 1
+
+
+def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:
+    """Check token ids and sampling parameters against what the wire and the model can take.
+
+    Raises:
+        RequestRefused: With the value and the limit.
+    """
+    if token_ids:
+        _within("a token id of the prompt", min(token_ids), 0, vocab_size - 1)
+        _within("a token id of the prompt", max(token_ids), 0, vocab_size - 1)
+    for token_id in sampling.stop_token_ids:
+        _within("a stop token id", token_id, 0, vocab_size - 1)
+    _within("max_tokens", sampling.max_tokens, 0, _INT32_MAX)
+    _within("min_tokens", sampling.min_tokens, 0, _INT32_MAX)
+    _within("top_k", sampling.top_k, -1, _INT32_MAX)
+    _within("seed", sampling.seed, 0, _SEED_MAX)
+    _within("logprobs", sampling.logprobs or 0, 0, vocab_size)
+    _within("temperature", sampling.temperature, 0, 1e6)
+    _within("top_p", sampling.top_p, 0, 1)
+    _within("min_p", sampling.min_p, 0, 1)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        _within(name, getattr(sampling, name), -1e6, 1e6)
+
+
+def _within(what: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also when it is not a number
+        message = limit_message(
+            f"{what} is out of bounds",
+            value=value,
+            limit=f"{low} to {high}",
+            remedy="send a value within the limit",
+        )
+        raise RequestRefused(message, code="invalid_value")

@@ -1,0 +1,33 @@
+"""The policies that a server has by default, by name: this package may not import them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from vsched.kernel import KernelPolicies
+from vsched.plugins import resolve_policy
+from vsched.policy import Policy
+
+DEFAULTS = {
+    "encode_admission": ("admission", "token-budget"),
+    "generate_admission": ("admission", "fifo"),
+    "encoding": ("encoding", "chunk-aware"),
+    "embedding_eviction": ("eviction", "lru"),
+    "prefix_eviction": ("eviction", "lru"),
+    "preemption": ("preemption", "youngest"),
+}
+"""Kind and registered name of what the kernel consults in each place."""
+
+
+def default_policies(**changes: Policy) -> KernelPolicies:
+    """Return the built-in policies that a server has by default, with changes by place."""
+    policies: dict[str, Any] = {
+        place: _resolve(kind, name) for place, (kind, name) in DEFAULTS.items()
+    }
+    return KernelPolicies(**{**policies, **changes})
+
+
+@cache
+def _resolve(kind: str, name: str) -> Policy:
+    return resolve_policy(kind, {"use": name})
