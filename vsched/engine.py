@@ -19,12 +19,13 @@ import msgspec
 import zmq
 
 from vsched.aio.bounds import check_numbers
-from vsched.aio.crew import Crew, CrewEvents
+from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
 from vsched.aio.replica import Replica
 from vsched.aio.stream import Generation
 from vsched.aio.timeline import Timeline, timeline_of
 from vsched.assembly import (
     arena_layout,
+    context_tokens,
     kernel_policies,
     kernel_sizes,
     leader_deadlines,
@@ -93,11 +94,14 @@ class Engine:
         config = self.config
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
-            self.info = plugin.inspect(
+            info = plugin.inspect(
                 config.model.path,
                 dtype=config.model.dtype,
                 item_tokens_max=self._policies.item_tokens_max or 0,
             )
+            # What is configured is what everybody is told and checks against.
+            limit = context_tokens(config, info)
+            self.info = msgspec.structs.replace(info, context_tokens=limit)
             await self._start_parts(plugin.load_preprocessor)
         except BaseException:
             await self.stop()
@@ -136,12 +140,15 @@ class Engine:
             async with asyncio.timeout(self.config.deadlines.drain_s):
                 await asyncio.gather(*(replica.wait_idle() for replica in self._replicas))
 
-    async def stop(self) -> None:
-        """End every request, stop every rank and give everything back; may be called twice."""
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End every request, stop every rank and give everything back; may be called twice.
+
+        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
+        """
         self._state = "stopped"
         replicas, self._replicas = self._replicas, []
         try:
-            await asyncio.gather(*(replica.stop() for replica in replicas))
+            await asyncio.gather(*(replica.stop(grace_s=grace_s) for replica in replicas))
         finally:
             await self._give_back()
 

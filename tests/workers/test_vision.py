@@ -110,3 +110,19 @@ def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -
     wrong = EncodeJob(b"", job.grid, job.tokens - 1, job.pixels, job.pages)
     with pytest.raises(ValueError, match=f"expected \\({job.tokens - 1}, "):
         stage.encoder.encode([wrong], empty_pages(stage.info))
+
+
+def test_encoded_rows_own_their_storage(stages: Stages) -> None:
+    """D10: no entry is a view of its batch: a page keeps its rows when pixels and other pages change."""
+    stage = stages("nano25")
+    jobs = jobs_of(stage)
+    embeddings = empty_pages(stage.info)
+    stage.encoder.encode(jobs, embeddings)
+    first = rows_of(stage, jobs[0], embeddings).copy()
+    for job in jobs:
+        job.pixels[:] = 0.0
+    for job in jobs[1:]:
+        embeddings[list(job.pages)] = 0
+    stage.encoder.encode(jobs[1:], embeddings)
+    assert np.array_equal(rows_of(stage, jobs[0], embeddings), first)
+    assert np.any(first)

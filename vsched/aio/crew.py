@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ class Crew:
         self._starts += 1
         self._failure = ""
         # A long-lived server's folder may have been swept from the temporary directory.
-        Path(self._template.run_dir).mkdir(mode=0o700, exist_ok=True)
+        os.makedirs(self._template.run_dir, mode=0o700, exist_ok=True)
         self._lost.clear()
         secret = secrets.token_hex(16)
         presence = Presence()
@@ -127,6 +128,10 @@ class Crew:
         Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
+        if not self._up:
+            grace_s = (
+                0  # ranks that load do not listen, and those of a lost crew are not worth a wait
+            )
         self._up = False
         for leader in self._leaders.values():
             if grace_s > 0:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vsched.aio.crew import Crew, CrewEvents
+from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
 from vsched.aio.stream import Generation
 from vsched.aio.streams import StreamTable, int32_array
 from vsched.errors import GroupLost as GroupLostError
@@ -51,6 +51,8 @@ RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 LOSSES_WINDOW_S = 60.0
 LOSSES_MAX = len(RESTART_DELAYS_S) + 1
 """Losses within the window skip the shorter pauses; so many in it, and the replica is given up."""
+LIVE_SHOWN_MAX = 100
+"""Live requests that statistics explain, oldest first."""
 CrewFactory = Callable[[CrewEvents], list[Crew]]
 
 
@@ -122,10 +124,10 @@ class Replica:
         for group in reports:
             self.handle(GroupReady(group))
 
-    async def stop(self) -> None:
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every request and every rank.
 
-        Blocks: at most the crews' grace.
+        Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
         restarts = list(self._restarts.values())
@@ -136,7 +138,7 @@ class Replica:
             if self._kernel is not None:
                 self.handle(Cleared("the server is stopping", "stopping"))
         finally:
-            await asyncio.gather(*(crew.stop() for crew in self._crews))
+            await asyncio.gather(*(crew.stop(grace_s=grace_s) for crew in self._crews))
 
     # --- requests ---
 
@@ -187,7 +189,8 @@ class Replica:
 
     def clear(self) -> None:
         """Interrupt every running and waiting request (E20)."""
-        self.handle(Cleared())
+        if self._kernel is not None:
+            self.handle(Cleared())
 
     # --- events and commands ---
 
@@ -356,7 +359,9 @@ class Replica:
             for group, ranks in crew.memory().items()
         }
         busy_ms = {group: spent_ns / 1e6 for group, spent_ns in self._busy_ns.items()}
-        return {**self._kernel.statistics(), "ranks": memory, "busy_ms": busy_ms}
+        ids = self._streams.request_ids(LIVE_SHOWN_MAX)
+        live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
+        return {**self._kernel.statistics(), "ranks": memory, "busy_ms": busy_ms, "live": live}
 
     @property
     def pids(self) -> list[int]:

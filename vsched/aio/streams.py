@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from array import array
 from collections.abc import Callable
@@ -71,6 +72,10 @@ class StreamTable:
         Blocks: without limit; wrap it in `asyncio.timeout`.
         """
         await self._idle.wait()
+
+    def request_ids(self, count: int) -> list[str]:
+        """Return the ids of the oldest live requests."""
+        return list(itertools.islice(self._numbers, count))
 
     def tokens(self) -> int:
         """Return the tokens of all live requests, for routing."""

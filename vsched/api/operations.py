@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vsched.api import parameters
-from vsched.api.completions import check_model, render
+from vsched.api.completions import check_model, check_ready, render
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused, envelope, unsupported
 from vsched.api.exchange import Exchange
@@ -100,6 +100,7 @@ class TokenizeEndpoint:
     async def _tokenize(self, body: bytes) -> Tokens:
         request = parameters.decode_body(body, TokenizeRequest)
         check_model(request.model, self._engine)
+        check_ready(self._engine)
         if (request.prompt is None) == (request.messages is None):
             message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
             raise ParameterRefused(message, param="prompt")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
 
+from vsched.aio.crew import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
@@ -63,6 +64,7 @@ async def running_server(
     engine = Engine(config, on_progress=on_progress)
     server = _Server(_uvicorn_config(engine, config))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    running: RunningServer | None = None
     try:
         await engine.start()
         running = RunningServer(listener, engine)
@@ -70,7 +72,8 @@ async def running_server(
         if not running.stop_requested.is_set():
             await _unless(running.stop_requested, engine.drain())
     finally:
-        await engine.stop()
+        hurried = running is not None and running.stop_requested.is_set()
+        await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
         server.should_exit = True
         server.force_exit = True
         await serving
@@ -96,7 +99,8 @@ async def serve(
 
     def on_signal() -> None:
         if not ready:
-            task.cancel()  # still loading: nothing to drain
+            if not signalled.is_set():
+                task.cancel()  # still loading: nothing to drain
         elif signalled.is_set():
             ready[0].stop_requested.set()
         else:

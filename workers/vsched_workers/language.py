@@ -241,12 +241,15 @@ class LanguageWorker:
             return None
         flat = batch.embeddings.reshape(-1, batch.embeddings.shape[2])
         raw = torch.from_numpy(flat[np.concatenate(sources)])
+        if self._device != "cpu":
+            # From pinned memory the copy overlaps with the step that is still running (D3).
+            raw = raw.pin_memory().to(self._device, non_blocking=True)
         levels = (
             raw.view(getattr(torch, self._info.dtype))
             .reshape(len(raw), self._info.embedding_levels, self._info.hidden_size)
             .transpose(0, 1)
         )
-        return Images(rows=np.concatenate(places), levels=levels.to(self._device))
+        return Images(rows=np.concatenate(places), levels=levels)
 
 
 def _chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -165,7 +165,7 @@ class KernelMachine(RuleBasedStateMachine):
 
 TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
 TestKernelMachine.settings = settings(
-    max_examples=100,
+    max_examples=400,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
