@@ -11,6 +11,8 @@ import uvloop
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Checkpoints are made on the spot: whatever asks a hub is a mistake, and fails at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_asyncio_loop_factories(

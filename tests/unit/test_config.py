@@ -194,8 +194,11 @@ def test_config_refusal_starts_with_the_key_and_names_the_limit(
 
 def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
-    assert refusal(path=missing) == f"{missing}: cannot be read: No such file or directory"
-    assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    remedy = "Remedy: check the path of --config"
+    assert refusal(path=missing) == (
+        f"{missing}: cannot be read: No such file or directory. {remedy}"
+    )
+    assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory. {remedy}"
     path = write(tmp_path, "[generate\n")
     assert refusal(path=path).startswith(f"{path}: not valid TOML: ")
     path = write(tmp_path, "[generate]\nslot = 1\n")
