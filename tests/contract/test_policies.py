@@ -51,6 +51,7 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 0
     priority: int = 0
     arrived_ns: int = 0
+    target_ns: int | None = None
 
 
 def make(policy: RegisteredPolicy) -> Policy:
@@ -70,12 +71,13 @@ def admission_view(rng: random.Random) -> AdmissionView:
             blocks=rng.randrange(9),
             priority=rng.randrange(3),
             arrived_ns=position,
+            target_ns=rng.choice([None, 0, 999, 10**9]),
         )
         for position in range(rng.randrange(1, 12))
     ]
     return AdmissionView(
         stage=rng.choice(["encode", "generate"]),
-        now_ns=1_000,
+        now_ns=rng.choice([1_000, 10**9, 10**11]),
         waiting=waiting,
         tokens_free=rng.choice([1, 10, 2048]),
         entries_free=rng.randrange(1, 9),
@@ -147,11 +149,14 @@ def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -
     order = cast("EvictionPolicy", make(registered)).build_order()
     rng = random.Random(registered.name)
     held: dict[Hashable, None] = {}
+    key: Hashable
     for step in range(ROUNDS):
         action = rng.randrange(4)
         if action < 2 or not held:
-            if order.add(step, rng.randrange(1, 9)):
-                held[step] = None
+            # New entries, such as were evicted before, and such as were in use.
+            key = rng.randrange(ROUNDS // 4) if rng.random() < 0.5 else ROUNDS + step
+            if key not in held and order.add(key, rng.randrange(1, 9)):
+                held[key] = None
         elif action == 2:
             key = rng.choice(list(held))
             cast("Callable[[Hashable], None]", rng.choice([order.reuse, order.drop]))(key)

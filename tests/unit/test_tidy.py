@@ -276,6 +276,6 @@ def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
         shown(path)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if path != Path(__file__)
-        and ("from_pretrained(\"" in path.read_text() or ".cuda()" in path.read_text())
+        and ('from_pretrained("' in path.read_text() or ".cuda()" in path.read_text())
     ]
     assert not asking, "a name of a hub's model, or a call that only a GPU can serve"

@@ -30,8 +30,9 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     _within("temperature", sampling.temperature, 0, 1e6)
     _within("top_p", sampling.top_p, 0, 1)
     _within("min_p", sampling.min_p, 0, 1)
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        _within(name, getattr(sampling, name), -1e6, 1e6)
+    _within("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3)
+    _within("presence_penalty", sampling.presence_penalty, -1e6, 1e6)
+    _within("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6)
 
 
 def _within(what: str, value: float, low: float, high: float) -> None:

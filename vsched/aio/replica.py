@@ -130,10 +130,7 @@ class Replica:
         Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
-        restarts = list(self._restarts.values())
-        for task in restarts:
-            task.cancel()
-        await asyncio.gather(*restarts, return_exceptions=True)
+        await self._end_restarts()
         try:
             if self._kernel is not None:
                 self.handle(Cleared("the server is stopping", "stopping"))
@@ -219,7 +216,14 @@ class Replica:
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_crews())
 
+    async def _end_restarts(self) -> None:
+        restarts = list(self._restarts.values())
+        for task in restarts:
+            task.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
+
     async def _end_crews(self) -> None:
+        await self._end_restarts()  # or one would bring ranks back that nobody uses
         await asyncio.gather(*(crew.stop(grace_s=0) for crew in self._crews))
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -332,8 +336,8 @@ class Replica:
 
     @property
     def healthy(self) -> bool:
-        """Whether every group is up."""
-        return self._kernel is not None and not self._down
+        """Whether every group is up, and serves."""
+        return self._kernel is not None and not self._down and not self.given_up
 
     @property
     def sizes(self) -> Sizes:

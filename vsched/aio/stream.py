@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -11,6 +12,8 @@ from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 from vsched.worker.contract import Detokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -32,6 +35,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 UNAVAILABLE = ("cleared", "stopping", "given_up")
 """Codes of ends that are the server's state, not the request's fault: trying elsewhere makes sense."""
+BROKEN = "the answer could not be turned into text"
+"""What a client is told whose tokens the detokenizer cannot take."""
 
 
 class StopMatcher:
@@ -75,6 +80,12 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _broken(finish: Finish, message: str) -> Finish:
+    return msgspec.structs.replace(
+        finish, reason=FinishReason.ERROR, message=message, code="internal_error"
+    )
 
 
 class Generation:
@@ -149,6 +160,10 @@ class Generation:
         self.times = finish.times
         try:
             self._finish = self._conclude(finish)
+        except Exception:
+            # A reader must not take what came so far for the whole answer.
+            logger.exception("the end of request %s could not be turned into text", self.request_id)
+            self._finish = _broken(finish, BROKEN)
         finally:
             self._changed.set()
             self._on_end()
@@ -156,9 +171,9 @@ class Generation:
     def _conclude(self, finish: Finish) -> Finish:
         """Let out the text that was held back, and return why the request really ended."""
         if self._broken:
-            return msgspec.structs.replace(
-                finish, reason=FinishReason.ERROR, message=self._broken, code="internal_error"
-            )
+            return _broken(finish, self._broken)
+        if finish.message:
+            return finish  # its reader gets the error, and no text any more
         if not self._stopped:
             text, _ = self._matcher.push(self._detokenizer.flush())
             self._text += [text, self._matcher.flush()]

@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections.abc import Callable
 
-from vsched.aio.stream import Generation, TokenLogprob
+from vsched.aio.stream import BROKEN, Generation, TokenLogprob
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult
@@ -46,7 +46,7 @@ class StreamTable:
                 stream.push(token, logprob)
             except Exception:
                 logger.exception("request %s cannot go on", stream.request_id)
-                stream.give_up("the answer could not be turned into text")
+                stream.give_up(BROKEN)
                 self._on_broken(stream.request_id)
 
     def finish(self, finish: Finish) -> None:

@@ -60,23 +60,25 @@ async def running_server(
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
-    listener = _listen(config)
-    engine = Engine(config, on_progress=on_progress)
-    server = _Server(_uvicorn_config(engine, config))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    running: RunningServer | None = None
-    try:
-        await engine.start()
-        running = RunningServer(listener, engine)
-        yield running
-        if not running.stop_requested.is_set():
-            await _unless(running.stop_requested, engine.drain())
-    finally:
-        hurried = running is not None and running.stop_requested.is_set()
-        await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
-        server.should_exit = True
-        server.force_exit = True
-        await serving
+    with contextlib.closing(_listen(config)) as listener:
+        engine = Engine(config, on_progress=on_progress)
+        server = _Server(_uvicorn_config(engine, config))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        running: RunningServer | None = None
+        try:
+            await engine.start()
+            running = RunningServer(listener, engine)
+            yield running
+            if not running.stop_requested.is_set():
+                await _unless(running.stop_requested, engine.drain())
+        finally:
+            hurried = running is not None and running.stop_requested.is_set()
+            try:
+                await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
+            finally:
+                server.should_exit = True
+                server.force_exit = True
+                await serving
 
 
 async def serve(
@@ -155,8 +157,11 @@ def _listen(config: Config) -> socket.socket:
             backlog=2048,
         )
     except OSError as error:
+        # `create_server` adds the address once more; errors of a name's resolution are negative.
+        code = error.errno or 0
+        reason = os.strerror(code) if code > 0 else error.strerror
         raise ConfigError(
-            f"server.port: cannot listen on {host}:{port} ({error.strerror}). "
+            f"server.port: cannot listen on {host}:{port} ({reason}). "
             "Remedy: choose a free port, or 0 to let the system choose"
         ) from error
 

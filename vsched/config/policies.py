@@ -29,7 +29,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         item_tokens_max: Most tokens of one image, None for no limit. It is the token budget of `encode.admission`
             (one knob, A12), derived and normalised here so that no reader sees a 0 (A13).
-        encode_items_max: Most items of one encoder step.
+        encode_items_max: Most items of one encoder step of one replica.
     """
 
     encode_admission: AdmissionPolicy
@@ -82,8 +82,15 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
         routing=cast("RoutingPolicy", built["routing"]),
         item_tokens_max=item_tokens_max or None,
-        encode_items_max=getattr(encode_admission, "max_items", ENCODE_ITEMS_MAX),
+        encode_items_max=items_per_replica(
+            getattr(encode_admission, "max_items", ENCODE_ITEMS_MAX), config.encode.replicas
+        ),
     )
+
+
+def items_per_replica(items: int, replicas: int) -> int:
+    """Return the share of one replica in a batch cap: at least 1 (A11)."""
+    return max(items // replicas, 1)
 
 
 def policy_table(config: Config, path: str) -> PolicyTable:

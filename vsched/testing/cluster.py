@@ -42,8 +42,8 @@ from vsched.testing.sequence import ModelSequence, output_token, prompt_seed
 from vsched.types import FinishReason, Request
 
 TICK_NS = 1000
-HOLD_MAX_NS = 3600 * 1_000_000_000
-"""Policies that have held everything for an hour, with nothing else going on, are taken to hold for ever."""
+HOLD_MAX_NS = 300 * 1_000_000_000
+"""Policies that have held everything for five minutes, with nothing else going on, are taken to hold for ever."""
 
 
 class ModelCluster:

@@ -76,14 +76,16 @@ def random_request(
     if rng.random() < 0.5:
         text = [rng.randint(10, 60) for _ in text]
     salt = rng.choice(["", "", "", "tenant"])
-    places = sorted(rng.randint(0, len(text)) for _ in range(rng.choice([0, 0, 1, 1, 2, 4])))
+    count = rng.choice([0, 0, 1, 1, 2, 4])
+    places = sorted(rng.choice([0, 1, rng.randint(0, len(text))]) for _ in range(count))
     items = []
     for place in places:
         image = rng.randrange(IMAGES)
         key = f"image{image}{salt}".encode()
+        # Two images of each size: their prompts differ in nothing but the keys.
+        tokens = 1 + (image // 2 * 11) % image_tokens_max
         # Now and then a digest lies about the length: such a request may fail, its neighbours must not notice.
-        lie = rng.random() < 0.02
-        items.append((place, 1 + (image * 7 + lie) % image_tokens_max, key))
+        items.append((place, tokens + (rng.random() < 0.02), key))
     return make_request(
         name,
         text,

@@ -51,7 +51,7 @@ def run_seed(seed: int) -> ModelCluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
 def test_kernel_survives_random_policies(start: int) -> None:
-    """F3, F4, F5, A9, E18: whatever is legal to configure, everything is served or refused, and then nothing is held."""
+    """F3, F4, F5, A9, E18: whatever is legal to configure, all is served or refused, and then nothing is held."""
     ended = refused = 0
     for seed in range(start, min(start + BATCH, SEEDS)):
         cluster = run_seed(seed)
@@ -166,7 +166,7 @@ class KernelMachine(RuleBasedStateMachine):
 TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
 TestKernelMachine.settings = settings(
     max_examples=400,
-    stateful_step_count=40,
+    stateful_step_count=60,
     deadline=None,
     derandomize=True,
     database=None,

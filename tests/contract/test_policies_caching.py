@@ -1,0 +1,170 @@
+"""What each encoding and eviction policy decides, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+
+from vsched.policy import EncodingPolicy, EncodingView, EvictionOrder, ItemSpan
+from vsched_policies.encoding import ChunkAware, Combined, Eager
+from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
+
+
+def select(
+    policy: EncodingPolicy, chunk: tuple[int, int], *, ready: tuple[int, ...] = (1,)
+) -> list[int]:
+    """Ask about items at [10, 20), [30, 40) and [40, 50) of a prompt of 60 tokens."""
+    spans = [(10, 20), (30, 40), (40, 50)]
+    items = [
+        ItemSpan(start, stop, ready=index in ready) for index, (start, stop) in enumerate(spans)
+    ]
+    view = EncodingView(
+        items=items,
+        chunk_start=chunk[0],
+        chunk_stop=chunk[1],
+        chunk_tokens=10,
+        prompt_tokens=60,
+        arriving=chunk[0] == 0,
+    )
+    return list(policy.select(view))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "chosen"),
+    [
+        ((0, 10), []),
+        ((0, 11), [0]),
+        ((19, 30), [0]),
+        ((20, 30), []),
+        ((12, 41), [0, 2]),
+        ((50, 60), []),
+    ],
+)
+def test_chunk_aware_selects_items_that_meet_the_chunk(
+    chunk: tuple[int, int], chosen: list[int]
+) -> None:
+    """D1: only items whose span meets the chunk, and of those only the ones not encoded."""
+    assert select(ChunkAware(), chunk) == chosen
+
+
+@pytest.mark.parametrize(
+    ("chunks", "chosen"), [(0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])]
+)
+def test_chunk_aware_looks_so_many_chunks_ahead(chunks: int, chosen: list[int]) -> None:
+    """The chunk is [0, 10), and a chunk has 10 tokens."""
+    assert select(ChunkAware(look_ahead_chunks=chunks), (0, 10), ready=()) == chosen
+
+
+@pytest.mark.parametrize(("chunk", "chosen"), [((0, 5), [0, 2]), ((20, 30), [2]), ((50, 60), [])])
+def test_eager_selects_all_that_lies_ahead(chunk: tuple[int, int], chosen: list[int]) -> None:
+    assert select(Eager(), chunk) == chosen
+
+
+@pytest.mark.parametrize(
+    ("chunk", "chosen"), [((0, 10), []), ((0, 11), [0, 2]), ((45, 60), [0, 2]), ((30, 40), [])]
+)
+def test_combined_selects_all_or_none(chunk: tuple[int, int], chosen: list[int]) -> None:
+    """The kernel leaves out what lies behind the chunk, for every policy."""
+    assert select(Combined(), chunk) == chosen
+    assert Combined.scope == "request"
+
+
+def test_lru_evicts_what_was_let_go_first() -> None:
+    order = Lru().build_order()
+    for key in "abc":
+        assert order.add(key, 1)
+    order.reuse("a")
+    order.add("a", 1)
+    order.drop("b")
+    assert list(order) == ["c", "a"]
+    assert order.victim() == "c"
+
+
+def test_none_keeps_nothing() -> None:
+    order = KeepNothing().build_order()
+    assert order.add("a", 1) is False
+    assert (len(order), list(order)) == (0, [])
+
+
+def evict(order: EvictionOrder[Hashable]) -> Hashable:
+    key = order.victim()
+    order.drop(key)
+    return key
+
+
+def hit(order: EvictionOrder[Hashable], key: Hashable, size: int = 1) -> None:
+    order.reuse(key)
+    order.add(key, size)
+
+
+def test_s3_fifo_spares_what_was_hit() -> None:
+    """One-hit wonders go first, however recent; the others follow in turn."""
+    order = S3Fifo(small_share=0.1).build_order()
+    for key in "abcde":
+        order.add(key, 1)
+    hit(order, "a")
+    hit(order, "c")
+    assert [evict(order) for _ in range(5)] == ["b", "d", "e", "a", "c"]
+
+
+def test_s3_fifo_lets_a_scan_pass() -> None:
+    """A thousand entries that are seen once do not wash out those that are seen again and again; LRU lets them."""
+    orders = {"s3-fifo": S3Fifo().build_order(), "lru": Lru().build_order()}
+    kept: dict[str, int] = {}
+    for name, order in orders.items():
+        for key in range(10):
+            order.add(key, 1)
+        for key in range(10):
+            hit(order, key)
+        for key in range(1000, 2000):
+            order.add(key, 1)
+            if len(order) > 20:
+                evict(order)
+        kept[name] = len(set(order) & set(range(10)))
+    assert kept == {"s3-fifo": 10, "lru": 0}
+
+
+def test_s3_fifo_takes_a_ghost_back_into_the_main_queue() -> None:
+    order = S3Fifo().build_order()
+    for key in "abc":
+        order.add(key, 1)
+    assert evict(order) == "a"
+    order.add("a", 1)
+    assert [evict(order) for _ in range(3)] == ["b", "c", "a"], "a came back and is in main"
+
+
+def test_s3_fifo_forgets_ghosts() -> None:
+    """So many are remembered and no more: bounded for ever."""
+    order = S3Fifo(ghosts=1, small_share=0.5).build_order()
+    for key in "abcd":
+        order.add(key, 1)
+    assert [evict(order), evict(order)] == ["a", "b"]
+    order.add("a", 1)
+    assert [evict(order) for _ in range(3)] == ["c", "d", "a"], "a was forgotten, and is in small"
+    order.add("c", 1)
+    order.add("d", 1)
+    assert evict(order) == "c", "c was forgotten for d and a"
+
+
+def test_s3_fifo_counts_bytes() -> None:
+    """A small queue of few large entries is as full as one of many small ones."""
+    order = S3Fifo(small_share=0.5).build_order()
+    order.add("m", 10)
+    hit(order, "m", 10)
+    for key, size in (("x", 1), ("y", 4), ("z", 4)):
+        order.add(key, size)
+    assert order.victim() == "m", "m has moved on to main, and small holds 9 of 19: under its share"
+    order.add("w", 2)
+    assert order.victim() == "x", "small holds 11 of 21: over its share"
+
+
+def test_s3_fifo_spares_an_entry_once_for_each_hit() -> None:
+    order = S3Fifo().build_order()
+    for key in "ab":
+        order.add(key, 1)
+    for key in "aab":
+        hit(order, key)
+    assert order.victim() in ("a", "b")  # both are in main now, without hits
+    hit(order, "a")
+    assert [evict(order), evict(order)] == ["b", "a"]

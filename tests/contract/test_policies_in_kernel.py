@@ -1,0 +1,260 @@
+"""Policies at work in the kernel: permits, counters, look-ahead, and how often they are asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    image_request,
+    joined,
+    sizes,
+    words,
+)
+from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.testing import ModelCluster, check_policy, default_policies, make_request
+from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
+from vsched_policies.encoding import ChunkAware, Combined, Eager
+
+ROOT = Path(__file__).parents[2]
+REGISTERED = list_policies()
+FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
+ADMISSION = pytest.mark.parametrize(
+    "registered",
+    [policy for policy in REGISTERED if policy.kind == "admission"],
+    ids=lambda policy: policy.name,
+)
+
+
+@pytest.mark.parametrize(
+    "registered", REGISTERED, ids=lambda policy: f"{policy.kind}-{policy.name}"
+)
+def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
+    """A9, E15: what is taken is returned on every path, and the same run goes the same way twice."""
+    fields = FIELDS.get(registered.name, {})
+    check_policy(
+        resolve_policy(registered.kind, {"use": registered.name, **fields}), seeds=range(8)
+    )
+
+
+def admission(registered: RegisteredPolicy) -> AdmissionPolicy:
+    policy = resolve_policy("admission", {"use": registered.name})
+    assert isinstance(policy, AdmissionPolicy)
+    return policy
+
+
+@ADMISSION
+def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredPolicy) -> None:
+    """A8, A9: 3 items and 2 permits are a batch of 2, then the third; the permits come back each time."""
+    policies = default_policies(encode_admission=admission(registered))
+    cluster = ModelCluster(sizes(encode_items=2), policies)
+    cluster.lose("encode")
+    for name in ("a", "b", "c"):
+        cluster.submit(image_request(name, (name.encode(), 8)))
+    cluster.wait(1_000_000_000)
+    cluster.restore("encode")
+    cluster.drain()
+    assert cluster.encoded == [[b"a", b"b"], [b"c"]]
+    assert_served(cluster, "a", "b", "c")
+    assert_holds_nothing(cluster)
+
+
+@ADMISSION
+def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy) -> None:
+    """A22, E7: who waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
+    policies = default_policies(generate_admission=admission(registered))
+    cluster = ModelCluster(sizes(blocks=10, slots=3, prefix_cache=False), policies)
+    cluster.submit(make_request("first", words(20), max_tokens=4))
+    cluster.wait(1_000_000_000)
+    before = generate_statistics(cluster)
+    cluster.submit(make_request("second", words(24, start=50), max_tokens=4))
+    cluster.wait(1_000_000_000)
+    after = generate_statistics(cluster)
+    assert (before["admitted"], before["prefilling"] + before["decoding"]) == (1, 1)
+    assert after == {**before, "waiting": 1}
+    cluster.drain()
+    assert_served(cluster, "first", "second")
+    assert generate_statistics(cluster)["admitted"] == 2
+
+
+class Counted(Gathered, frozen=True, kw_only=True):
+    """Counts how often it is asked."""
+
+    asked: ClassVar[list[int]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.asked.append(view.now_ns)
+        return super().admit(view)
+
+
+def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
+    """E8: in between it waits for an event or its time, however many steps of others go by."""
+    Counted.asked.clear()
+    policies = default_policies(generate_admission=Counted(deadline_s=0.1))
+    cluster = ModelCluster(sizes(), policies)
+    cluster.submit(make_request("first", words(4), max_tokens=60))
+    cluster.wait(200_000_000)
+    assert len(Counted.asked) == 2, "when it came and when it was due"
+    cluster.submit(make_request("second", words(4)))
+    for _ in range(20):
+        cluster.run_generate()
+    assert len(Counted.asked) == 3, "the steps of the first did not ask again"
+    cluster.submit(make_request("third", words(4)))
+    for _ in range(20):
+        cluster.run_generate()
+    assert len(Counted.asked) == 4
+    cluster.wait(200_000_000)
+    cluster.run_generate()
+    assert len(Counted.asked) == 5, "once for both"
+    assert cluster.notices == []
+    cluster.drain()
+    assert joined(cluster) == ["first", "second", "third"]
+    assert_served(cluster, *cluster.requests)
+
+
+def test_gathered_encodes_what_comes_within_the_deadline_together() -> None:
+    """E15: two images that arrive a moment apart are one batch; a full batch does not wait."""
+    policies = default_policies(encode_admission=Gathered(max_tokens=40))
+    cluster = ModelCluster(sizes(), policies)
+    cluster.submit(image_request("a", (b"a", 10)))
+    cluster.wait(50_000_000)
+    cluster.submit(image_request("b", (b"b", 10)))
+    assert cluster.encoded == []
+    cluster.wait(50_000_000)
+    assert cluster.encoded == [[b"a", b"b"]]
+    cluster.run_encode()
+    cluster.submit(image_request("c", (b"c", 40)))
+    assert cluster.encoded[1:] == [[b"c"]]
+    cluster.drain()
+
+
+class CountedFifo(Fifo, frozen=True, kw_only=True):
+    """Counts how often it is asked."""
+
+    asked: ClassVar[list[int]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.asked.append(view.now_ns)
+        return super().admit(view)
+
+
+@pytest.mark.parametrize("look_ahead", [0, 3])
+def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> None:
+    """E8: a request without blocks is looked at again when blocks came free, not in every step."""
+    CountedFifo.asked.clear()
+    policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
+    cluster = ModelCluster(sizes(blocks=25, prefix_cache=False), policies)
+    cluster.submit(make_request("first", words(4), max_tokens=60))
+    cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
+    cluster.run_generate()
+    assert len(CountedFifo.asked) == 2
+    for _ in range(40):
+        cluster.run_generate()
+    assert len(CountedFifo.asked) == 2
+    cluster.drain()
+    assert_served(cluster, "first", "second")
+
+
+def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
+    """Bounded: with it, the small ones use blocks that the large one cannot; then nothing passes it any more."""
+
+    def order(policy: AdmissionPolicy) -> list[str]:
+        limits = sizes(blocks=20, prefix_cache=False)
+        cluster = ModelCluster(limits, default_policies(generate_admission=policy))
+        cluster.submit(make_request("running", words(40), max_tokens=20))
+        cluster.submit(make_request("large", words(60, start=100), max_tokens=2))
+        cluster.submit(make_request("early", words(4, start=200), max_tokens=2))
+        cluster.run_generate()
+        cluster.wait(10_000_000_000)
+        cluster.submit(make_request("late", words(4, start=300), max_tokens=2))
+        cluster.drain()
+        assert_served(cluster, *cluster.requests)
+        return joined(cluster)
+
+    assert order(Fifo()) == ["running", "large", "early", "late"]
+    assert order(Fifo(look_ahead=2)) == ["running", "early", "large", "late"]
+    assert order(TokenBudget(look_ahead=2)) == ["running", "early", "large", "late"]
+    assert order(Fifo(look_ahead=2, starvation_s=60.0)) == ["running", "early", "late", "large"]
+
+
+@pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
+def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
+    """Both stages see what the request carries; an image is as urgent as the most urgent of those who want it."""
+
+    def order(policy: AdmissionPolicy) -> list[str]:
+        cluster = ModelCluster(sizes(encode_items=1, slots=1), default_policies(**{stage: policy}))
+        group = stage.removesuffix("_admission")
+        cluster.lose(group)
+        for name, priority, target_ms in [("a", 0, None), ("b", 1, 500), ("c", 2, 100)]:
+            text, item = [7], (0, 4, name.encode())
+            cluster.submit(
+                make_request(name, text, [item], priority=priority, ttft_target_ms=target_ms)
+            )
+        item = (0, 4, b"a")
+        cluster.submit(make_request("d", [8, 9], [item], priority=9, ttft_target_ms=1))
+        while cluster.encode_log:
+            cluster.run_encode()
+        cluster.restore(group)
+        cluster.drain()
+        assert_served(cluster, *cluster.requests)
+        if stage == "encode_admission":
+            return [key.decode() for batch in cluster.encoded for key in batch]
+        return joined(cluster)
+
+    expected = ["a", "c", "b"] if stage == "encode_admission" else ["d", "c", "b", "a"]
+    assert order(Priority()) == expected
+    assert order(Deadline()) == expected
+
+
+def encoded_after_first_chunk(policy: ChunkAware | Eager | Combined) -> list[bytes]:
+    """Return what is encoded when one chunk of the request has been sent and not come back."""
+    cluster = ModelCluster(sizes(chunk_tokens=8, slots=1), default_policies(encoding=policy))
+    text = words(40)
+    items = [(8, 4, b"first"), (20, 4, b"second"), (40, 4, b"third")]
+    cluster.submit(make_request("request", text, items))
+    while cluster.encode_log:
+        cluster.run_encode()
+    found = [key for batch in cluster.encoded for key in batch]
+    cluster.drain()
+    assert_served(cluster, "request")
+    return found
+
+
+def test_encoding_looks_as_far_ahead_as_configured() -> None:
+    """D1: the chunk that runs is text, and the kernel claims what the next one needs meanwhile."""
+    assert encoded_after_first_chunk(ChunkAware()) == [b"first"]
+    assert encoded_after_first_chunk(ChunkAware(look_ahead_chunks=2)) == [b"first", b"second"]
+    assert encoded_after_first_chunk(Eager()) == [b"first", b"second", b"third"]
+    assert len(encoded_after_first_chunk(Combined())) == 3
+
+
+@pytest.mark.parametrize("policy", [ChunkAware(), Eager(), Combined()], ids=repr)
+def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Eager | Combined) -> None:
+    """D2: an image more costs one encode, but for the baseline, which knows only whole sets."""
+    cluster = ModelCluster(sizes(prefix_cache=False), default_policies(encoding=policy))
+    counts: list[int] = []
+    for turn in range(1, 5):
+        items = [(0, 4, b"image%d" % number) for number in range(turn)]
+        cluster.submit(make_request(f"turn{turn}", [7], items))
+        cluster.drain()
+        counts.append(sum(len(batch) for batch in cluster.encoded) - sum(counts))
+    assert counts == ([1, 2, 3, 4] if isinstance(policy, Combined) else [1, 1, 1, 1])
+
+
+def test_scheduler_knows_no_architecture() -> None:
+    """E16: neither the kernel nor a policy has a rule for a model family."""
+    paths = [*(ROOT / "vsched/kernel").rglob("*.py"), *(ROOT / "policies").rglob("*.py")]
+    found = [
+        path.name
+        for path in [*paths, ROOT / "vsched/policy.py"]
+        if re.search(r"qwen|llava|internvl|model_type|family", path.read_text(), re.IGNORECASE)
+    ]
+    assert not found
+    assert len(paths) > 20

@@ -1,0 +1,71 @@
+"""Waiting entries and views for tests of admission policies."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+
+SECOND_NS = 1_000_000_000
+
+
+class Item(msgspec.Struct, frozen=True):
+    """An entry that waits."""
+
+    tokens: int | None
+    blocks: int = 0
+    priority: int = 0
+    arrived_ns: int = 0
+    target_ns: int | None = None
+
+
+def ask(
+    policy: AdmissionPolicy,
+    waiting: list[Item],
+    *,
+    entries_free: int = 100,
+    tokens_free: int = 0,
+    blocks_free: int = 0,
+    divisible: bool = False,
+    default_tokens: int = 2048,
+    now_ns: int = 0,
+) -> Admission:
+    """Ask a policy about entries; in the encode stage, or the generate stage where they are divisible."""
+    view = AdmissionView(
+        stage="generate" if divisible else "encode",
+        now_ns=now_ns,
+        waiting=waiting,
+        tokens_free=tokens_free,
+        entries_free=entries_free,
+        blocks_free=blocks_free,
+        running=0,
+        divisible=divisible,
+        default_tokens=default_tokens,
+    )
+    return policy.admit(view)
+
+
+def admit(
+    policy: AdmissionPolicy,
+    sizes: list[int | None],
+    *,
+    entries_free: int = 100,
+    tokens_free: int = 0,
+    divisible: bool = False,
+    default_tokens: int = 2048,
+    now_ns: int = 0,
+) -> tuple[list[int | None], list[int | None]]:
+    """Return the sizes admitted and the sizes that remain, each in order; the entries came at 0."""
+    admission = ask(
+        policy,
+        [Item(size) for size in sizes],
+        entries_free=entries_free,
+        tokens_free=tokens_free,
+        divisible=divisible,
+        default_tokens=default_tokens,
+        now_ns=now_ns,
+    )
+    assert admission.hold_until_ns is None, "it holds"
+    chosen = list(admission.indices)
+    rest = [size for index, size in enumerate(sizes) if index not in chosen]
+    return [sizes[index] for index in chosen], rest

@@ -1,0 +1,21 @@
+"""A replica whose ranks live in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.aio.ranks import SEPARATE, Played
+
+
+@pytest.fixture
+async def played(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[Played]:
+    """A started replica, of one crew for each group unless the test's parameter says otherwise."""
+    played = Played(monkeypatch, tmp_path)
+    await played.start(getattr(request, "param", SEPARATE))
+    yield played
+    await played.close()

@@ -1,0 +1,279 @@
+"""What may raise inside a replica, and whom it may harm: one stream, or all of them, but never silently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from tests.unit.aio.ranks import Played, Stream, Text
+from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.config import Config
+from vsched.engine import Engine
+from vsched.errors import RequestRefused
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command, SetTimer
+from vsched.kernel.events import Cleared, Event, Stepped, Submitted, Timer
+from vsched.testing import make_request
+from vsched.types import FinishReason
+
+PROMPTS = ([11, 12], [21, 22, 23], [31])
+
+
+def streams_of(played: Played, **odd: object) -> list[Stream]:
+    """Submit three requests; the one in the middle is odd."""
+    return [
+        Stream(played.replica, make_request(f"r{index}", prompt), **(odd if index == 1 else {}))  # type: ignore[arg-type]
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        (Text(push_at=1), 1),
+        (Text(push_at=4), 4),
+        (Text(push_at=10), 10),
+        (Text(flush=ValueError("half a character")), 10),
+    ],
+    ids=["push first", "push later", "push last", "flush"],
+)
+async def test_replica_stream_whose_text_fails_ends_alone(
+    played: Played, text: Text, taken: int
+) -> None:
+    """F2, F4: its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
+    streams = streams_of(played, text=text)
+    played.ranks.run()
+    error = await streams[1].error()
+    assert (str(error), error.code, error.status) == (
+        "the answer could not be turned into text",
+        "internal_error",
+        500,
+    )
+    assert streams[1].reason is FinishReason.ERROR
+    assert streams[1].generation.output_tokens == taken
+    for index in (0, 2):
+        assert await streams[index].tokens() == expected_tokens(PROMPTS[index], 10)
+    assert [stream.ends for stream in streams] == [1, 1, 1]
+    statistics = played.replica.statistics()
+    assert (statistics["running"], statistics["waiting"]) == (0, 0)
+    assert played.replica.healthy
+
+
+async def test_replica_stream_whose_text_fails_stops_computing(played: Played) -> None:
+    """F3: what it holds is free before the next step."""
+    broken, good = [
+        Stream(played.replica, make_request(name, [11]), max_tokens=300, text=text)
+        for name, text in (("broken", Text(push_at=2)), ("good", Text()))
+    ]
+    played.ranks.run(2)
+    assert (broken.ends, good.ends) == (1, 0)
+    assert played.replica.statistics()["running"] == 1
+
+
+async def test_replica_on_end_that_raises_harms_nobody(played: Played) -> None:
+    """F4: the stream has its end all the same."""
+    streams = streams_of(played, end_error=RuntimeError("a lease"))
+    played.ranks.run()
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        assert await stream.tokens() == expected_tokens(prompt, 10)
+    assert played.replica.load_tokens() == 0
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
+    """Let the scheduler raise at an event of this kind."""
+    real = Scheduler.handle
+
+    def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
+        if isinstance(event, kind):
+            raise KeyError("a state that cannot be")
+        return real(kernel, event, now_ns)
+
+    monkeypatch.setattr(Scheduler, "handle", handle)
+
+
+async def all_given_up(played: Played, streams: list[Stream]) -> None:
+    """Assert that every stream ended with one error, and that nothing works on."""
+    for stream in streams:
+        error = await stream.error()
+        assert (str(error), error.code, error.status) == ("the scheduler failed", "given_up", 503)
+    await played.ranks.until(lambda: all(rank.ended for rank in played.ranks.made))
+    assert not played.replica.healthy
+    assert played.replica.load_tokens() == 0
+    starts = played.ranks.starts
+    with pytest.raises(RequestRefused, match="the scheduler failed. Remedy: restart") as caught:
+        Stream(played.replica, make_request("late", [41]))
+    assert (caught.value.code, caught.value.status) == ("given_up", 503)
+    await played.replica.wait_idle()
+    assert played.ranks.starts == starts
+
+
+@pytest.mark.parametrize("group", ["generate", "encode"])
+async def test_replica_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
+    played: Played, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    """F2, F4: an error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
+    streams = streams_of(played)
+    played.ranks.run(2)
+    fail_on(monkeypatch, Stepped)
+    played.ranks.run(1)
+    await all_given_up(played, streams)
+    played.ranks.of(group).exit(1)
+    assert [stream.ends for stream in streams] == [1, 1, 1]
+
+
+async def test_replica_scheduler_that_fails_at_a_submission_refuses_it(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4: who submits meanwhile is refused and has no stream to wait at; the others have their end."""
+    streams = streams_of(played)
+    fail_on(monkeypatch, Submitted)
+    with pytest.raises(RequestRefused) as caught:
+        Stream(played.replica, make_request("odd", [41]))
+    assert (caught.value.code, caught.value.status) == ("given_up", 503)
+    await all_given_up(played, streams)
+
+
+async def test_replica_command_that_fails_ends_everything(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2, F4: the same where the commands cannot be carried out, such as a decision that cannot be encoded."""
+    streams = streams_of(played)
+
+    def send(rank: int, frames: object) -> bool:
+        raise OverflowError("Integer value out of range")
+
+    monkeypatch.setattr(played.ranks.wires["generate"], "send", send)
+    played.ranks.run(1)
+    await all_given_up(played, streams)
+
+
+async def test_replica_that_fails_ends_a_restart_that_loads(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2: ranks that are on their way for a scheduler that serves nothing more are stopped."""
+    streams = streams_of(played)
+    played.ranks.of("encode").exit(1)
+    await played.ranks.until(lambda: played.ranks.starts == 3)
+    fail_on(monkeypatch, Stepped)
+    played.ranks.run(1)
+    await all_given_up(played, streams)
+    await played.ranks.until(lambda: not played.replica.pids)
+
+
+async def test_replica_that_fails_ends_a_restart_that_pauses(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2: nor does one begin after the pause."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.failures.append(OSError("no processes left"))
+    ranks.pause_over.clear()
+    ranks.of("encode").exit(1)
+    await ranks.until(lambda: ranks.pauses_s)
+    fail_on(monkeypatch, Stepped)
+    ranks.run(1)
+    await all_given_up(played, streams)
+    ranks.pause_over.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert ranks.starts == 2
+    assert played.replica.pids == []
+
+
+async def test_engine_whose_scheduler_failed_says_so(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2, F4: `/health` tells it, and requests are refused before their images are touched."""
+    engine = Engine(Config())
+    engine._replicas, engine._state = [played.replica], "ready"
+    assert engine.state == "ready"
+    fail_on(monkeypatch, Cleared)
+    await engine.clear()
+    assert engine.state == "failed"
+    with pytest.raises(RequestRefused, match="the server is failed") as caught:
+        await engine.generate(prompt="x", request_id="r")
+    assert caught.value.status == 503
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"text": Text(flush=ValueError("half a character"))},
+        {"end_error": RuntimeError("a lease")},
+    ],
+    ids=["well", "flush", "on_end"],
+)
+async def test_replica_stop_ends_every_stream_and_every_rank(
+    played: Played, odd: dict[str, object]
+) -> None:
+    """F2, F4: clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
+    streams = streams_of(played, **odd)
+    played.ranks.run(3)
+    await played.replica.stop()
+    for stream in streams:
+        error = await stream.error()
+        assert (error.code, error.status) == ("stopping", 503)
+    assert all(rank.ended for rank in played.ranks.made)
+    assert played.replica.pids == []
+
+
+async def test_replica_stop_of_a_scheduler_that_fails_ends_everything(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2, F4: also when the scheduler raises at that very moment."""
+    streams = streams_of(played)
+    fail_on(monkeypatch, Cleared)
+    await played.replica.stop()
+    assert [(await stream.error()).code for stream in streams] == ["given_up"] * 3
+    assert all(rank.ended for rank in played.ranks.made)
+
+
+class FakeTimer:
+    def __init__(self, delay_s: float, fire: Callable[[], None]) -> None:
+        self.delay_s, self.fire, self.cancelled = delay_s, fire, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def test_replica_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2: a new time takes the place of the old, or thousands of submissions leave thousands of timers."""
+    replica, timers = played.replica, list[FakeTimer]()
+    rung: list[Event] = []
+
+    class Loop:
+        def call_later(
+            self, delay_s: float, call: Callable[[Event], None], event: Event
+        ) -> FakeTimer:
+            timers.append(FakeTimer(delay_s, lambda: call(event)))
+            return timers[-1]
+
+    def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
+        rung.append(event)
+        return [SetTimer(now_ns + 1_000_000_000 // len(rung))]
+
+    real_loop = replica._loop
+    monkeypatch.setattr(Scheduler, "handle", handle)
+    monkeypatch.setattr(replica, "_loop", Loop())
+    for count in range(1, 6):
+        replica.clear()
+        assert [timer.cancelled for timer in timers] == [True] * (count - 1) + [False]
+        assert 0.9 / count < timers[-1].delay_s <= 1 / count
+    timers[-1].fire()
+    assert rung[-1] == Timer()
+    monkeypatch.undo()
+    replica._loop = real_loop
+
+
+@pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
+async def test_replica_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
+    """F2: what the start of a rank raises reaches the caller, and the other crew is stopped."""
+    await played.replica.stop()
+    played.ranks.failures.append(error)
+    with pytest.raises(type(error)):
+        await played.start()
+    assert all(rank.ended for rank in played.ranks.made)

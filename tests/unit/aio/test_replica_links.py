@@ -1,0 +1,82 @@
+"""What comes over a link and cannot be read, or raises where it is taken, keeps nobody from hearing the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.unit.aio.ranks import Played, Stream
+from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.testing import make_request
+from vsched.transport.zmq_link import LeaderLink, RankLink, rank_identity
+from vsched.wire import Failure, Hello, Loading, Report, encode_report
+
+
+async def test_link_goes_on_after_a_report_that_could_not_be_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F2: the descriptor is edge-triggered: who stops draining at an exception never hears the frames behind it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    heard: list[bytes] = []
+    done = asyncio.Event()
+
+    def on_frame(identity: bytes, frame: bytes) -> None:
+        heard.append(frame)
+        if frame == b"last":
+            done.set()
+        if frame.startswith(b"bad"):
+            raise RuntimeError("a progress bar")
+
+    link = LeaderLink(context, f"ipc://{tmp_path}/group", on_frame)
+    rank = RankLink(link.address, 0)
+    sent = [b"first", b"bad", b"ready", b"bad too", b"bad again", b"last"]
+    for frame in sent:
+        rank.send(frame)
+    async with asyncio.timeout(5):
+        await done.wait()
+    assert heard == sent
+    assert caplog.text.count("RuntimeError: a progress bar") == 3
+    rank.close()
+    link.close()
+    context.destroy(linger=0)
+
+
+def garbled(report: Report) -> bytes:
+    """Return a frame whose text is no UTF-8: `Loading`'s what, `Failure`'s kind, `Hello`'s secret."""
+    frame = encode_report(report)
+    assert frame.count(b"ab") == 1
+    return frame.replace(b"ab", b"\xff\xfe")
+
+
+REPORTS = [Loading("ab", 0.5), Failure("ab", "why"), Failure("why", "ab"), Hello(0, "ab")]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+async def test_replica_report_that_is_no_text_loses_the_group(
+    played: Played, report: Report
+) -> None:
+    """F2, F6: it is told as any frame that is no report, and the requests go on."""
+    ranks = played.ranks
+    stream = Stream(played.replica, make_request("r", [11, 12]))
+    ranks.run(3)
+    ranks.wires["generate"].hear(rank_identity(0), garbled(report))
+    assert not played.replica.healthy
+    await ranks.until(lambda: played.replica.healthy)
+    ranks.run()
+    assert await stream.tokens() == expected_tokens([11, 12], 10)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+async def test_replica_stranger_that_sends_no_text_is_ignored(
+    played: Played, report: Report
+) -> None:
+    """G2: who did not prove itself brings nothing down."""
+    ranks = played.ranks
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: ranks.starts == 3)  # the new one has not said anything yet
+    ranks.wires["generate"].hear(rank_identity(0), garbled(report))
+    await ranks.until(lambda: played.replica.healthy)
+    assert ranks.starts == 3

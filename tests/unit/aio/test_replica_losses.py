@@ -1,0 +1,271 @@
+"""A lost group comes back, its requests go on with the tokens they would have had, or everybody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+
+from tests.unit.aio.ranks import BLOCKS, SEPARATE, TOGETHER, Played, Result, Stream
+from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.aio.replica import LOSSES_WINDOW_S, RESTART_DELAYS_S
+from vsched.errors import CheckpointError, RequestRefused
+from vsched.testing import make_request
+from vsched.wire import EncodeResult, GenerateResult
+
+PROMPTS = ([11, 12], [21, 22, 23], [31])
+BOTH_PLACEMENTS = pytest.mark.parametrize(
+    "played", [SEPARATE, TOGETHER], indirect=True, ids=["separate", "together"]
+)
+SHORT = slice(4)
+
+
+def streams_of(played: Played) -> list[Stream]:
+    return [
+        Stream(played.replica, make_request(f"r{index}", prompt))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+async def check_tokens(streams: list[Stream]) -> None:
+    """Assert that nobody noticed anything."""
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        assert await stream.tokens() == expected_tokens(prompt, 10)
+
+
+def of_step(result: Result, step: int) -> Result:
+    return msgspec.structs.replace(result, step=step)
+
+
+def of_bytes(
+    result: Result, *, tokens: slice = slice(None), numbers: slice = slice(None), more: bytes = b""
+) -> Result:
+    assert isinstance(result, GenerateResult)
+    return msgspec.structs.replace(
+        result, tokens=result.tokens[tokens] + more, numbers=result.numbers[numbers]
+    )
+
+
+ODD: dict[str, Callable[[Result], Result]] = {
+    "step back": lambda result: of_step(result, result.step - 1),
+    "step ahead": lambda result: of_step(result, result.step + 1),
+    "step nonsense": lambda result: of_step(result, -7),
+    "type": lambda result: EncodeResult(result.step, "", 0),
+    "tokens and numbers short": lambda result: of_bytes(result, tokens=SHORT, numbers=SHORT),
+    "tokens short": lambda result: of_bytes(result, tokens=SHORT),
+    "numbers short": lambda result: of_bytes(result, numbers=SHORT),
+    "tokens long": lambda result: of_bytes(result, more=bytes(4)),
+    "no whole int32": lambda result: of_bytes(result, tokens=slice(-1)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@BOTH_PLACEMENTS
+async def test_replica_result_that_cannot_be_loses_the_group(played: Played, odd: str) -> None:
+    """F2, F6: nothing of it is believed, the ranks are replaced, and the requests go on where they were."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    starts, victim = ranks.starts, ranks.of("generate")
+    ranks.say("generate", ODD[odd](ranks.step()))
+    assert not played.replica.healthy
+    await ranks.until(lambda: played.replica.healthy)
+    assert victim.ended
+    assert ranks.starts == starts + 1
+    ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("odd", ["step ahead", "type"])
+async def test_replica_encode_result_that_cannot_be_loses_the_encoder(
+    played: Played, odd: str
+) -> None:
+    """F2, F6: the image is encoded again; text does not wait for it."""
+    ranks = played.ranks
+    image = Stream(played.replica, make_request("image", [7], [(0, 6, b"a")]))
+    text = Stream(played.replica, make_request("text", [11]))
+    result = ranks.step("encode")
+    nothing = GenerateResult(result.step, b"", b"", [], [], 0)
+    ranks.say("encode", nothing if odd == "type" else of_step(result, result.step + 1))
+    assert not played.replica.healthy
+    while ranks.wires["generate"].frames:
+        ranks.say("generate", ranks.step())
+    assert await text.tokens() == expected_tokens([11], 10)
+    await ranks.until(lambda: played.replica.healthy)
+    ranks.run()
+    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+
+
+async def test_replica_report_of_a_lost_rank_is_dropped(played: Played) -> None:
+    """F6: what it says before it is replaced would put tokens twice into the streams."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    late = ranks.step()
+    ranks.of("generate").exit(-9)
+    ranks.say("generate", late)
+    await ranks.until(lambda: played.replica.healthy)
+    ranks.run()
+    await check_tokens(streams)
+
+
+ANYTHING = (
+    OSError("no processes left"),
+    zmq.ZMQError(2),
+    CheckpointError("swept away"),
+    AssertionError("a bug"),
+    KeyError("another"),
+)
+
+
+@pytest.mark.parametrize("failures", range(len(RESTART_DELAYS_S)))
+async def test_replica_restart_goes_on_whatever_an_attempt_raises(
+    played: Played, failures: int
+) -> None:
+    """F2, F6: the next pause follows, and who waited gets the tokens they would have had."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    ranks.failures.extend(ANYTHING[:failures])
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.replica.healthy)
+    assert ranks.pauses_s == list(RESTART_DELAYS_S[1 : failures + 1])
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def test_replica_that_cannot_restart_ends_every_stream(played: Played) -> None:
+    """F2, F4: after the last attempt everybody gets one error, and nobody is accepted any more."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    image = Stream(played.replica, make_request("image", [7], [(0, 6, b"a")]))
+    ranks.run(3)
+    ranks.failures.extend(ANYTHING)
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.replica.given_up)
+    assert len(ranks.failures) == len(ANYTHING) - len(RESTART_DELAYS_S)
+    for stream in [*streams, image]:
+        error = await stream.error()
+        assert str(error) == "generate could not be restarted"
+        assert (error.code, error.status) == ("given_up", 503)
+    await ranks.until(lambda: all(rank.ended for rank in ranks.made))
+    with pytest.raises(RequestRefused) as caught:
+        Stream(played.replica, make_request("late", [41]))
+    assert (caught.value.code, caught.value.status) == ("given_up", 503)
+
+
+@BOTH_PLACEMENTS
+async def test_replica_lost_while_it_resumes_restarts_again(played: Played) -> None:
+    """F6: the first decision after a restart finds the rank gone; that is a loss like any other."""
+    ranks = played.ranks
+    twice = Stream(played.replica, make_request("twice", [51]))
+    ranks.run(3)
+    starts = ranks.starts
+    ranks.deaf.add("generate")
+    ranks.of("generate").exit(-9)
+    streams = streams_of(played)
+    await ranks.until(lambda: played.replica.healthy and not ranks.deaf)
+    assert ranks.starts == starts + 2
+    ranks.run()
+    await check_tokens(streams)
+    # It was running at both losses, and so may be why: it is the only one to go.
+    assert (await twice.error()).code == "group_lost"
+
+
+@pytest.mark.parametrize("played", [TOGETHER], indirect=True)
+async def test_replica_together_lost_by_its_encoder_while_it_resumes(played: Played) -> None:
+    """F6: the encoder's first decision fails, and with it goes the other group of the same processes."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    image = Stream(played.replica, make_request("image", [7], [(0, 6, b"a")]))
+    starts = ranks.starts
+    ranks.deaf.add("encode")
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.replica.healthy and not ranks.deaf)
+    assert ranks.starts == starts + 2
+    ranks.run()
+    await check_tokens(streams)
+    # The encoder was lost twice with this image, which may be why: it is the only one to go.
+    assert (await image.error()).code == "encode_failed"
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS + 1])
+async def test_replica_comes_back_with_as_many_blocks(played: Played, blocks: int) -> None:
+    """F6: more than the kernel knows do no harm."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    ranks.blocks = blocks
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.replica.healthy)
+    assert ranks.pauses_s == []
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def test_replica_refuses_ranks_with_fewer_blocks(
+    played: Played, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F2, F6: the kernel would name blocks that are not there; the next attempt may find the memory free."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    ranks.blocks = BLOCKS - 1
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: ranks.starts == 3)
+    small = ranks.of("generate")
+    ranks.blocks = BLOCKS
+    await ranks.until(lambda: played.replica.healthy)
+    assert small.ended
+    assert ranks.starts == 4
+    assert f"value {BLOCKS - 1} blocks, limit at least {BLOCKS} blocks" in caplog.text
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def test_replica_refused_ranks_that_are_lost_as_well_change_nothing(played: Played) -> None:
+    """F6: they were not in use; their requests are not blamed for it."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run(3)
+    ranks.blocks = BLOCKS - 1
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: ranks.pauses_s)
+    ranks.blocks = BLOCKS
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.replica.healthy)
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def lose(played: Played) -> None:
+    """Lose the generate group, and wait until it is back or given up."""
+    played.ranks.pauses_s.clear()
+    played.ranks.of("generate").exit(-9)
+    await played.ranks.until(lambda: played.replica.healthy or played.replica.given_up)
+
+
+async def test_replica_losses_in_quick_succession_skip_the_short_pauses(played: Played) -> None:
+    """F2: ranks that die as soon as they are up do not make the server spin; in the end everybody is told."""
+    pauses_s: list[list[float]] = []
+    for _ in RESTART_DELAYS_S:
+        await lose(played)
+        assert played.replica.healthy
+        pauses_s.append([*played.ranks.pauses_s])
+    assert pauses_s == [[delay_s] if delay_s else [] for delay_s in RESTART_DELAYS_S]
+    stream = Stream(played.replica, make_request("r", [11]))
+    await lose(played)
+    assert played.replica.given_up == "generate could not be restarted"
+    assert (await stream.error()).code == "given_up"
+
+
+async def test_replica_losses_far_apart_are_each_the_first(played: Played) -> None:
+    """F6: a server that loses a rank a day serves for ever."""
+    for _ in range(3 * len(RESTART_DELAYS_S)):
+        await lose(played)
+        assert played.ranks.pauses_s == []
+        losses_s = played.replica._losses_s
+        losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
+    assert played.replica.healthy

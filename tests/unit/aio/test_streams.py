@@ -1,0 +1,164 @@
+"""The table of live streams: tokens by slot, one end each, and no stream harms another."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.aio.ranks import Text
+from vsched.aio.stream import Generation
+from vsched.aio.streams import StreamTable, int32_array
+from vsched.errors import RequestFailed
+from vsched.kernel.commands import Finish, RequestTimes
+from vsched.types import FinishReason
+from vsched.wire import GenerateResult, TokenLogprob
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class Table:
+    """A table of streams `r1`, `r2`, …, numbered so."""
+
+    def __init__(self, *texts: Text, logprobs: bool = False) -> None:
+        self.broken: list[str] = []
+        self.ends: list[str] = []
+        self.end_error: Exception | None = None
+        self.streams = StreamTable(self.broken.append)
+        self.generations: dict[int, Generation] = {}
+        for number, text in enumerate(texts, 1):
+            self.generations[number] = self._generation(f"r{number}", text, logprobs=logprobs)
+            self.streams.add(number, self.generations[number])
+
+    def _generation(self, name: str, text: Text, *, logprobs: bool) -> Generation:
+        return Generation(
+            name,
+            prompt_tokens=5,
+            detokenizer=text,
+            stop=(),
+            stop_token_ids=frozenset(),
+            logprobs=logprobs,
+            on_stop=lambda *_: None,
+            on_end=lambda: self._on_end(name),
+        )
+
+    def _on_end(self, name: str) -> None:
+        self.ends.append(name)
+        if self.end_error is not None:
+            raise self.end_error
+
+    def emit(self, pairs: Pairs, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Emit a token for each (number, token), by slot."""
+        numbers, tokens = (array("i", column).tobytes() for column in zip(*pairs, strict=True))
+        self.streams.emit(GenerateResult(1, tokens, numbers, [], list(logprobs), 0))
+
+    def finish(self, number: int, reason: FinishReason = FinishReason.LENGTH) -> None:
+        self.streams.finish(Finish(f"r{number}", number, reason, RequestTimes()))
+
+    async def tokens(self, number: int) -> list[int]:
+        async with asyncio.timeout(1):
+            deltas = [delta async for delta in self.generations[number]]
+        return [token for delta in deltas for token in delta.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "first", "second"),
+    [
+        ([(1, 7), (2, 8), (-1, -1)], [7], [8]),
+        ([(2, 8), (1, 7)], [7], [8]),
+        ([(1, -1), (2, 0)], [], [0]),
+        ([(3, 9), (0, 9), (1, 7)], [7], []),
+    ],
+    ids=["by slot", "other slots", "no token", "nobody's"],
+)
+async def test_stream_table_gives_each_stream_its_token(
+    pairs: Pairs, first: list[int], second: list[int]
+) -> None:
+    """F4: by the number of the request; what is nobody's any more is dropped."""
+    table = Table(Text(), Text())
+    table.emit(pairs)
+    for number in (1, 2):
+        table.finish(number)
+    assert await table.tokens(1) == first
+    assert await table.tokens(2) == second
+    assert table.ends == ["r1", "r2"]
+
+
+async def test_stream_table_gives_logprobs_by_slot() -> None:
+    table = Table(Text(), Text(), logprobs=True)
+    table.emit([(2, 8), (1, 7)], [TokenLogprob(1, -0.5, [(7, -0.5)])])
+    delta = await anext(table.generations[1])
+    assert delta.logprobs is not None
+    assert [(one.token_id, one.logprob, one.top) for one in delta.logprobs] == [
+        (7, -0.5, [(7, -0.5)])
+    ]
+    assert (await anext(table.generations[2])).logprobs == []
+
+
+async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_more() -> None:
+    """F2, F4: the others have their token of the same step, and the reader of this one gets an error."""
+    table = Table(Text(push_at=2), Text())
+    for token in (7, 8, 9):
+        table.emit([(1, token), (2, token)])
+    assert table.broken == ["r1"]
+    table.finish(1, FinishReason.LENGTH)  # whatever the kernel says
+    table.finish(2)
+    with pytest.raises(RequestFailed, match="could not be turned into text"):
+        await table.tokens(1)
+    assert table.generations[1].output_tokens == 2
+    assert await table.tokens(2) == [7, 8, 9]
+    assert table.ends == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishReason) -> None:
+    """F2, F4: a reader must not take what came so far for the whole answer."""
+    table = Table(Text(flush=ValueError("half a character")))
+    table.emit([(1, 7)])
+    table.finish(1, reason)
+    assert table.generations[1].reason is FinishReason.ERROR
+    with pytest.raises(RequestFailed, match="could not be turned into text"):
+        await table.tokens(1)
+    assert table.ends == ["r1"]
+
+
+@pytest.mark.parametrize("texts", [0, 1, 3])
+async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
+    """F2, F4: each once, with the same error, also where giving back what they hold raises."""
+    table = Table(*(Text(flush=ValueError("half a character")) for _ in range(texts)))
+    table.end_error = RuntimeError("a lease")
+    table.streams.fail_all("the scheduler failed", code="given_up")
+    for generation in table.generations.values():
+        with pytest.raises(RequestFailed, match="^the scheduler failed$") as caught:
+            await anext(generation)
+        assert (caught.value.code, caught.value.status) == ("given_up", 503)
+    assert table.ends == [f"r{number}" for number in table.generations]
+    table.streams.fail_all("again", code="given_up")
+    assert len(table.ends) == texts
+    await table.streams.wait_idle()
+
+
+async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
+    """F4: who drains waits for exactly that, also past an end that raises."""
+    table = Table(Text(), Text())
+    table.end_error = RuntimeError("a lease")
+    idle = asyncio.ensure_future(table.streams.wait_idle())
+    table.emit([(1, 7), (2, 8)])
+    assert table.streams.tokens() == 12
+    assert table.streams.request_ids(1) == ["r1"]
+    table.finish(1)
+    await asyncio.sleep(0)
+    assert not idle.done()
+    assert table.streams.tokens() == 6
+    table.finish(2)
+    await asyncio.sleep(0)
+    assert idle.done()
+    assert (table.streams.tokens(), table.streams.request_ids(9)) == (0, [])
+
+
+def test_int32_array_refuses_what_is_no_whole_number_of_values() -> None:
+    assert int32_array(b"\x01\x00\x00\x00\xff\xff\xff\xff").tolist() == [1, -1]
+    with pytest.raises(ValueError, match="multiple"):
+        int32_array(b"\x01\x00\x00")

@@ -1,0 +1,321 @@
+"""The life of a server: the port first, then the engine; a signal drains, a second one stops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from vsched.aio.crew import STOP_GRACE_S
+from vsched.api import server as server_module
+from vsched.api.server import RunningServer, running_server, serve
+from vsched.config import Config, ModelConfig, ServerConfig
+from vsched.engine import Engine
+from vsched.errors import CheckpointError, ConfigError, GroupLost
+
+
+class Acted:
+    """What happens to an engine that does nothing; `loading`, `draining` hold it up, `errors` are raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.grace_s = -1.0
+        self.loading: asyncio.Event | None = None
+        self.draining: asyncio.Event | None = None
+        self.drain_begun = asyncio.Event()
+        self.errors: dict[str, Exception] = {}
+
+        async def start(engine: Engine) -> None:
+            await self._do("start", self.loading)
+
+        async def drain(engine: Engine) -> None:
+            self.drain_begun.set()
+            await self._do("drain", self.draining)
+
+        async def stop(engine: Engine, *, grace_s: float) -> None:
+            self.grace_s = grace_s
+            await self._do("stop", None)
+
+        monkeypatch.setattr(Engine, "start", start)
+        monkeypatch.setattr(Engine, "drain", drain)
+        monkeypatch.setattr(Engine, "stop", stop)
+
+    async def _do(self, name: str, until: asyncio.Event | None) -> None:
+        self.calls.append(name)
+        if name in self.errors:
+            raise self.errors[name]
+        if until is not None:
+            try:
+                await until.wait()
+            except asyncio.CancelledError:
+                self.calls.append(f"{name} cancelled")
+                raise
+
+
+class QuietServer:
+    """Stands for uvicorn, which looks only now and then whether it should exit."""
+
+    made: list[QuietServer]
+
+    def __init__(self, config: object) -> None:
+        self._exit = asyncio.Event()
+        self.over = False
+        self.force_exit = False
+        QuietServer.made.append(self)
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, _: bool) -> None:
+        self._exit.set()
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        await self._exit.wait()
+        self.over = True
+
+
+@pytest.fixture
+async def acted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Acted]:
+    QuietServer.made = []
+    monkeypatch.setattr(server_module, "_Server", QuietServer)
+    yield Acted(monkeypatch)
+    assert all(server.over for server in QuietServer.made), "a server serves on"
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def config(**server: object) -> Config:
+    return Config(model=ModelConfig(path="nowhere"), server=ServerConfig(**{"port": 0, **server}))  # type: ignore[arg-type]
+
+
+def is_free(url: str) -> bool:
+    """Return whether the address of a server could be taken again."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError:
+            return False
+    return True
+
+
+async def enter(settings: Config) -> None:
+    async with running_server(settings):
+        raise AssertionError("it runs")
+
+
+async def test_server_busy_port_is_told_before_anything_is_loaded(
+    acted: Acted, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2: one error with the key, the address and the remedy; no engine is even made."""
+
+    def make(*_: object, **__: object) -> None:
+        raise AssertionError("an engine for a server that cannot listen")
+
+    monkeypatch.setattr(server_module, "Engine", make)
+    with pytest.raises(ConfigError) as caught:
+        await enter(config(port=taken))
+    assert str(caught.value) == (
+        f"server.port: cannot listen on 127.0.0.1:{taken} (Address already in use). "
+        "Remedy: choose a free port, or 0 to let the system choose"
+    )
+    assert acted.calls == []
+    assert QuietServer.made == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Config(), "model.path: no checkpoint given"),
+        (config(host="host.invalid."), "server.port: cannot listen on host.invalid."),
+        (config(api_key_variable="VSCHED_NO_SUCH_KEY"), "VSCHED_NO_SUCH_KEY is empty or not set"),
+    ],
+    ids=["no model", "no such host", "no key"],
+)
+async def test_server_that_cannot_be_made_leaves_no_socket(
+    acted: Acted, monkeypatch: pytest.MonkeyPatch, settings: Config, message: str
+) -> None:
+    """F2: and tells so before anything is loaded."""
+    listeners: list[socket.socket] = []
+    real = socket.create_server
+
+    def create(address: tuple[str, int], **kind: int) -> socket.socket:
+        if address[0] == "host.invalid.":
+            raise socket.gaierror(-2, "Name or service not known")
+        listeners.append(real(address, **kind))  # type: ignore[arg-type]
+        return listeners[-1]
+
+    monkeypatch.setattr(socket, "create_server", create)
+    with pytest.raises(ConfigError, match=message):
+        await enter(settings)
+    assert acted.calls == []
+    assert all(listener.fileno() == -1 for listener in listeners)
+
+
+@pytest.mark.parametrize("error", [CheckpointError("corrupt"), GroupLost("gone"), OSError("odd")])
+async def test_server_whose_engine_cannot_start_ends(acted: Acted, error: Exception) -> None:
+    """F2: the failure travels to the caller, and the address is free again."""
+    acted.errors["start"] = error
+    with pytest.raises(type(error), match=str(error)):
+        await enter(config())
+    assert acted.calls == ["start", "stop"]
+
+
+async def test_server_left_drains_and_stops(acted: Acted) -> None:
+    async with running_server(config()) as running:
+        url = running.url
+        assert not is_free(url)
+        assert acted.calls == ["start"]
+    assert acted.calls == ["start", "drain", "stop"]
+    assert acted.grace_s == STOP_GRACE_S
+    assert is_free(url)
+
+
+async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
+    """F2: nobody waits for requests when something is wrong."""
+    with pytest.raises(KeyError):
+        async with running_server(config()):
+            raise KeyError
+    assert acted.calls == ["start", "stop"]
+
+
+@pytest.mark.parametrize("name", ["drain", "stop"])
+async def test_server_whose_engine_fails_at_the_end_ends_all_the_same(
+    acted: Acted, name: str
+) -> None:
+    """F2: what draining or stopping raises reaches the caller, and nothing listens on."""
+    acted.errors[name] = RuntimeError(name)
+    with pytest.raises(RuntimeError, match=name):
+        async with running_server(config()) as running:
+            url = running.url
+    assert acted.calls[-1] == "stop"
+    assert is_free(url)
+
+
+class Served:
+    """A server that runs until a signal, as `vsched serve` does."""
+
+    def __init__(self, acted: Acted) -> None:
+        self.ready = asyncio.Event()
+        self.drains = 0
+        self._acted = acted
+        self.task = asyncio.create_task(
+            serve(config(), on_ready=self._on_ready, on_drain=self._on_drain)
+        )
+
+    def _on_ready(self, running: RunningServer) -> None:
+        self._acted.calls.append("ready")
+        self.ready.set()
+
+    def _on_drain(self) -> None:
+        self.drains += 1
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - a signal has no event
+                await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        async with asyncio.timeout(5):
+            await self.task
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) -> None:
+    """F4: live requests are awaited; ranks have their grace."""
+    acted.draining = asyncio.Event()
+    served = Served(acted)
+    await served.ready.wait()
+    signal.raise_signal(number)
+    await acted.drain_begun.wait()
+    assert served.drains == 1
+    assert not served.task.done()
+    acted.draining.set()
+    await served.end()
+    assert acted.calls == ["start", "ready", "drain", "stop"]
+    assert acted.grace_s == STOP_GRACE_S
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.Signals) -> None:
+    """F2: whoever presses Ctrl-C twice does not wait for a request, nor for the grace of a rank."""
+    acted.draining = asyncio.Event()
+    served = Served(acted)
+    await served.ready.wait()
+    signal.raise_signal(signal.SIGINT)
+    await acted.drain_begun.wait()
+    signal.raise_signal(second)
+    await served.end()
+    assert served.drains == 1
+    assert acted.calls == ["start", "ready", "drain", "drain cancelled", "stop"]
+    assert acted.grace_s == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int) -> None:
+    """F2: there is nothing to drain; a second one does not keep the ranks from being stopped."""
+    acted.loading = asyncio.Event()
+    served = Served(acted)
+    await served.until(lambda: acted.calls)
+    for _ in range(signals):
+        signal.raise_signal(signal.SIGTERM)
+    await served.until(served.task.done)
+    assert served.task.cancelled()
+    assert (acted.calls, served.drains) == (["start", "start cancelled", "stop"], 0)
+
+
+async def get(url: str, path: str) -> bytes:
+    """Return the first line of the answer to a GET."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    async with asyncio.timeout(5):
+        line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return line
+
+
+async def test_server_answers_while_it_loads(
+    monkeypatch: pytest.MonkeyPatch, unused_port: int
+) -> None:
+    """F2: 503 until the engine is ready, over a real socket; then nothing listens any more."""
+    acted = Acted(monkeypatch)
+    acted.loading = asyncio.Event()
+    url = f"http://127.0.0.1:{unused_port}"
+
+    async def run() -> None:
+        async with running_server(config(port=unused_port)):
+            pass
+
+    task = asyncio.create_task(run())
+    while not acted.calls:  # noqa: ASYNC110 - it has no event yet
+        await asyncio.sleep(0)
+    assert (await get(url, "/ready")).startswith(b"HTTP/1.1 503")
+    acted.loading.set()
+    async with asyncio.timeout(5):
+        await task
+    with pytest.raises(ConnectionRefusedError):
+        await get(url, "/ready")
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

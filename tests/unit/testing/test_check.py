@@ -1,0 +1,166 @@
+"""`check_policy` passes what keeps its contract, and names seed and fault of what does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from vsched.errors import PolicyError
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    Build,
+    EncodingPolicy,
+    EncodingView,
+    EvictionPolicy,
+    Fail,
+    MemoryPolicy,
+    MemoryView,
+    Policy,
+    PreemptionPolicy,
+    PreemptionView,
+    RoutingPolicy,
+    RoutingView,
+)
+from vsched.testing import check_policy
+from vsched_policies.memory import Pinned
+from vsched_policies.routing import RoundRobin
+
+
+class Shortest(AdmissionPolicy, frozen=True, kw_only=True):
+    """A user's policy as it should be."""
+
+    most: int = 4
+
+    def admit(self, view: AdmissionView) -> Admission:
+        def size(index: int) -> int:
+            return view.waiting[index].tokens or 0
+
+        order = sorted(range(len(view.waiting)), key=size)
+        return Admission(order[: min(self.most, view.entries_free)])
+
+
+class RaisesRarely(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        if len(view.waiting) >= 3:
+            raise ZeroDivisionError("three are too many")
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class AdmitsNobody(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission()
+
+
+class HoldsForEver(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(hold_until_ns=view.now_ns + 10**9)
+
+
+class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
+    """Keeps state, which no policy may."""
+
+    calls: ClassVar[list[int]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.calls.append(1)
+        some = len(self.calls) % 3 or len(view.waiting)
+        return Admission(range(min(some, len(view.waiting), view.entries_free)))
+
+
+class TooFar(EncodingPolicy, frozen=True, kw_only=True):
+    def select(self, view: EncodingView) -> Sequence[int]:
+        return [len(view.items)]
+
+
+class NoOrder(EvictionPolicy, frozen=True, kw_only=True):
+    def build_order(self) -> Any:
+        return {}
+
+
+class Nobody(PreemptionPolicy, frozen=True, kw_only=True):
+    def victim(self, view: PreemptionView) -> int:
+        return -1
+
+
+class FirstReplica(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        return 0
+
+
+class Greedy(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> Build | Fail:
+        return Build(view.total_bytes)
+
+
+class Curt(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> Build | Fail:
+        return Fail("no")
+
+
+class Unfinished(AdmissionPolicy, frozen=True, kw_only=True):
+    pass
+
+
+class Misses(AdmissionPolicy, frozen=True, kw_only=True):
+    need: int
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(min(len(view.waiting), view.entries_free, self.need)))
+
+
+@pytest.mark.parametrize(
+    "policy", [Shortest, Shortest(most=1), Misses(need=2), RoundRobin, Pinned(tokens=64)], ids=repr
+)
+def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
+    check_policy(policy, seeds=range(5))
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (RaisesRarely, "three are too many"),
+        (AdmitsNobody, "nothing is admitted"),
+        (HoldsForEver, "held for over 60 s"),
+        (Remembers, "went another way"),
+        (TooFar, "outside 0 to"),
+        (NoOrder, "policy NoOrder failed"),
+        (Nobody, "index -1 is outside"),
+        (FirstReplica, "replica 0 is down"),
+        (Greedy, "does not fit"),
+        (Curt, "must give value, limit and remedy"),
+    ],
+)
+def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:
+    """F5: also a policy that would stop the server is found."""
+    with pytest.raises(PolicyError, match=re.escape(words)) as caught:
+        check_policy(policy)
+    assert f"{policy.__module__}.{policy.__qualname__}: seed " in str(caught.value)
+
+
+@pytest.mark.slow
+def test_check_policy_failure_repeats_with_its_seed() -> None:
+    with pytest.raises(PolicyError) as caught:
+        check_policy(RaisesRarely)
+    found = re.search(r"seed (\d+)", str(caught.value))
+    assert found is not None
+    with pytest.raises(PolicyError) as again:
+        check_policy(RaisesRarely, seeds=[int(found[1])])
+    assert str(again.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Unfinished, "method `admit` is missing"),
+        (Misses, "pass an instance instead of the class"),
+        (int, "not a policy of any kind"),
+    ],
+)
+def test_check_policy_refuses_what_cannot_run(policy: Any, words: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(words)):
+        check_policy(policy)

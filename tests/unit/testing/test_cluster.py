@@ -1,0 +1,91 @@
+"""The model ranks notice a kernel that is broken: each oracle fails when what it guards is broken."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel.policy_pool import random_policies
+from vsched.kernel import blocks, request
+from vsched.kernel.blocks import BlockPool
+from vsched.kernel.encode import EncodeStage
+from vsched.kernel.generate import GenerateStage
+from vsched.kernel.request import RequestState
+from vsched.kernel.scheduler import Scheduler
+from vsched.testing import run_random
+from vsched.types import MediaItem
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def hash_without_items(patch: pytest.MonkeyPatch) -> None:
+    real = blocks.chain_hashes
+
+    def broken(tokens: array[int], items: Sequence[MediaItem], **rest: Any) -> list[bytes]:
+        return real(tokens, [], **rest)
+
+    patch.setattr(request, "chain_hashes", broken)
+
+
+def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(request, "root_hash", lambda cache_salt: b"")
+
+
+def unpinned_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EncodeStage, "_takeable", lambda *_: [])
+    patch.setattr(EncodeStage, "_is_idle", lambda _, entry: bool(entry.pages) and not entry.users)
+
+
+def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
+    real = BlockPool.release
+    patch.setattr(BlockPool, "release", lambda self, held: real(self, held[:-1]))
+
+
+def early_chunks(patch: pytest.MonkeyPatch) -> None:
+    real = GenerateStage.chunk_stop
+
+    def broken(self: GenerateStage, state: RequestState, start: int, budget: int) -> int:
+        return min(real(self, state, start, budget) + 1, start + budget, len(state.tokens))
+
+    patch.setattr(GenerateStage, "chunk_stop", broken)
+
+
+def lost_claims(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_drop_claims", lambda *_: None)
+
+
+def sleepy_line(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_break_stall", lambda _: False)
+
+
+def run_many() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        run_random(rng, random_policies(rng))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        hash_without_items,
+        hash_without_salt,
+        unpinned_pages,
+        leaked_blocks,
+        early_chunks,
+        lost_claims,
+        sleepy_line,
+    ],
+)
+def test_cluster_notices_a_broken_kernel(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_many()
+
+
+def test_cluster_serves_with_the_kernel_as_it_is() -> None:
+    clusters = [run_random(random.Random(seed)) for seed in range(10)]
+    assert sum(len(cluster.ended) for cluster in clusters) > 20
