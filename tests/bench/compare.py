@@ -2,8 +2,8 @@
 
     python tests/bench/compare.py --vsched http://127.0.0.1:8000 --peer http://127.0.0.1:8201 --peer-model m
 
-Both servers must be up, with equal threads. The runs alternate (A, B, A, B, …), so that a noisy neighbour hits both. What
-is reported is the ratio of each pair, its median, and its spread.
+Both servers must be up, with equal threads. The runs alternate (A, B, A, B, …), so that a noisy neighbour hits both.
+What is reported is the ratio of each pair, its median, and its spread.
 """
 
 from __future__ import annotations

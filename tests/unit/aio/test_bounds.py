@@ -42,7 +42,7 @@ SEED_MAX = 2**63 - 1
         ({"top_p": 1.1}, 1.1, "0 to 1"),
         ({"top_p": math.nan}, "nan", "0 to 1"),
         ({"min_p": -0.1}, -0.1, "0 to 1"),
-        ({"repetition_penalty": math.inf}, "inf", "-1000000.0 to 1000000.0"),
+        ({"repetition_penalty": math.inf}, "inf", "0.001 to 1000.0"),
         ({"presence_penalty": math.nan}, "nan", "-1000000.0 to 1000000.0"),
         ({"frequency_penalty": -math.inf}, "-inf", "-1000000.0 to 1000000.0"),
     ],
