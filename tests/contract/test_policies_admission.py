@@ -168,6 +168,12 @@ def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget
     assert indices(cls(look_ahead=3)) == [1, 3]
 
 
+def test_look_ahead_does_not_pass_an_item_above_the_budget() -> None:
+    """A2: nothing is gained by waiting, it will never fit beside others."""
+    waiting = [Item(500), Item(10), Item(10)]
+    assert list(ask(TokenBudget(max_tokens=200, look_ahead=2), waiting).indices) == [0]
+
+
 def test_look_ahead_ends_when_the_head_starves() -> None:
     """Nothing passes what has waited for `starvation_s`; it is proposed, so that the kernel sees when it fits."""
     waiting = [Item(10, blocks=9, arrived_ns=0), Item(10, blocks=1, arrived_ns=SECOND_NS)]
@@ -314,5 +320,7 @@ def test_deadline_starves_nothing() -> None:
         Item(1, arrived_ns=1, target_ns=5),
     ]
     assert list(ask(Deadline(starvation_s=5.0), waiting, now_ns=SECOND_NS).indices) == [0, 2, 1]
+    exactly = ask(Deadline(starvation_s=5.0), waiting[:2], now_ns=5 * SECOND_NS + 2)
+    assert list(exactly.indices) == [1, 0]
     late = ask(Deadline(starvation_s=5.0, max_items=2), waiting, now_ns=10 * SECOND_NS)
     assert list(late.indices) == [2, 1]
