@@ -138,6 +138,8 @@ def serve_all(policies: dict[str, Policy]) -> ModelCluster:
         Said([0.5]),
         Said([], hold_until_ns=1),
         Said([], hold_until_ns="soon"),
+        Said([0], hold_until_ns=1 << 60),
+        Said([], hold_until_ns=1 << 60),
         Said(None),
     ],
     ids=repr,
