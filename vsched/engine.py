@@ -178,6 +178,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         request_id: str,
         priority: int = 0,
+        ttft_target_ms: int | None = None,
         cache_salt: str = "",
     ) -> Generation:
         """Prepare the images, submit the request, and return once it is accepted.
@@ -198,6 +199,7 @@ class Engine:
                 sampling or SamplingParams(max_tokens=0),
                 request_id=request_id,
                 priority=priority,
+                ttft_target_ms=ttft_target_ms,
                 cache_salt=cache_salt,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
             )
@@ -212,6 +214,7 @@ class Engine:
         *,
         request_id: str,
         priority: int,
+        ttft_target_ms: int | None,
         cache_salt: str,
         preprocess_ms: float,
     ) -> Generation:
@@ -229,6 +232,7 @@ class Engine:
             items=prepared.items,
             sampling=sampling,
             priority=priority,
+            ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
         )
 

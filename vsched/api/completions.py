@@ -38,6 +38,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     request_id: str
     priority: int
+    ttft_target_ms: int | None
     cache_salt: str
     stream: bool
     include_usage: bool
@@ -168,6 +169,7 @@ class CompletionEndpoint:
             sampling=sampling,
             request_id=request_id,
             priority=request.priority,
+            ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
             stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
@@ -194,6 +196,7 @@ class CompletionEndpoint:
             sampling=job.sampling,
             request_id=job.request_id,
             priority=job.priority,
+            ttft_target_ms=job.ttft_target_ms,
             cache_salt=job.cache_salt,
         )
         writer = self.writer(

@@ -120,6 +120,7 @@ class EngineContract(Protocol):
         sampling: SamplingParams,
         request_id: str,
         priority: int = 0,
+        ttft_target_ms: int | None = None,
         cache_salt: str = "",
     ) -> Generation:
         """Prepare the images, submit the request, and return once it is accepted.

@@ -93,6 +93,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Count] | None = None
     ignore_eos: bool = False
     priority: Int32 = 0
+    ttft_target_ms: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)] | None = None
     cache_salt: str | None = None
 
     n: Any = None

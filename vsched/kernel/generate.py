@@ -240,6 +240,8 @@ class GenerateStage:
             if join is not None:
                 joined.append(join)
                 budget -= self._chunk(entry.state, step, budget, chunks)
+                # Only now: the chunk may read the content of an earlier item once more.
+                self.drop_claims_before(entry.state, join.computed)
             elif entry.state.phase is Phase.READY:
                 self._blocked = True
                 return
@@ -267,7 +269,6 @@ class GenerateStage:
         if not state.admitted_ns:
             state.admitted_ns = now_ns
             state.cached_tokens = computed
-        self.drop_claims_before(state, computed)
         data = None if state.known else state.data()
         state.known = True
         return Join(state.number, state.slot, computed, len(state.tokens), list(state.blocks), data)

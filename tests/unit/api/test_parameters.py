@@ -45,6 +45,7 @@ async def test_every_sampling_field_arrives() -> None:
         "logprobs": True,
         "top_logprobs": 3,
         "priority": -4,
+        "ttft_target_ms": 250,
         "cache_salt": "tenant",
     }
     assert (await post(engine, CHAT, chat(**fields))).status == 200
@@ -64,6 +65,7 @@ async def test_every_sampling_field_arrives() -> None:
         "ignore_eos": True,
         "logprobs": 3,
     }
+    assert engine.calls[0]["ttft_target_ms"] == 250
     assert (engine.calls[0]["priority"], engine.calls[0]["cache_salt"]) == (-4, "tenant")
 
 
