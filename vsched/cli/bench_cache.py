@@ -76,7 +76,8 @@ async def _measure(
         encoded = await bench.measure_same_image(settings, clients=32, image_pixels=pixels[0])
         progress.update(task, description="31 decoders and 16 large images")
         mixed = await bench.measure_mixed(
-            [*settings, "generate.chunk_tokens=64"],
+            # Room for all its images at once: a request waits for none of its own.
+            [*settings, "generate.chunk_tokens=64", "arena.pixel_bytes=1073741824"],
             decoders=31,
             images=16,
             image_pixels=max(pixels),

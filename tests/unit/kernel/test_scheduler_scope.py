@@ -1,0 +1,74 @@
+"""Embeddings shared by item or by request, and entries that are replaced."""
+
+from __future__ import annotations
+
+from vsched.kernel import Sizes
+from vsched.testing import ModelCluster as Cluster
+from vsched.testing import default_policies, make_request
+from vsched_policies.encoding import Combined
+
+SIZES = Sizes(
+    block_size=4,
+    blocks=64,
+    slots=4,
+    batch_tokens=64,
+    chunk_tokens=32,
+    context_tokens=200,
+    page_rows=4,
+    pages=8,
+    prefix_cache=False,
+)
+
+
+def turns(cluster: Cluster) -> list[int]:
+    """Play a conversation of three turns, one image more in each; return the items encoded in each."""
+    images = [(2, 4, b"first"), (4, 4, b"second"), (6, 4, b"third")]
+    encoded = []
+    for turn in range(1, 4):
+        before = sum(map(len, cluster.encoded))
+        cluster.submit(make_request(f"turn{turn}", list(range(10, 20)), images[:turn]))
+        cluster.drain()
+        encoded.append(sum(map(len, cluster.encoded)) - before)
+    return encoded
+
+
+def test_scope_request_shares_only_the_very_same_set() -> None:
+    """D6: items that are not to be split share one fate: an image more makes the whole set new."""
+    cluster = Cluster(SIZES, default_policies(encoding=Combined()))
+    assert turns(cluster) == [1, 2, 3]
+    cluster.submit(make_request("again", list(range(10, 20)), [(2, 4, b"first")]))
+    cluster.drain()
+    assert sum(map(len, cluster.encoded)) == 6, "the very same set is found"
+
+
+def test_scope_item_encodes_only_what_is_new() -> None:
+    """D2: with the default policy a turn costs one image."""
+    assert turns(Cluster(SIZES)) == [1, 1, 1]
+
+
+def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
+    """D6, E18: what is there as a whole or not at all must fit as a whole."""
+    images = [(index, 12, b"image%d" % index) for index in (1, 2, 3)]
+    request = make_request("large", list(range(10, 20)), images)
+    whole = Cluster(SIZES, default_policies(encoding=Combined()))
+    whole.submit(request)
+    assert whole.refused["large"].code == "images_exceed_cache"
+    assert "value 36, limit 32 tokens" in whole.refused["large"].message
+    single = Cluster(SIZES)
+    single.submit(request)
+    single.drain()
+    assert "large" in single.ended
+
+
+def test_entry_of_another_length_replaces_value_and_accounting() -> None:
+    """D12, D9: the entry under an existing key is replaced, its pages counted once."""
+    cluster = Cluster(SIZES)
+    cluster.submit(make_request("one", [10, 11, 12], [(1, 16, b"same")]))
+    cluster.drain()
+    before = cluster.kernel.encode.statistics()
+    cluster.submit(make_request("two", [10, 11, 12], [(1, 8, b"same")]))
+    cluster.drain()
+    after = cluster.kernel.encode.statistics()
+    assert (before["cache_entries"], after["cache_entries"]) == (1, 1)
+    assert (before["pages_evictable"], after["pages_evictable"]) == (4, 2)
+    assert after["pages_free"] + after["pages_evictable"] == SIZES.pages

@@ -1,0 +1,40 @@
+"""Embeddings that clients bring, as the two writers of safetensors files make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from tests.workers.driver import Stage
+from vsched.media.embeddings import read_embedding
+
+
+def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
+    """D4: features may be numpy arrays or tensors: the file, and what is read of it, is the same."""
+    stage = stages("nano25")
+    width = stage.info.hidden_size * stage.info.embedding_levels
+    rows = np.random.default_rng(1).normal(size=(6, width)).astype(np.float32)
+    grid = np.array([1, 4, 6], dtype=np.int64)
+    files = [
+        safetensors.numpy.save({"embeds": rows, "grid_thw": grid}),
+        safetensors.torch.save(
+            {"embeds": torch.from_numpy(rows), "grid_thw": torch.from_numpy(grid)}
+        ),
+    ]
+    read = [read_embedding(file, stage.info, stage.preprocessor.tokens_of_grid) for file in files]
+    assert [one.grid for one in read] == [(1, 4, 6), (1, 4, 6)]
+    assert [one.tokens for one in read] == [6, 6]
+    assert bytes(read[0].embeds.data) == bytes(read[1].embeds.data) == rows.tobytes()
+
+
+def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
+    """D5: a client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
+    stage = stages("nano25")
+    mark = stage.info.image_token_id
+    ids, offsets = stage.preprocessor.expand([7, mark, 8, 9, mark], [3, 2])
+    assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
+    assert offsets == [1, 6]
