@@ -144,7 +144,7 @@ def _message(picture: Image.Image) -> ChatCompletionUserMessageParam:
 def _timeline_table(timeline: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    table = Table(title="Where the time went (ms)", title_justify="left")
+    table = Table(title="Where the time went (ms)", title_justify="left", min_width=72)
     stages = ("preprocess", "encode", "queue", "prefill", "decode")
     for stage in (*stages, "total"):
         table.add_column(stage, justify="right")
@@ -160,7 +160,7 @@ def _timeline_table(timeline: dict[str, Any]) -> Table:
 def _memory_table(statistics: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    table = Table(title="Where the memory is (MiB)", title_justify="left")
+    table = Table(title="Where the memory is (MiB)", title_justify="left", min_width=72)
     for name in ("process", "resident", "peak", "weights", "KV cache"):
         table.add_column(name, justify="left" if name == "process" else "right")
 
