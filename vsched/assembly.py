@@ -5,13 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from vsched.aio.leader import Deadlines
+from vsched.aio.sizing import Sizing, SizingLimits
 from vsched.config import Config, ConfiguredPolicies
+from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, Sizes
 from vsched.media.settings import MediaSettings
+from vsched.memory import LedgerLine
+from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, GenerateRole
+from vsched.worker.memory import host_available
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.stress import Load
 
 PAGE_ROWS = 64
 """Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""
@@ -111,13 +117,20 @@ def leader_deadlines(config: Config) -> Deadlines:
 
 
 def rank_roles(
-    config: Config, info: ModelInfo
+    config: Config, info: ModelInfo, policies: ConfiguredPolicies
 ) -> list[tuple[EncodeRole | None, GenerateRole | None]]:
     """Return the roles of each crew: one crew a group, or one for both; addresses come later."""
+    pixels_max = config.media.image_pixels_max if config.media.images_max else 0
     encode = EncodeRole(
         address="",
         plugin=config.encode.plugin,
         settings=WorkerSettings(device=config.encode.device, threads=config.encode.threads_used),
+        items=policies.encode_items_max,
+        tokens=policies.item_tokens_max or 0,
+        pixels_max=pixels_max,
+        reserved_bytes=size_bytes(config.encode.reserved, path="encode.reserved")
+        if config.encode.reserved != ""
+        else None,
     )
     generate = GenerateRole(
         address="",
@@ -127,12 +140,74 @@ def rank_roles(
             threads=config.generate.threads_used,
             attention=config.generate.attention,
         ),
-        memory=config.generate.memory,
-        slots=config.generate.slots,
-        block_size=config.generate.block_size,
-        context_tokens=context_tokens(config, info),
-        tokens_min=config.generate.block_size,
+        load=Load(
+            slots=config.generate.slots,
+            batch_tokens=config.generate.max_batch_tokens,
+            chunk_tokens=config.generate.chunk_tokens,
+            context_tokens=context_tokens(config, info),
+            block_size=config.generate.block_size,
+        ),
+        pixels_max=pixels_max,
     )
     if config.placement == "together":
         return [(encode, generate)]
     return [(encode, None), (None, generate)]
+
+
+def rank_specs(
+    config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, arena: Arena, run_dir: str
+) -> list[RankSpec]:
+    """Return what a rank of each crew is told; rank, secret and addresses come with each start."""
+    return [
+        RankSpec(
+            rank=0,
+            secret="",
+            run_dir=run_dir,
+            arena_fd=arena.fd,
+            layout=arena.layout,
+            info=info,
+            timeout_s=config.deadlines.rank_timeout_s,
+            memory_limit_bytes=memory_limit(config, encode, generate),
+            encode=encode,
+            generate=generate,
+        )
+        for encode, generate in rank_roles(config, info, policies)
+    ]
+
+
+def memory_limit(config: Config, encode: EncodeRole | None, generate: GenerateRole | None) -> int:
+    """Return the limit on the memory of a process with these roles, in bytes; 0 for none."""
+    limits = []
+    for role, section, path in (
+        (encode, config.encode, "encode.memory_limit"),
+        (generate, config.generate, "generate.memory_limit"),
+    ):
+        if role is None:
+            continue
+        if section.memory_limit != "auto":
+            limits.append(size_bytes(section.memory_limit, path=path))
+        else:
+            limits.append(host_available() // 4 if section.device == "cpu" else 0)
+    return sum(limits) if all(limits) else 0
+
+
+def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:
+    """Return what leads the generate group to the size of its KV cache."""
+    layout = arena_layout(config, info)
+    host = [
+        LedgerLine("host", "engine", "arena", layout.pixel_bytes + layout.embedding_bytes),
+        LedgerLine("host", "engine", "image preprocessing", config.media.decode_bytes),
+    ]
+    return Sizing(
+        policies.memory,
+        SizingLimits(
+            bytes_per_token=info.kv_bytes_per_token,
+            block_size=config.generate.block_size,
+            context_tokens=context_tokens(config, info),
+            batch_tokens=config.generate.max_batch_tokens,
+            slots=config.generate.slots,
+        ),
+        encode_ranks=1,
+        together=config.placement == "together",
+        more=host,
+    )

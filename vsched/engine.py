@@ -21,6 +21,7 @@ import zmq
 from vsched.aio.bounds import check_numbers
 from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
 from vsched.aio.replica import Replica
+from vsched.aio.sizing import Sizing
 from vsched.aio.stream import Generation
 from vsched.aio.timeline import Timeline, timeline_of
 from vsched.assembly import (
@@ -28,15 +29,17 @@ from vsched.assembly import (
     context_tokens,
     kernel_policies,
     kernel_sizes,
+    kv_sizing,
     leader_deadlines,
     media_settings,
-    rank_roles,
+    rank_specs,
 )
 from vsched.config import Config, resolve_policies
 from vsched.errors import RequestRefused, limit_message
 from vsched.media import ImageReference
 from vsched.media.pipeline import MediaPipeline, Prepared
 from vsched.media.pixels import PixelStore
+from vsched.memory import Ledger
 from vsched.plugins import load_worker
 from vsched.policy import ReplicaView, RoutingView
 from vsched.transport.arena import Arena
@@ -44,7 +47,6 @@ from vsched.transport.zmq_link import make_socket_folder
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.slots import STOP_TOKENS_MAX
-from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
@@ -69,6 +71,7 @@ class Engine:
         self._media: MediaPipeline | None = None
         self._arena: Arena | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sizing: Sizing | None = None
         self._run_dir = ""
         self._started_s = time.monotonic()
         self.info: ModelInfo
@@ -342,6 +345,11 @@ class Engine:
         """Return where a request is and why, in words; empty when it is not here."""
         return next(filter(None, (one.explain(request_id) for one in self._replicas)), "")
 
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the memory went, at the peak of the last attempt to size the KV cache; None before there was one."""
+        return self._sizing.ledger if self._sizing is not None else None
+
     def statistics(self) -> dict[str, Any]:
         """Return counters, gauges and memory; `recent` holds the timelines of the last requests."""
         replicas = [replica.statistics() for replica in self._replicas]
@@ -352,6 +360,7 @@ class Engine:
             **first,
             "media": msgspec.to_builtins(self._media.statistics()) if self._media else {},
             "memory": self._memory(),
+            "ledger": self.ledger.as_dict() if self.ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
 
@@ -370,27 +379,18 @@ class Engine:
     def _crews(self, events: CrewEvents) -> list[Crew]:
         assert self._arena is not None
         assert self._context is not None
-        crews = []
-        for encode, generate in rank_roles(self.config, self.info):
-            template = RankSpec(
-                rank=0,
-                secret="",  # each start draws its own
-                run_dir=self._run_dir,
-                arena_fd=self._arena.fd,
-                layout=self._arena.layout,
-                info=self.info,
-                timeout_s=self.config.deadlines.rank_timeout_s,
-                encode=encode,
-                generate=generate,
-            )
-            threads = max(role.settings.threads for role in (encode, generate) if role)
-            crew = Crew(
+        self._sizing = kv_sizing(self.config, self.info, self._policies)
+        templates = rank_specs(
+            self.config, self.info, self._policies, arena=self._arena, run_dir=self._run_dir
+        )
+        return [
+            Crew(
                 template,
                 self._context,
                 ranks=1,
-                threads=threads,
                 deadlines=leader_deadlines(self.config),
                 events=events,
+                sizing=self._sizing,
             )
-            crews.append(crew)
-        return crews
+            for template in templates
+        ]

@@ -185,40 +185,125 @@ class EvictionPolicy(Policy, frozen=True, kw_only=True):
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured on one device before the KV cache is sized; bytes, unless the name says otherwise."""
+Outcome = Literal["fits", "out_of_memory", "leak"]
 
-    device: str
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank measured on its device, in bytes.
+
+    Total is available, reserved, and what peers hold: nothing is in two of them.
+
+    Attributes:
+        rank: Its number within the group.
+        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
+        total_bytes: What the process could use at most, were it alone.
+        available_bytes: Free on the device; what the allocator of this process caches is not.
+        reserved_bytes: Held by this process now, the allocator's caches included.
+        weights_bytes: The weights among them.
+        peak_bytes: Highest `reserved_bytes` during the attempt; 0 outside of one.
+        kv_bytes: The KV cache that stood during the attempt.
+        released_bytes: What the teardown before the attempt gave back.
+    """
+
+    rank: int
+    pool: str
     total_bytes: int
     available_bytes: int
+    reserved_bytes: int
     weights_bytes: int
+    peak_bytes: int = 0
+    kv_bytes: int = 0
+    released_bytes: int = 0
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worst batch of an encode rank needs beyond its weights; 0 bytes when the probe was skipped.
+
+    `held` says that its allocator keeps the memory, so that it is no longer available to others.
+    """
+
+    rank: int
+    pool: str
+    growth_bytes: int
+    held: bool
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """A probe or a build that all ranks of the group carried out.
+
+    `outcome` is the vote: a leak anywhere is a leak, out of memory anywhere is out of memory. `ranks` holds what each
+    rank measured while it ran, and `message` what those said that it did not fit on.
+    """
+
+    action: Literal["probe", "build"]
+    tokens: int
+    outcome: Outcome
+    message: str
+    ranks: Sequence[RankMemory]
+
+
+class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured in a generate group before its KV cache stands.
+
+    Attributes:
+        ranks: Measured after loading the weights; the measurements of an attempt are in the attempt.
+        reservations: Of every encode rank, on whatever memory.
+        attempts: Everything tried so far, oldest first.
+        bytes_per_token: KV bytes of one token on one rank.
+        tokens_min: The least that can be built: one block.
+        context_tokens: The longest prompt and output together.
+        batch_tokens: Most tokens of a step.
+        slots: Most requests that run at a time.
+    """
+
+    ranks: Sequence[RankMemory]
+    reservations: Sequence[Reservation]
+    attempts: Sequence[Attempt]
     bytes_per_token: int
+    block_size: int
     tokens_min: int
+    context_tokens: int
+    batch_tokens: int
+    slots: int
 
 
-class Build(msgspec.Struct, frozen=True):
-    """Build a KV cache of this many tokens."""
+class Probe(msgspec.Struct, frozen=True):
+    """Build a KV cache of so many tokens, run the stress, measure, and tear it down again."""
 
     tokens: int
 
 
+class Build(msgspec.Struct, frozen=True):
+    """Build a KV cache of so many tokens; run the stress on it while a canary of so many bytes is held."""
+
+    tokens: int
+    stress: bool = True
+    canary_bytes: int = 0
+
+
+class Accept(msgspec.Struct, frozen=True):
+    """Serve with what the last attempt built."""
+
+
 class Fail(msgspec.Struct, frozen=True):
-    """Refuse to start; the message gives value, limit and remedy."""
+    """Refuse to start; the message gives value, limit and remedy. `leak` says that memory did not come back."""
 
     message: str
+    leak: bool = False
 
 
 class MemoryPolicy(Policy, frozen=True, kw_only=True):
-    """Decides the size of the KV cache from measurements."""
+    """Decides the size of the KV cache from measurements and attempts."""
 
+    api_version: ClassVar[int] = 2
     kind: ClassVar[str] = "memory"
     method: ClassVar[str] = "plan"
 
     mem_fraction: Fraction = 0.95
-    """Share of the measured budget (total less weights and other processes) to use, in (0, 1]."""
+    """Share of the measured budget to use, in (0, 1]: the one safety margin."""
 
-    def plan(self, view: MemoryView) -> Build | Fail:
-        """Return the size to build, or the reason not to start."""
+    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+        """Return what to try next, or how it ends; asked again with each attempt added, 16 times at most."""
         raise NotImplementedError
 
 

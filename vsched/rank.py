@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -24,17 +23,15 @@ from vsched.errors import (
     CheckpointError,
     DeviceOutOfMemory,
     GroupLost,
-    PolicyError,
     RankDesync,
     VschedError,
-    limit_message,
 )
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.plugins import load_worker, resolve_policy
-from vsched.policy import Fail, MemoryPolicy
+from vsched.plugins import load_worker
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import RankLink, wait_readable
 from vsched.wire import (
+    AcceptKv,
     Beat,
     EncodeResult,
     Failure,
@@ -42,18 +39,26 @@ from vsched.wire import (
     GenerateResult,
     Heartbeat,
     Hello,
+    Loaded,
     Loading,
     Ready,
     Report,
+    Reserved,
+    SizeKv,
     Stop,
     encode_report,
 )
-from vsched.worker.contract import GenerateWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.memory import limit_process_memory
+from vsched.worker.reserve import reserve_encoder
+from vsched.worker.sizing import KvSizing
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.stress import image_for
 
 logger = logging.getLogger("vsched.rank")
+SIZING_POLL_S = 60.0
+"""How long a rank sleeps at most while it waits to hear the size of its KV cache."""
 
 
 class Role(Protocol):
@@ -119,6 +124,8 @@ class Member:
                 self.report(Beat(self.log.seq, process_memory()))
             case Stop():
                 return None
+            case SizeKv() | AcceptKv():
+                raise RankDesync("an order about the KV cache came after one was accepted")
             case entry:
                 assert self.side is not None
                 start_ns = time.perf_counter_ns()
@@ -156,6 +163,7 @@ def run(spec: RankSpec) -> None:
         if spec.generate is not None:
             members.append(Member(spec, spec.generate.address))
         try:
+            limit_process_memory(spec.memory_limit_bytes)  # before a plug-in imports its libraries
             ready = _load(spec, arena, members)
             for member, report in zip(members, ready, strict=True):
                 member.report(report)
@@ -172,77 +180,70 @@ def run(spec: RankSpec) -> None:
 
 
 def _load(spec: RankSpec, arena: Arena, members: list[Member]) -> list[Ready]:
+    """Load what the roles need; a generate rank also carries out orders until its KV cache stands."""
     ready: list[Ready] = []
     sides = iter(members)
     if spec.encode is not None:
-        member = next(sides)
-        member.side = _load_encoder(spec, spec.encode, arena, member.progress)
-        ready.append(Ready(0, process_memory()))
+        ready.append(_load_encoder(spec, spec.encode, arena, next(sides)))
     if spec.generate is not None:
-        member = next(sides)
-        member.side, blocks, memory = _load_generator(spec, spec.generate, arena, member.progress)
-        ready.append(Ready(blocks, memory))
+        ready.append(_load_generator(spec, spec.generate, arena, next(sides)))
     return ready
 
 
-def _load_encoder(
-    spec: RankSpec, role: EncodeRole, arena: Arena, progress: Callable[[str, float], None]
-) -> EncodeSide:
-    worker = load_worker(role.plugin).load_encoder(spec.info, role.settings, progress)
+def _load_encoder(spec: RankSpec, role: EncodeRole, arena: Arena, member: Member) -> Ready:
+    plugin = load_worker(role.plugin)
+    worker = plugin.load_encoder(spec.info, role.settings, member.progress)
+    member.progress("the largest batch of images", 0.0)
+    loaded, reservation = reserve_encoder(plugin, worker, spec.info, role, rank=spec.rank)
+    member.report(Reserved(loaded, reservation))
     patch_values = spec.info.patch_values
-    return EncodeSide(EncodeRank(worker, arena.embeddings, arena.read, patch_values=patch_values))
+    member.side = EncodeSide(
+        EncodeRank(worker, arena.embeddings, arena.read, patch_values=patch_values)
+    )
+    memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
+    return Ready(0, {**memory, **process_memory()})
 
 
-def _load_generator(
-    spec: RankSpec, role: GenerateRole, arena: Arena, progress: Callable[[str, float], None]
-) -> tuple[GenerateSide, int, dict[str, int]]:
-    worker = load_worker(role.plugin).load_generator(spec.info, role.settings, progress)
-    blocks, memory = size_kv(worker, role, spec.info.kv_bytes_per_token)
+def _load_generator(spec: RankSpec, role: GenerateRole, arena: Arena, member: Member) -> Ready:
+    plugin = load_worker(role.plugin)
+    worker = plugin.load_generator(spec.info, role.settings, member.progress)
+    image = image_for(plugin, spec.info, role.load, pixels_max=role.pixels_max)
+    sizing = KvSizing(worker, spec.info, role.load, rank=spec.rank, image=image)
+    member.report(Loaded(sizing.measure()))
+    blocks = _follow_orders(sizing, member)
     rank = GenerateRank(
         worker,
         arena.embeddings,
-        slots=role.slots,
-        context_tokens=role.context_tokens,
-        block_size=role.block_size,
+        slots=role.load.slots,
+        context_tokens=role.load.context_tokens,
+        block_size=role.load.block_size,
     )
-    return GenerateSide(rank), blocks, memory
+    member.side = GenerateSide(rank)
+    kv_bytes = blocks * role.load.block_size * spec.info.kv_bytes_per_token
+    return Ready(blocks, {"weights": worker.weights_bytes, "kv": kv_bytes, **process_memory()})
 
 
-def size_kv(
-    worker: GenerateWorker, role: GenerateRole, kv_bytes_per_token: int
-) -> tuple[int, dict[str, int]]:
-    """Ask the memory policy for the size of the KV cache, and build it.
-
-    Raises:
-        DeviceOutOfMemory: When the policy refuses, or the cache does not fit after all.
-        PolicyError: When the policy raises or proposes nonsense: no default could know the device better.
-    """
-    policy = resolve_policy("memory", role.memory, path="generate.memory")
-    assert isinstance(policy, MemoryPolicy)
-    view = msgspec.structs.replace(worker.memory(), tokens_min=role.tokens_min)
-    try:
-        plan = policy.plan(view)
-        tokens = 0 if isinstance(plan, Fail) else int(plan.tokens)
-    except Exception as error:
-        raise PolicyError(
-            f"generate.memory: {type(policy).__name__}.plan failed: {error!r}"
-        ) from error
-    if isinstance(plan, Fail):
-        raise DeviceOutOfMemory(plan.message)
-    blocks = tokens // role.block_size
-    if blocks < 1:
-        raise PolicyError(
-            limit_message(
-                f"generate.memory: {type(policy).__name__} proposes a KV cache without a block",
-                value=f"{tokens} tokens",
-                limit=f"at least {role.block_size} tokens",
-                remedy="give the policy more memory, or use another",
-            )
-        )
-    worker.build_kv(blocks=blocks, block_size=role.block_size)
-    kv_bytes = blocks * role.block_size * kv_bytes_per_token
-    memory = {"weights": view.weights_bytes, "kv": kv_bytes, **process_memory()}
-    return blocks, memory
+def _follow_orders(sizing: KvSizing, member: Member) -> int:
+    """Build, prove and drop KV caches as told; return the blocks of the one that is accepted."""
+    while True:
+        wait_readable([member.link], SIZING_POLL_S)  # the lifeline ends a rank whose engine is gone
+        frames = member.link.receive()
+        if frames is None:
+            continue
+        match member.log.accept(frames):
+            case SizeKv() as order:
+                member.progress(f"a KV cache of {order.tokens} tokens", 0.0)
+                member.report(sizing.carry_out(order))
+            case AcceptKv(blocks):
+                if blocks != sizing.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {sizing.blocks} stand on this rank"
+                    )
+                return blocks
+            case Heartbeat():
+                pass
+            case entry:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
 
 
 def _follow(members: list[Member], timeout_s: float) -> None:
@@ -289,7 +290,7 @@ def main() -> int:
     watcher.start()
     try:
         run(spec)
-    except (CheckpointError, DeviceOutOfMemory, PolicyError) as error:
+    except (CheckpointError, DeviceOutOfMemory) as error:
         logger.error("rank %d stops: %s", spec.rank, error)  # noqa: TRY400 - the message says it all
         return 2
     except VschedError:

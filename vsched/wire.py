@@ -17,6 +17,7 @@ import msgspec
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Finished
+from vsched.policy import Outcome, RankMemory, Reservation
 
 _HEADER = struct.Struct("<Q16s")
 FRAME_BYTES_MAX = 64 << 20
@@ -31,7 +32,25 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """Finish and exit."""
 
 
-Entry = GenerateDecision | EncodeDecision | Heartbeat | Stop
+class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
+    """Drop the KV cache that stands, build one of so many tokens, and run the stress while a canary is held.
+
+    The stress of a probe runs sequences of any length; that of another size those that the cache could hold.
+    """
+
+    tokens: int
+    stress: bool
+    canary_bytes: int
+    probe: bool = False
+
+
+class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """Serve with the KV cache that stands."""
+
+    blocks: int
+
+
+Entry = GenerateDecision | EncodeDecision | Heartbeat | Stop | SizeKv | AcceptKv
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +65,27 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
     what: str
     fraction: float
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """What an encode rank's worst batch needs; `memory` is measured after loading, before that batch ran."""
+
+    memory: RankMemory
+    reservation: Reservation
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A generate rank has its weights, and waits to hear how large the KV cache is to be."""
+
+    memory: RankMemory
+
+
+class Sized(msgspec.Struct, frozen=True, tag=True):
+    """A rank's vote on the last `SizeKv`, and what it measured."""
+
+    outcome: Outcome
+    message: str
+    memory: RankMemory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +140,18 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Report = Hello | Loading | Ready | GenerateResult | EncodeResult | Beat | Failure
+Report = (
+    Hello
+    | Loading
+    | Reserved
+    | Loaded
+    | Sized
+    | Ready
+    | GenerateResult
+    | EncodeResult
+    | Beat
+    | Failure
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _entry_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)

@@ -21,14 +21,10 @@ from vsched.policy import (
     Admission,
     AdmissionPolicy,
     AdmissionView,
-    Build,
     EncodingPolicy,
     EncodingView,
     EvictionPolicy,
-    Fail,
     ItemSpan,
-    MemoryPolicy,
-    MemoryView,
     Policy,
     PreemptionPolicy,
     PreemptionView,
@@ -169,32 +165,6 @@ def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -
             del held[key]
         assert len(order) == len(held)
         assert sorted(map(str, order)) == sorted(map(str, held))
-
-
-@every("memory")
-def test_memory_plans_a_size_or_says_why_not(registered: RegisteredPolicy) -> None:
-    policy = cast("MemoryPolicy", make(registered))
-    rng = random.Random(registered.name)
-    answers = []
-    for _ in range(ROUNDS):
-        total = rng.choice([1_000, 100_000, 10**9])
-        view = MemoryView(
-            device="cpu",
-            total_bytes=total,
-            available_bytes=rng.randrange(total),
-            weights_bytes=rng.randrange(total),
-            bytes_per_token=rng.choice([16, 1024]),
-            tokens_min=rng.choice([1, 64, 65]),
-        )
-        answer = policy.plan(view)
-        answers.append(type(answer))
-        if isinstance(answer, Build):
-            assert answer.tokens >= view.tokens_min
-            assert answer.tokens * view.bytes_per_token <= total
-        else:
-            assert all(word in answer.message for word in ("value ", "limit ", "Remedy: "))
-    assert Build in answers
-    assert Fail in answers
 
 
 @every("routing")

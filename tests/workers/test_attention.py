@@ -15,10 +15,10 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.attention import (
     KvCache,
     PagedStep,
+    Segment,
     choose_decode,
     context_slots,
     decode_by_gather,
-    make_segment,
 )
 
 BLOCK_SIZE = 4
@@ -112,21 +112,28 @@ def test_context_slots_follow_the_block_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "slots", "mask"),
-    [(0, 5, False, False), (3, 4, True, False), (3, 6, True, True)],
-    ids=["whole prompt", "one token", "middle"],
+    ("first", "last"), [(0, 5), (3, 4), (3, 6)], ids=["whole prompt", "one token", "middle"]
 )
-def test_make_segment_gathers_and_masks_only_where_needed(
-    first: int, last: int, slots: bool, mask: bool
-) -> None:
+def test_segment_masks_only_where_needed(first: int, last: int) -> None:
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
-    segment = make_segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
+    segment = Segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
     assert (segment.start, segment.stop, segment.context) == (2, 2 + last - first, last)
-    assert (segment.slots is not None, segment.mask is not None) == (slots, mask)
-    if segment.mask is not None:
-        assert segment.mask.tolist() == [
+    assert segment.whole == (first == 0)
+    slots, mask = segment.view(torch.bfloat16)
+    assert slots.tolist() == list(range(last))
+    assert (mask is not None) == (last - first > 1)
+    if mask is not None:
+        assert mask.dtype == torch.bfloat16
+        assert (mask == 0).tolist() == [
             [seen <= first + row for seen in range(last)] for row in range(last - first)
         ]
+
+
+def test_segment_keeps_nothing_on_a_cpu() -> None:
+    """C3: what every chunk of a step kept would add up; so the stress of one long chunk stands for all."""
+    table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
+    segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
+    assert segment.view(torch.float32)[1] is not segment.view(torch.float32)[1]
 
 
 def test_triton_equals_attention_written_out() -> None:

@@ -154,13 +154,22 @@ def test_step_runs_in_bfloat16(stages: Stages, size: str, attention: str) -> Non
     assert [len(each.output) for each in found] == [12] * 4
 
 
-def test_memory_counts_tied_weights_once(stages: Stages, size: str) -> None:
+def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> None:
     stage = stages(size)
-    view = stage.generator.memory()
     model = stage.generator._model  # type: ignore[attr-defined]
-    assert view.weights_bytes == sum(each.numel() * 4 for each in model.parameters())
-    assert view.bytes_per_token == stage.info.kv_bytes_per_token
-    assert 0 < view.available_bytes <= view.total_bytes
+    assert stage.generator.weights_bytes == sum(each.numel() * 4 for each in model.parameters())
+    memory = stage.generator.device_memory()
+    assert 0 < memory.available() <= memory.total()
+
+
+def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
+    """C3: a stress runs a few layers; what is served after it runs them all."""
+    stage = stages(size)
+    model = stage.generator._model  # type: ignore[attr-defined]
+    layers = len(model.layers)
+    with stage.generator.first_layers(1):  # type: ignore[attr-defined]
+        assert len(model.layers) == 1
+    assert len(model.layers) == layers > 1
 
 
 def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import zmq
 
 from vsched.aio.leader import Deadlines, Leader, Presence
 from vsched.aio.process import RankProcess
+from vsched.aio.sizing import Sizing
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
 from vsched.kernel.decisions import Decision
 from vsched.wire import EncodeResult, GenerateResult, Ready
@@ -45,9 +46,9 @@ class Crew:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         ranks: int,
-        threads: int,
         deadlines: Deadlines,
         events: CrewEvents,
+        sizing: Sizing,
     ) -> None:
         self.groups = [
             name
@@ -57,9 +58,11 @@ class Crew:
         self._template = template
         self._context = context
         self._ranks = ranks
-        self._threads = threads
+        roles = [role for role in (template.encode, template.generate) if role is not None]
+        self._threads = max(role.settings.threads for role in roles)
         self._deadlines = deadlines
         self._events = events
+        self._sizing = sizing
         self._leaders: dict[str, Leader] = {}
         self._processes: list[RankProcess] = []
         self._starts = 0
@@ -75,6 +78,7 @@ class Crew:
 
         Raises:
             CheckpointError, DeviceOutOfMemory: When a rank says so.
+            DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
             GroupLost: When a rank exits otherwise, or is not ready in time.
         """
         self._starts += 1
@@ -91,28 +95,44 @@ class Crew:
             )
             for rank in range(self._ranks)
         ]
-        all_ready = asyncio.gather(*(leader.ready for leader in self._leaders.values()))
-        lost = asyncio.get_running_loop().create_task(self._lost.wait())
+        loop = asyncio.get_running_loop()
+        stages = [loop.create_task(self._bring_up(name)) for name in self.groups]
+        lost = loop.create_task(self._lost.wait())
         try:
             async with asyncio.timeout(self._deadlines.ready_s):
-                both: list[asyncio.Future[Any]] = [all_ready, lost]
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                await _first_failure([*stages, lost], until=stages)
         except TimeoutError:
-            self._failure = (
-                f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
-                "(deadlines.ready_s)"
-            )
+            self._failure = self._not_ready()
         finally:
-            lost.cancel()
-            all_ready.cancel()
+            for task in (lost, *stages):
+                task.cancel()
             # Awaited, or else the log complains that nobody asked how they ended.
-            await asyncio.gather(lost, all_ready, return_exceptions=True)
-        if self._failure:
-            failure = self._failure
+            outcomes = await asyncio.gather(*stages, return_exceptions=True)
+            await asyncio.gather(lost, return_exceptions=True)
+        failures = [one for one in outcomes if isinstance(one, Exception)]
+        if self._failure or failures:
+            failure = _startup_error(self._failure) if self._failure else failures[0]
             await self.stop(grace_s=0)
-            raise _startup_error(failure)
+            raise failure
         self._up = True
-        return dict(zip(self.groups, all_ready.result(), strict=True))
+        return {name: self._leaders[name].ready.result() for name in self.groups}
+
+    async def _bring_up(self, group: str) -> None:
+        """See a group through to its readiness."""
+        leader = self._leaders[group]
+        if group == "encode":
+            await self._sizing.publish(leader)
+        else:
+            await self._sizing.lead(leader)
+        await asyncio.shield(leader.ready)
+
+    def _not_ready(self) -> str:
+        waiting = self._sizing.missing() if "generate" in self.groups else []
+        reason = f"; {', '.join(waiting)} has not told what it reserves" if waiting else ""
+        return (
+            f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
+            f"(deadlines.ready_s){reason}"
+        )
 
     def decide(self, group: str, decision: Decision) -> None:
         """Send a decision to a group; a group that is being lost drops it."""
@@ -198,6 +218,17 @@ class Crew:
         if self._up:  # else `start` is still waiting, and raises
             logger.error("lost: %s", reason)
             self._events.on_lost(self.groups, reason)
+
+
+async def _first_failure(
+    tasks: Sequence[asyncio.Task[Any]], *, until: Sequence[asyncio.Task[Any]]
+) -> None:
+    """Wait until one of the tasks ends by itself that is not in `until`, one fails, or all of `until` are done."""
+    pending = set(tasks)
+    while not all(task.done() for task in until):
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if any(task not in until or task.exception() is not None for task in done):
+            return
 
 
 def _startup_error(failure: str) -> Exception:

@@ -12,14 +12,16 @@ import hmac
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
 
 from vsched.kernel.decisions import Decision
+from vsched.policy import RankMemory
 from vsched.transport.zmq_link import LeaderLink, rank_identity
 from vsched.wire import (
+    AcceptKv,
     Beat,
     EncodeResult,
     Entry,
@@ -28,14 +30,19 @@ from vsched.wire import (
     Heartbeat,
     Hello,
     LeaderLog,
+    Loaded,
     Loading,
     Ready,
     Report,
+    Reserved,
+    Sized,
+    SizeKv,
     Stop,
     decode_report,
 )
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +73,22 @@ class Presence:
         self.steps_out = 0
 
 
+class _Roll(Generic[Answer]):
+    """One answer of each rank; `complete` holds them, by rank, once there is none left to wait for."""
+
+    def __init__(self, ranks: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.complete: asyncio.Future[list[Answer]] = loop.create_future()
+        self._ranks = ranks
+        self._answers: dict[int, Answer] = {}
+
+    def answer(self, rank: int, answer: Answer) -> None:
+        """Take the answer of a rank; the first counts."""
+        self._answers.setdefault(rank, answer)
+        if len(self._answers) == self._ranks and not self.complete.done():
+            self.complete.set_result([self._answers[rank] for rank in range(self._ranks)])
+
+
 class Leader:
     """Leads the ranks of one group.
 
@@ -89,7 +112,10 @@ class Leader:
         assert secret, "an empty secret would let anybody in"
         self.name = name
         self.memory: dict[int, dict[str, int]] = {}
+        self.loaded = _Roll[RankMemory](ranks)
+        self.reserved = _Roll[Reserved](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
+        self._votes = _Roll[Sized](ranks)
         self._secret = secret
         self._ranks = ranks
         self._deadlines = deadlines
@@ -116,6 +142,19 @@ class Leader:
         self._presence.steps_out += 1
         self._append(decision)
 
+    async def size(self, order: SizeKv) -> list[Sized]:
+        """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
+
+        Blocks: as long as the slowest takes; whoever waits for the ranks to be ready has the deadline.
+        """
+        self._votes = _Roll[Sized](self._ranks)
+        self._append(order)
+        return await self._votes.complete
+
+    def accept(self, blocks: int) -> None:
+        """Tell the ranks to serve with the KV cache that stands."""
+        self._append(AcceptKv(blocks))
+
     def stop(self) -> None:
         """Tell the ranks to finish and exit."""
         if not self._over:
@@ -134,8 +173,8 @@ class Leader:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
-        if not self.ready.done():
-            self.ready.cancel()
+        for waited_for in (self.ready, *(roll.complete for roll in self._rolls())):
+            waited_for.cancel()
         self._link.close()
 
     def lose(self, reason: str) -> None:
@@ -178,6 +217,12 @@ class Leader:
             case Loading(what, fraction):
                 if rank == 0:
                     self._on_progress(what, fraction)
+            case Loaded(memory):
+                self.loaded.answer(rank, memory)
+            case Reserved():
+                self.reserved.answer(rank, report)
+            case Sized():
+                self._votes.answer(rank, report)
             case Ready():
                 self.memory[rank] = report.memory
                 self._ready[rank] = report
@@ -185,6 +230,9 @@ class Leader:
                     self._begin()
             case Failure(kind, message):
                 self.lose(f"rank {rank} stopped with {kind}: {message}")
+
+    def _rolls(self) -> tuple[_Roll[Any], ...]:
+        return self.loaded, self.reserved, self._votes
 
     def _begin(self) -> None:
         """All ranks are ready: from now on they owe answers, however early they were."""

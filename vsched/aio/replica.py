@@ -106,10 +106,15 @@ class Replica:
         Raises:
             CheckpointError, DeviceOutOfMemory, GroupLost: When a crew cannot start; the others are stopped.
         """
-        outcomes = await asyncio.gather(
-            *(crew.start() for crew in self._crews), return_exceptions=True
-        )
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        starts = [self._loop.create_task(crew.start()) for crew in self._crews]
+        try:
+            # One that fails ends the others: they may be waiting for what it will never tell.
+            await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for start in starts:
+                start.cancel()
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        errors: list[BaseException] = [one for one in outcomes if isinstance(one, Exception)]
         if self._lost_early:
             errors.append(GroupLostError(self._lost_early))
         if errors:

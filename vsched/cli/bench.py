@@ -7,6 +7,7 @@ import typer
 from vsched.cli import app
 from vsched.cli.bench_cache import cache
 from vsched.cli.bench_kernel import kernel
+from vsched.cli.bench_memory import memory
 from vsched.cli.bench_serve import serve
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, or a part of one.")
@@ -14,3 +15,4 @@ app.add_typer(bench_app, name="bench")
 bench_app.command("serve")(serve)
 bench_app.command("kernel")(kernel)
 bench_app.command("cache")(cache)
+bench_app.command("memory")(memory)

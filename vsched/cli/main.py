@@ -11,6 +11,7 @@ from vsched.cli import (
     config_commands,
     demo_command,
     policy_commands,
+    profile_command,
     serve_command,
 )
 from vsched.errors import VschedError
@@ -22,6 +23,7 @@ COMMANDS = (
     checkpoint_command,
     config_commands,
     policy_commands,
+    profile_command,
 )
 """The modules whose import has added commands to `app`."""
 

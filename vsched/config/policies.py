@@ -6,6 +6,8 @@ from typing import cast
 
 import msgspec
 
+from vsched.config.byte_sizes import size_bytes
+from vsched.config.media import check_decode_bytes
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
 from vsched.errors import ConfigError, limit_message
 from vsched.plugins import check_worker_name, resolve_policy
@@ -107,7 +109,9 @@ def check_combinations(config: Config) -> None:
     Raises:
         ConfigError: Starts with the path of the key to change.
     """
+    check_decode_bytes(config.media)
     generate = config.generate
+    check_sizes(config)
     for stage, name in ((config.encode, "encode"), (generate, "generate")):
         check_worker_name(stage.plugin, path=f"{name}.plugin")
         _at_most(f"{name}.replicas", stage.replicas, 1, "more replicas are not supported yet")
@@ -135,6 +139,17 @@ def check_combinations(config: Config) -> None:
         config.deadlines.rank_timeout_s / 2,
         "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
     )
+
+
+def check_sizes(config: Config) -> None:
+    """Refuse sizes that cannot be read."""
+    for path, size in (
+        ("encode.memory_limit", config.encode.memory_limit),
+        ("generate.memory_limit", config.generate.memory_limit),
+        ("encode.reserved", config.encode.reserved or 0),
+    ):
+        if size != "auto" or path == "encode.reserved":
+            size_bytes(size, path=path)
 
 
 def _at_most(path: str, value: float, limit: float, reason: str) -> None:

@@ -95,8 +95,11 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Most requests in preparation; further ones get a 429.")
     ] = 512
     preparing_bytes_max: Annotated[
-        int, Meta(ge=1, description="Most bytes of images that requests in preparation hold.")
+        int, Meta(ge=1, description="Most encoded bytes that requests in preparation hold.")
     ] = 512 << 20
+    decode_bytes: Annotated[
+        int, Meta(ge=1, description="Memory to decode and preprocess in; images wait for it.")
+    ] = 1 << 30
     threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
     plans_max: Annotated[
         int, Meta(ge=1, description="Images whose grid and token count are remembered.")
@@ -118,7 +121,13 @@ Replicas = Annotated[int, Meta(ge=1, description="Replicas of the stage; only 1 
 TensorParallel = Annotated[int, Meta(ge=1, description="Ranks of a replica; only 1 as yet.")]
 Plugin = Annotated[str, Meta(description="Worker plug-in that runs the model.")]
 Device = Annotated[str, Meta(description="Device of the stage.")]
+Size = int | str
+"""Bytes: a number, or text such as `4GiB`."""
 Threads = Annotated[int, Meta(ge=1)] | None
+MEMORY_LIMIT = (
+    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is a quarter of what the host has "
+    "available at start for a rank on `cpu`, and none for others."
+)
 THREADS = "Threads that a rank computes with; by default half of the machine's, at least 1."
 
 
@@ -130,6 +139,14 @@ class EncodeConfig(Section, frozen=True, kw_only=True):
     plugin: Plugin = "transformers"
     device: Device = "cpu"
     threads: Annotated[Threads, Meta(description=THREADS)] = None
+    memory_limit: Annotated[Size, Meta(description=MEMORY_LIMIT)] = "auto"
+    reserved: Annotated[
+        Size,
+        Meta(
+            description="Memory that the largest batch of images takes, as in `4GiB`; "
+            "empty to run one at start and measure."
+        ),
+    ] = ""
     admission: Annotated[
         PolicyTable,
         Meta(
@@ -158,6 +175,7 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     plugin: Plugin = "transformers"
     device: Device = "cpu"
     threads: Annotated[Threads, Meta(description=THREADS)] = None
+    memory_limit: Annotated[Size, Meta(description=MEMORY_LIMIT)] = "auto"
     attention: Annotated[
         str,
         Meta(description="Attention implementation; `auto` is the fastest that the machine has."),
@@ -187,7 +205,7 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
         PolicyTable, Meta(description="Which waiting requests join the next step.")
     ] = msgspec.field(default_factory=partial(dict, use="fifo"))
     memory: Annotated[PolicyTable, Meta(description="How large the KV cache is.")] = msgspec.field(
-        default_factory=partial(dict, use="pinned", tokens=65536)
+        default_factory=partial(dict, use="auto-profile")
     )
     preemption: Annotated[
         PolicyTable, Meta(description="Which request gives way when KV blocks run out.")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from PIL import ExifTags, Image
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP")
 _ORIENTATIONS: Final = {
@@ -24,7 +26,6 @@ _ORIENTATIONS: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_STRIP_PIXELS: Final = 1_000_000
 _SIDEWAYS: Final = frozenset({5, 6, 7, 8})
 
 # Pillow warns of a decompression bomb at one size and raises at twice that. Here the warning is an error as well; the
@@ -36,10 +37,11 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of an image tells: its upright size."""
+    """What the header of an image tells: its upright size, and how the decoder will keep it."""
 
     width: int
     height: int
+    storage: Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +118,38 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) and value in _ORIENTATIONS else 1
 
 
+def _is_transparent(image: Image.Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _storage(image: Image.Image, encoded: bytes, orientation: int) -> Storage:
+    kind = "JPEG" if image.format == "MPO" else str(image.format)
+    try:
+        coefficients = coefficient_bytes(encoded, *image.size) if kind == "JPEG" else 0
+    except ValueError:
+        raise _invalid() from None
+    return Storage(
+        kind=kind,
+        mode=image.mode,
+        transparent=_is_transparent(image),
+        turned=orientation > 1,
+        encoded_bytes=len(encoded),
+        coefficient_bytes=coefficients,
+    )
+
+
 def inspect(encoded: bytes, limits: PixelLimits) -> Header:
-    """Return the upright size of an image from its header, decoding no pixels.
+    """Return what the header of an image tells, decoding no pixels.
 
     Raises:
         RequestRefused: When it is no image, of another format, animated, empty, or has too many pixels.
     """
     image = _open(encoded, limits)
+    orientation = _orientation(image)
     width, height = image.size
-    return Header(height, width) if _orientation(image) in _SIDEWAYS else Header(width, height)
+    if orientation in _SIDEWAYS:
+        width, height = height, width
+    return Header(width, height, _storage(image, encoded, orientation))
 
 
 def decode(encoded: bytes, limits: PixelLimits) -> Image.Image:
@@ -136,25 +161,35 @@ def decode(encoded: bytes, limits: PixelLimits) -> Image.Image:
         RequestRefused: As `inspect`, and when the pixels are truncated or damaged.
     """
     image = _open(encoded, limits)
+    # As the header says: what comes after the pixels does not change what was estimated.
     orientation = _orientation(image)
+    is_transparent = _is_transparent(image)
     try:
         image.load()
-        upright = image.transpose(_ORIENTATIONS[orientation]) if orientation > 1 else image
-        return _to_rgb(upright)
+        # A WEBP holds its decoder's canvases, twice the pixels, for as long as it lives.
+        vars(image).pop("_decoder", None)
+        if orientation > 1:
+            image = image.transpose(_ORIENTATIONS[orientation])
+        return _composited(image) if is_transparent else _to_rgb(image)
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    transparent = "A" in image.getbands() or image.info.get("transparency") is not None
-    if image.mode == "RGB" and not transparent:
-        return image
+    return image if image.mode == "RGB" else _in_strips(image, lambda strip: strip.convert("RGB"))
+
+
+def _composited(image: Image.Image) -> Image.Image:
+    return _in_strips(image, _composite)
+
+
+def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     # Pillow keeps the interpreter's lock through each of these calls: in strips, the event loop gets its turns.
     result = Image.new("RGB", image.size, None)
-    rows = max(_STRIP_PIXELS // image.width, 1)
+    rows = max(STRIP_PIXELS // image.width, 1)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        result.paste(_composite(strip) if transparent else strip.convert("RGB"), (0, top))
+        result.paste(convert(strip), (0, top))
     return result
 
 

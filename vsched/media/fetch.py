@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -30,6 +31,14 @@ _TUNNELS = tuple(
     ipaddress.IPv6Network(network)
     for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
+
+Reserve = Callable[[int], None]
+"""Counts bytes that are about to be held; raises when there are too many."""
+
+
+def uncounted(_size: int) -> None:
+    """Count nothing."""
+
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -184,8 +193,8 @@ class _Response:
         self.done = True
 
 
-async def fetch(reference: str, settings: MediaSettings) -> bytes:
-    """Return the body behind an http(s) URL.
+async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
+    """Return the body behind an http(s) URL; `reserve` counts its bytes as they come.
 
     Blocks: up to `settings.fetch_s`, name resolution and TLS included.
 
@@ -196,7 +205,7 @@ async def fetch(reference: str, settings: MediaSettings) -> bytes:
     try:
         async with asyncio.timeout(settings.fetch_s):
             address = await resolve(target, private=_is_listed(target, settings.private_hosts))
-            return await _get(target, address, settings)
+            return await _get(target, address, settings, reserve)
     except TimeoutError:
         message = limit_message(
             "the image could not be fetched in time",
@@ -210,7 +219,7 @@ async def fetch(reference: str, settings: MediaSettings) -> bytes:
         raise _refuse(message, "image_fetch_failed") from None
 
 
-async def _get(target: Target, address: str, settings: MediaSettings) -> bytes:
+async def _get(target: Target, address: str, settings: MediaSettings, reserve: Reserve) -> bytes:
     secure = ssl.create_default_context() if target.scheme == "https" else None
     reader, writer = await asyncio.open_connection(
         address,
@@ -226,14 +235,14 @@ async def _get(target: Target, address: str, settings: MediaSettings) -> bytes:
         )
         writer.write(head.encode("ascii"))
         await writer.drain()
-        return await _read_response(reader, settings.image_bytes_max)
+        return await _read_response(reader, settings.image_bytes_max, reserve)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             writer.transport.abort()
 
 
-async def _read_response(reader: asyncio.StreamReader, limit: int) -> bytes:
+async def _read_response(reader: asyncio.StreamReader, limit: int, reserve: Reserve) -> bytes:
     response = _Response(limit)
     parser = httptools.HttpResponseParser(response)
     head_bytes = 0
@@ -243,7 +252,9 @@ async def _read_response(reader: asyncio.StreamReader, limit: int) -> bytes:
             break
         if not response.headers_done:
             head_bytes += len(data)
+        before = len(response.content)
         parser.feed_data(data)
+        reserve(len(response.content) - before)
         if response.headers_done:
             _check_status(parser.get_status_code())
         elif head_bytes > _HEADER_BYTES_MAX:

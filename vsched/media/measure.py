@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.errors import RequestRefused, limit_message
@@ -15,9 +15,10 @@ from vsched.media.embeddings import (
     check_tokens,
     read_embedding,
 )
+from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
 from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
-from vsched.media.sources import read_embedded, read_local
+from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.worker.contract import ImagePlan, Preprocessor
 
 
@@ -29,6 +30,7 @@ class Measured:
         content: The encoded image, or the embedding that came in its place.
         received_bytes: Bytes that the client sent for it.
         extent_bytes: Bytes that it takes in the arena's pixel region.
+        work_bytes: Most host memory that a thread takes to fill its extent.
     """
 
     key: bytes
@@ -36,11 +38,20 @@ class Measured:
     content: bytes | Embedding
     received_bytes: int
     extent_bytes: int
+    work_bytes: int
 
     @property
     def is_embedded(self) -> bool:
         """Whether the client brought its embedding."""
         return isinstance(self.content, Embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is remembered of an image that was measured before."""
+
+    plan: ImagePlan
+    work_bytes: int
 
 
 def blame(error: RequestRefused, index: int) -> RequestRefused:
@@ -65,7 +76,7 @@ class Measurer:
     """
 
     def __init__(
-        self, preprocessor: Preprocessor, settings: MediaSettings, plans: Mapping[bytes, ImagePlan]
+        self, preprocessor: Preprocessor, settings: MediaSettings, plans: Mapping[bytes, Planned]
     ) -> None:
         self._preprocessor = preprocessor
         self._settings = settings
@@ -73,9 +84,13 @@ class Measurer:
         self._limits = pixel_limits(settings)
 
     def measure(
-        self, references: Sequence[ImageReference], fetched: Mapping[str, bytes], cache_salt: str
+        self,
+        references: Sequence[ImageReference],
+        fetched: Mapping[str, bytes],
+        cache_salt: str,
+        reserve: Callable[[int], None],
     ) -> list[Measured]:
-        """Return what each reference holds, in order.
+        """Return what each reference holds, in order; `reserve` counts the bytes of files before they are read.
 
         Blocks: on base64, hashing and files; call it off the event loop.
 
@@ -92,7 +107,7 @@ class Measurer:
                     if isinstance(reference, EmbeddedImage):
                         measured = self._measure_embedded(reference, cache_salt)
                     else:
-                        measured = self._measure_image(reference, fetched, cache_salt)
+                        measured = self._measure_image(reference, fetched, cache_salt, reserve)
                     total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
@@ -102,24 +117,38 @@ class Measurer:
         return result
 
     def _measure_image(
-        self, reference: str, fetched: Mapping[str, bytes], cache_salt: str
+        self,
+        reference: str,
+        fetched: Mapping[str, bytes],
+        cache_salt: str,
+        reserve: Callable[[int], None],
     ) -> Measured:
         encoded = fetched.get(reference)
         if encoded is None:
-            encoded = read_local(reference, self._settings)
+            encoded = read_local(reference, self._settings, reserve)
         key = item_key(
             settings_digest=self._preprocessor.settings_digest,
             cache_salt=cache_salt,
             encoded=encoded,
         )
-        plan = self._plans.get(key)
-        if plan is None:
-            header = inspect(encoded, self._limits)
-            plan = self._preprocessor.plan_image(header.width, header.height)
-        info = self._preprocessor.info
+        planned = self._plans.get(key) or self._plan(encoded)
+        plan, info = planned.plan, self._preprocessor.info
         check_tokens(plan.tokens, info)
+        check_work(planned.work_bytes, self._settings)
         pixel_bytes = math.prod(plan.grid) * info.patch_values * 4
-        return Measured(key, plan, encoded, len(encoded), pixel_bytes)
+        return Measured(key, plan, encoded, len(encoded), pixel_bytes, planned.work_bytes)
+
+    def _plan(self, encoded: bytes) -> Planned:
+        header = inspect(encoded, self._limits)
+        plan = self._preprocessor.plan_image(header.width, header.height)
+        work_bytes = preprocess_bytes(
+            header.width,
+            header.height,
+            header.storage,
+            plan=plan,
+            patch_values=self._preprocessor.info.patch_values,
+        )
+        return Planned(plan, work_bytes)
 
     def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
         info = self._preprocessor.info
@@ -137,7 +166,10 @@ class Measurer:
         )
         plan = ImagePlan(embedding.grid, embedding.tokens)
         row_bytes = info.embedding_row_bytes
-        return Measured(key, plan, embedding, len(file), embedding.tokens * row_bytes)
+        work_bytes = EMBEDDING_BYTES + len(file)
+        check_work(work_bytes, self._settings)
+        extent_bytes = embedding.tokens * row_bytes
+        return Measured(key, plan, embedding, len(file), extent_bytes, work_bytes)
 
 
 def check_permitted(references: Sequence[ImageReference], settings: MediaSettings) -> None:
@@ -160,8 +192,26 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaSetting
 
 
 def reference_bytes(reference: ImageReference) -> int:
-    """Return the bytes that a reference holds while its request is prepared."""
-    return len(reference.data if isinstance(reference, EmbeddedImage) else reference)
+    """Return the bytes that a reference holds while its request is prepared: itself, and its base64 decoded."""
+    if isinstance(reference, EmbeddedImage):
+        return len(reference.data) * 7 // 4
+    return len(reference) * 7 // 4 if is_data(reference) else len(reference)
+
+
+def check_work(size: int, settings: MediaSettings) -> None:
+    """Refuse an image that takes more memory to process than there is for all of them (B13).
+
+    Raises:
+        RequestRefused: With value, limit and remedy.
+    """
+    if size > settings.decode_bytes:
+        message = limit_message(
+            "the image takes too much memory to decode and process",
+            value=f"up to {size} bytes",
+            limit=f"{settings.decode_bytes} bytes",
+            remedy="send a smaller image or raise media.decode_bytes",
+        )
+        raise RequestRefused(message, code="image_too_large", status=413)
 
 
 def check_total(total: int, settings: MediaSettings) -> None:

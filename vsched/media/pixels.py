@@ -242,7 +242,12 @@ class PixelStore:
                 # Enough bytes but in pieces: whoever holds what lies between will release it.
                 for undone in (*created, *present):
                     self._drop_hold(undone)
-                return None
+                if self._free.bytes + self._kept_bytes < self._size:
+                    return None
+                # Nobody does: it is these images' own pixels that lie between.
+                while self._kept:
+                    self._evict()
+                return self._take(sizes)
             self._entries[key] = _Entry(Extent(offset, sizes[key]), holders=1)
             created.append(key)
         self._hits += sum(self._entries[key].filled for key in present)

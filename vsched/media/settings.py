@@ -26,7 +26,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         fetch_s: Total time of one http fetch, name resolution included.
         prepare_s: Total time of one request's preparation, waiting for space included.
         preparing_max: Requests in preparation at once; more are told to come back.
-        preparing_bytes_max: Bytes of references that the requests in preparation may hold together.
+        preparing_bytes_max: Encoded bytes that the requests in preparation may hold together, as sent and as read.
+        decode_bytes: Host memory that decoding and processing images may take together; images wait for it.
         threads: Size of the pool that decodes and processes.
         plans_max: Images whose grid and token count are remembered.
     """
@@ -44,5 +45,6 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prepare_s: _Seconds = 30.0
     preparing_max: _Positive = 512
     preparing_bytes_max: _Positive = 512 * 1024 * 1024
+    decode_bytes: _Positive = 1024 * 1024 * 1024
     threads: _Positive = 2
     plans_max: _Positive = 8192

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.embeddings import EmbeddedImage, malformed
-from vsched.media.fetch import fetch
+from vsched.media.fetch import Reserve, fetch, uncounted
 from vsched.media.settings import MediaSettings
 
 _MIME_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
@@ -45,8 +45,13 @@ def is_local(reference: str) -> bool:
     return scheme_of(reference) not in {"http", "https"}
 
 
-def read_local(reference: str, settings: MediaSettings) -> bytes:
-    """Return the bytes of a `data:` or `file:` reference.
+def is_data(reference: str) -> bool:
+    """Whether the reference carries the image itself."""
+    return scheme_of(reference) == "data"
+
+
+def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
+    """Return the bytes of a `data:` or `file:` reference; `reserve` counts those of a file before they are read.
 
     Blocks: on base64 and on the file system; call it off the event loop.
 
@@ -57,7 +62,7 @@ def read_local(reference: str, settings: MediaSettings) -> bytes:
     if scheme == "data":
         return _read_data(reference, settings)
     if scheme == "file":
-        return _read_file(reference, settings)
+        return _read_file(reference, settings, reserve)
     message = limit_message(
         "the image reference has an unknown scheme",
         value=scheme if scheme.isalnum() and scheme.isascii() else "none",
@@ -67,15 +72,17 @@ def read_local(reference: str, settings: MediaSettings) -> bytes:
     raise RequestRefused(message, code="image_reference_invalid")
 
 
-async def read_remote(reference: str, settings: MediaSettings) -> bytes:
-    """Return the bytes behind an `http(s):` reference.
+async def read_remote(
+    reference: str, settings: MediaSettings, reserve: Reserve = uncounted
+) -> bytes:
+    """Return the bytes behind an `http(s):` reference; `reserve` counts them as they come.
 
     Blocks: up to `settings.fetch_s`.
 
     Raises:
         RequestRefused: When the host is not allowed, the fetch fails, or the answer is too large.
     """
-    return await fetch(reference, settings)
+    return await fetch(reference, settings, reserve)
 
 
 def _malformed(detail: str) -> RequestRefused:
@@ -137,8 +144,8 @@ def _decode_base64(
     if size > bytes_max + 2:
         raise refuse_size(size, bytes_max, what)
     try:
-        content = binascii.a2b_base64(text[start:].encode("ascii"), strict_mode=True)
-    except (binascii.Error, UnicodeEncodeError):
+        content = binascii.a2b_base64(text[start:], strict_mode=True)
+    except ValueError:
         raise malformed("its base64 is not valid") from None
     padding = len(text) - len(text.rstrip("="))
     if not content or len(content) != size - padding:
@@ -158,7 +165,7 @@ def _file_refused() -> RequestRefused:
     return RequestRefused(message, code="image_file_refused")
 
 
-def _read_file(reference: str, settings: MediaSettings) -> bytes:
+def _read_file(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
     if not settings.directory:
         message = limit_message(
             "file: references are switched off",
@@ -190,14 +197,16 @@ def _read_file(reference: str, settings: MediaSettings) -> bytes:
             raise _file_refused()
         if status.st_size > settings.image_bytes_max:
             raise refuse_size(status.st_size, settings.image_bytes_max)
+        reserve(status.st_size)
         with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(settings.image_bytes_max + 1)
+            content = file.read(status.st_size + 1)
     except OSError:
         raise _file_refused() from None
     finally:
         os.close(descriptor)
-    if len(content) > settings.image_bytes_max:
-        raise refuse_size(f"over {settings.image_bytes_max}", settings.image_bytes_max)
+    if len(content) > status.st_size:
+        # It grew meanwhile: what would be read is not what was judged.
+        raise _file_refused()
     return content
 
 

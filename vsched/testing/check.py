@@ -9,24 +9,24 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.errors import PolicyError
+from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, VschedError
 from vsched.kernel import KernelPolicies, Sizes
 from vsched.kernel.commands import Command
+from vsched.memory import KvNegotiation
 from vsched.plugins import check_contract
 from vsched.policy import (
     CONTRACTS,
-    Build,
-    Fail,
     MemoryPolicy,
-    MemoryView,
     Policy,
     ReplicaView,
+    Reservation,
     RoutingPolicy,
     RoutingView,
 )
 from vsched.testing.cluster import ModelCluster
 from vsched.testing.defaults import default_policies
 from vsched.testing.schedule import run_random
+from vsched.testing.sizing import load_view, negotiate, random_group
 
 PLACES = {
     "admission": ("encode_admission", "generate_admission"),
@@ -44,7 +44,8 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
 
     The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
     are checked after every event, everything that is computed is checked against what it must be, and at the end every
-    request must have been served, with the right tokens, or refused. A policy for memory or routing gets random views.
+    request must have been served, with the right tokens, or refused. A policy for memory sizes KV caches on simulated
+    devices, some with failures, leaks and peers that come; one for routing gets random views.
 
     Args:
         policy: A class whose fields all have defaults, or an instance.
@@ -112,26 +113,51 @@ def _ask_alone(policy: Policy, seed: int) -> object:
     return ask(policy, rng)
 
 
-def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> Build | Fail:
-    total = rng.choice([1_000, 100_000, 1_000_000_000])
-    view = MemoryView(
-        device="cpu",
-        total_bytes=total,
-        available_bytes=rng.randrange(total),
-        weights_bytes=rng.randrange(total),
-        bytes_per_token=rng.choice([16, 1024]),
-        tokens_min=rng.choice([1, 64, 65]),
+def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> object:
+    """Drive a negotiation over simulated ranks, on which allocations may fail, peers come, and views leak."""
+    ranks = random_group(rng)
+    try:
+        view = load_view(ranks, context_tokens=rng.choice([16, 1024, 32768]))
+    except DeviceOutOfMemory:
+        return "the weights do not fit"
+    growth = [rng.choice([0, rng.randrange(1 << 24)]) for _ in ranks]
+    view = msgspec.structs.replace(
+        view,
+        reservations=[
+            Reservation(rank=rank.rank, pool=rank.memory.pool, growth_bytes=size, held=False)
+            for rank, size in zip(ranks, growth, strict=True)
+        ],
+        block_size=rng.choice([1, 16]),
+        batch_tokens=rng.choice([64, 2048, 16384]),
     )
-    answer = policy.plan(view)
-    if isinstance(answer, Fail):
-        assert all(word in answer.message for word in ("value ", "limit ", "Remedy: ")), (
-            f"the message must give value, limit and remedy: {answer.message!r}"
-        )
-        return answer
-    assert isinstance(answer, Build), f"neither Build nor Fail: {answer!r}"
-    assert answer.tokens >= view.tokens_min, f"{answer} does not hold one request: {view}"
-    assert answer.tokens * view.bytes_per_token <= total, f"{answer} does not fit: {view}"
-    return answer
+    unlucky = rng.choice(ranks)
+    unlucky.leaks = rng.random() < 0.1
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        unlucky.memory.fail_at(rng.randint(1, 60))
+    newcomer_bytes = rng.choice([0, rng.randrange(unlucky.memory.total() // 4)])
+
+    def between(_: int) -> None:
+        unlucky.memory.set_peers_bytes(newcomer_bytes)
+
+    negotiation = KvNegotiation(policy, view)
+    try:
+        accepted = negotiate(negotiation, ranks, between=between)
+    except (DeviceOutOfMemory, MemoryLeak) as error:
+        return _check_failure(negotiation, error)
+    for rank in ranks:
+        rank.memory.check_invariants()
+    return accepted
+
+
+def _check_failure(negotiation: KvNegotiation, error: VschedError) -> str:
+    assert negotiation.failure is not None, "an error without a reason"
+    message = negotiation.failure.message
+    assert all(word in message for word in ("value ", "limit ", "Remedy: ")), (
+        f"the message must give value, limit and remedy: {message!r}"
+    )
+    leak = any(attempt.outcome == "leak" for attempt in negotiation.view.attempts)
+    assert negotiation.failure.leak == leak, f"a leak, or not: {negotiation.failure}"
+    return str(error)
 
 
 def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> int:

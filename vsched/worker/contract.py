@@ -9,6 +9,7 @@ A plug-in is one module-level object that the entry-point group `vsched.workers`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.policy import MemoryView
 from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
 """Called while loading with what is being done and the fraction done, 0 to 1."""
@@ -42,7 +43,18 @@ class EncodeJob:
 
 
 class EncodeWorker(Protocol):
-    """The vision tower of one rank."""
+    """The vision tower of one rank.
+
+    Attributes:
+        weights_bytes: Bytes of the weights on the device.
+    """
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the device that it runs on."""
+        ...
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs in one batch and write their rows.
@@ -157,22 +169,41 @@ class Sampled:
 
 
 class GenerateWorker(Protocol):
-    """The language model of one rank."""
+    """The language model of one rank.
 
-    def memory(self) -> MemoryView:
-        """Return what is measured on the device now, before the KV cache is built."""
+    Attributes:
+        weights_bytes: Bytes of the weights on the device.
+    """
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the device that it runs on."""
         ...
 
     def build_kv(self, *, blocks: int, block_size: int) -> None:
-        """Allocate a KV cache of this many blocks.
+        """Allocate a KV cache of this many blocks, and anew whatever refers to it; an older one is dropped first.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
         """
         ...
 
+    def drop_graphs(self) -> None:
+        """Forget what was captured of steps: it points into the KV cache. Nothing where nothing is captured."""
+        ...
+
+    def drop_kv(self) -> None:
+        """Forget the KV cache and the attention backends that refer to it, so that their memory can be released."""
+        ...
+
     def prepare(self, sequence: SequenceState) -> None:
-        """Set `sequence.state`: positions and the like; called once, before its first chunk."""
+        """Set `sequence.state`: positions and the like; called once, before its first chunk.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
         ...
 
     def step(self, batch: Batch) -> Sampled:
@@ -181,6 +212,24 @@ class GenerateWorker(Protocol):
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
         """
+        ...
+
+
+@runtime_checkable
+class FrugalSteps(Protocol):
+    """A generate worker that can show the peak of its longest steps in a fraction of their time.
+
+    Attributes:
+        frugal: Every layer gives back all that it took, to the device and not to a cache, and takes what grows with a
+            sequence for one sequence after the other. So two layers need what all need, and the sequence that needs
+            most stands for any number of them.
+    """
+
+    @property
+    def frugal(self) -> bool: ...
+
+    def first_layers(self, count: int) -> AbstractContextManager[None]:
+        """Run only the first `count` layers until the context ends; the results are of no use then."""
         ...
 
 
@@ -255,7 +304,10 @@ class Preprocessor(Protocol):
         ...
 
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells."""
+        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells.
+
+        It may take 2.25 times the bytes that it returns, those included, beyond the image: so much is budgeted (B13).
+        """
         ...
 
     def expand(
@@ -313,6 +365,22 @@ class WorkerPlugin(Protocol):
 
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
+        """
+        ...
+
+
+@runtime_checkable
+class WorstCaseBuilder(Protocol):
+    """A plug-in that knows which batches of images need the most memory of its encoder."""
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        """Return the candidates for the worst legal batch under every cap; the worst is among them.
+
+        `items` is the most images of a batch and `tokens` the most tokens, 0 for no such cap; an image of more tokens
+        runs alone. `pixels_max` is the largest image that is let in, before it is resized; `info.item_tokens_max`
+        caps the tokens of one. Empty when no image is legal.
         """
         ...
 

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.worker.contract import WorkerSettings
+from vsched.worker.stress import Load
 
 
 class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank belongs to an encode group."""
+    """The rank belongs to an encode group.
+
+    `items` and `tokens` cap one batch, 0 tokens for no such cap; `pixels_max` is the largest image that is let in.
+    `reserved_bytes` is what the operator reserves for the worst batch, None to run it and measure.
+    """
 
     address: str
     plugin: str
     settings: WorkerSettings
+    items: int
+    tokens: int
+    pixels_max: int
+    reserved_bytes: int | None = None
 
 
 class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank belongs to a generate group. `memory` is the memory policy's table."""
+    """The rank belongs to a generate group.
+
+    `load` is the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images.
+    """
 
     address: str
     plugin: str
     settings: WorkerSettings
-    memory: dict[str, Any]
-    slots: int
-    block_size: int
-    context_tokens: int
-    tokens_min: int
+    load: Load
+    pixels_max: int = 0
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: its roles (two where the stages share a process) and what they share."""
+    """One rank: its roles (two where the stages share a process) and what they share.
+
+    `memory_limit_bytes` bounds the private memory of the process; 0 is no limit.
+    """
 
     rank: int
     secret: str
@@ -41,5 +51,6 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: ArenaLayout
     info: ModelInfo
     timeout_s: float
+    memory_limit_bytes: int = 0
     encode: EncodeRole | None = None
     generate: GenerateRole | None = None

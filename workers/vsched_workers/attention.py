@@ -73,8 +73,10 @@ class KvCache:
     ) -> None:
         self.block_size = block_size
         shape = (blocks * block_size, kv_heads, head_dim)
-        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+        # One piece: it goes back to the host when the last view is gone, whatever the size of a layer.
+        whole = _zeros((2 * layers, *shape), dtype, device)
+        self.keys = list(whole[:layers])
+        self.values = list(whole[layers:])
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
@@ -90,19 +92,52 @@ class KvCache:
         ]
 
 
-@dataclass(slots=True)
 class Segment:
     """One chunk of the packed row: rows [start, stop), whose last token has `context` tokens up to itself.
 
-    `slots` are the cache slots of the whole context, None where the chunk is all of it.
-    `mask` is True where a row may look, None where the plain causal rule holds.
+    `whole` says that the chunk is all of its context: nothing has to be read from the cache, and the plain causal rule
+    holds.
     """
 
-    start: int
-    stop: int
-    context: int
-    slots: torch.Tensor | None
-    mask: torch.Tensor | None
+    def __init__(
+        self,
+        table: npt.NDArray[np.int32],
+        *,
+        start: int,
+        first: int,
+        last: int,
+        block_size: int,
+        device: str,
+    ) -> None:
+        self.start = start
+        self.stop = start + last - first
+        self.context = last
+        self.whole = first == 0
+        self._first = first
+        self._table = table
+        self._block_size = block_size
+        self._device = device
+        self._kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def view(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the cache slots of the whole context, and what to add to the scores: None where a row sees all.
+
+        A GPU gets them once a step. On the host they are made for every layer: that takes a fiftieth of the layer's
+        time, and to hold them for all chunks at once would take more memory than anything else in a step.
+        """
+        if self._kept is not None:
+            return self._kept
+        slots = torch.from_numpy(context_slots(self._table, self.context, self._block_size))
+        rows = self.stop - self.start
+        mask = None
+        if rows > 1:
+            shape = (rows, self.context)
+            mask = torch.full(shape, -torch.inf, dtype=dtype, device=self._device)
+            mask.triu_(self._first + 1)
+        if self._device == "cpu":
+            return slots, mask
+        self._kept = (slots.to(self._device), mask)
+        return self._kept
 
 
 @dataclass(slots=True)
@@ -131,20 +166,6 @@ def context_slots(
     """Return the cache slots of the first `length` tokens of a sequence."""
     blocks = table[: -(-length // block_size)].astype(np.int64)
     return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
-
-
-def make_segment(
-    table: npt.NDArray[np.int32], *, start: int, first: int, last: int, block_size: int, device: str
-) -> Segment:
-    """Describe a chunk of positions [first, last) that lies at row `start` of the packed row."""
-    count = last - first
-    if first == 0:
-        return Segment(start, start + count, last, None, None)
-    slots = torch.from_numpy(context_slots(table, last, block_size)).to(device)
-    mask = None
-    if count > 1:
-        mask = torch.ones(count, last, dtype=torch.bool, device=device).tril(first)
-    return Segment(start, start + count, last, slots, mask)
 
 
 def attend(
@@ -176,22 +197,37 @@ def attend(
         out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
     for segment in paged_step.segments:
         part = slice(segment.start, segment.stop)
-        if segment.slots is None:
-            seen_keys, seen_values = key[:, :, part], value[:, :, part]
-        else:
-            seen_keys = keys.index_select(0, segment.slots).transpose(0, 1)[None]
-            seen_values = values.index_select(0, segment.slots).transpose(0, 1)[None]
-        attended = functional.scaled_dot_product_attention(
-            query[:, :, part],
-            seen_keys,
-            seen_values,
-            attn_mask=segment.mask,
-            is_causal=segment.slots is None and segment.stop - segment.start > 1,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        out[part] = attended[0].transpose(0, 1)
+        seen = (key[:, :, part], value[:, :, part]) if segment.whole else None
+        # A call of its own, so that what one segment takes is gone before the next.
+        out[part] = _attend_segment(
+            segment, query[:, :, part], seen, (keys, values), scaling
+        ).transpose(0, 1)
     return out[None], None
+
+
+def _attend_segment(
+    segment: Segment,
+    query: torch.Tensor,
+    seen: tuple[torch.Tensor, torch.Tensor] | None,
+    cached: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+) -> torch.Tensor:
+    """Attend for one chunk; returns [heads, rows, head dim]. `seen` are its keys and values where no others are."""
+    mask = None
+    if seen is None:
+        slots, mask = segment.view(query.dtype)
+        keys, values = (part.index_select(0, slots).transpose(0, 1)[None] for part in cached)
+    else:
+        keys, values = seen
+    return functional.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=seen is not None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=True,
+    )[0]
 
 
 def decode_by_gather(

@@ -4,43 +4,80 @@ oneDNN lays a bfloat16 weight out anew at every call unless it was told the layo
 rows of a decode step up to twice as fast, and the result is the same to the bit. float32 is left alone: for the small
 layers packing loses, and the result is not the same to the bit.
 
+oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
+lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
+numbers of rows only: blocks of the largest, and a rest that is filled up to the next one.
+
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
+
+MANY_ROWS = (16, 64, 128, 256)
+"""The same where there are hundreds of rows."""
+
 
 class PackedWeight:
     """A weight [out, in] in the layout that oneDNN multiplies with."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int] = FEW_ROWS
+    ) -> None:
         operations: Any = torch.ops.mkldnn
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
         self._packed: torch.Tensor = operations._reorder_linear_weight(weight)  # noqa: SLF001
         self._bias = bias
         self.size_bytes = weight.numel() * weight.element_size()
+        self.shape = (weight.shape[0], weight.shape[1], bias is not None)
+        self._sizes = sizes
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
+        flat = rows.reshape(-1, self.shape[1])
+        count, block = len(flat), self._sizes[-1]
+        if count <= block:
+            result = self._product(flat)
+        else:
+            result = flat.new_empty(count, self.shape[0])
+            for start in range(0, count, block):
+                result[start : start + block] = self._product(flat[start : start + block])
+        return result.view(*rows.shape[:-1], self.shape[0])
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply at most a block of rows."""
+        count = len(rows)
+        wanted = self._sizes[bisect.bisect_left(self._sizes, count)] if count else 0
+        if wanted > count:
+            rows = functional.pad(rows, (0, 0, 0, wanted - count))
         result: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
-        return result
+        return result[:count]
+
+    def warm_up(self) -> None:
+        """Compile all that will ever be needed."""
+        for count in self._sizes:
+            self._product(torch.zeros(count, self.shape[1], dtype=self._packed.dtype))
 
 
 class PackedLinear(nn.Module):
     """A linear layer over a packed weight."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, sizes: Sequence[int] = FEW_ROWS) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = PackedWeight(linear.weight, linear.bias)
+        self.packed = PackedWeight(linear.weight, linear.bias, sizes)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -53,11 +90,15 @@ class FlatPatches(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
         self.bias = convolution.bias
+        here = packs(self.weight.device.type, self.weight.dtype)
+        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS) if here else None
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
-        rows = functional.linear(patches.flatten(1), self.weight, self.bias)
-        return rows[:, :, None, None, None]
+        flat = patches.flatten(1)
+        if self.packed is not None:
+            return self.packed(flat)[:, :, None, None, None]
+        return functional.linear(flat, self.weight, self.bias)[:, :, None, None, None]
 
 
 def packs(device: str, dtype: torch.dtype) -> bool:
@@ -65,16 +106,28 @@ def packs(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
-def pack_linears(module: nn.Module) -> int:
+def pack_linears(module: nn.Module, sizes: Sequence[int] = FEW_ROWS) -> int:
     """Pack every linear layer below a module; return the bytes of the packed weights."""
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
             if isinstance(linear, nn.Linear):
-                packed = PackedLinear(linear)
+                packed = PackedLinear(linear, sizes)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size
+
+
+@torch.inference_mode()
+def warm_up(module: nn.Module, *others: PackedWeight) -> None:
+    """Compile what the packed weights below a module, and others, will ever need; those of one shape share it."""
+    weights = [*others]
+    for child in module.modules():
+        packed = getattr(child, "packed", None)
+        if isinstance(packed, PackedWeight):
+            weights.append(packed)
+    for weight in {weight.shape: weight for weight in weights}.values():
+        weight.warm_up()
 
 
 def flatten_patches(tower: nn.Module) -> None:

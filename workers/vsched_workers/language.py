@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
-from vsched.policy import MemoryView
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Chunk, Progress, Sampled, SequenceState, WorkerSettings
+from vsched.worker.memory import DeviceMemory
 from vsched_workers import attention
-from vsched_workers.attention import KvCache, PagedStep, make_segment
-from vsched_workers.cpu_modules import PackedWeight, pack_linears, packs
+from vsched_workers.attention import DecodeKernel, KvCache, PagedStep, Segment
+from vsched_workers.cpu_modules import PackedWeight, pack_linears, packs, warm_up
 from vsched_workers.device_memory import (
     open_device_memory,
     require_available,
@@ -69,7 +70,9 @@ class LanguageWorker:
         self._device = settings.device
         self._config = family.model_config(info.path)
         self._memory = open_device_memory(settings.device)
-        self._decode = attention.choose_decode(settings, dtype)
+        self._settings = settings
+        # Chosen now, so that a wrong setting is found before the weights are measured.
+        self._decode: DecodeKernel | None = attention.choose_decode(settings, dtype)
         self._cache: KvCache | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor]
         packed_bytes = 0
@@ -79,6 +82,7 @@ class LanguageWorker:
             packed_head = PackedWeight(head, None)
             self._head = packed_head
             packed_bytes = pack_linears(model) + packed_head.size_bytes
+            warm_up(model, packed_head)
         else:
             self._head = functools.partial(functional.linear, weight=head)
             kept[id(head)] = head
@@ -86,16 +90,14 @@ class LanguageWorker:
         plain_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
         self._weights_bytes = packed_bytes + plain_bytes
 
-    def memory(self) -> MemoryView:
-        """Return what is measured on the device now, before the KV cache is built."""
-        return MemoryView(
-            device=self._device,
-            total_bytes=self._memory.total(),
-            available_bytes=self._memory.available(),
-            weights_bytes=self._weights_bytes,
-            bytes_per_token=self._info.kv_bytes_per_token,
-            tokens_min=1,
-        )
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._weights_bytes
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the device that it runs on."""
+        return self._memory
 
     def build_kv(self, *, blocks: int, block_size: int) -> None:
         """Allocate a KV cache of this many blocks; an older one is dropped first.
@@ -103,8 +105,9 @@ class LanguageWorker:
         Raises:
             DeviceOutOfMemory: When it does not fit.
         """
-        self._cache = None
+        self.drop_kv()
         text = self._config.text_config
+        dtype: torch.dtype = getattr(torch, self._info.dtype)
         size = blocks * block_size * self._info.kv_bytes_per_token
         require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
         with typed_out_of_memory("building the KV cache"):
@@ -115,14 +118,43 @@ class LanguageWorker:
                 kv_heads=text.num_key_value_heads,
                 head_dim=self._info.kv_bytes_per_token
                 // (2 * text.num_hidden_layers * text.num_key_value_heads * self._info.itemsize),
-                dtype=getattr(torch, self._info.dtype),
+                dtype=dtype,
                 device=self._device,
             )
+            self._decode = attention.choose_decode(self._settings, dtype)
+
+    def drop_graphs(self) -> None:
+        """Forget captured steps; none are captured as yet."""
+
+    def drop_kv(self) -> None:
+        """Forget the KV cache and the attention kernel that reads it."""
+        self._cache = None
+        self._decode = None
+
+    @property
+    def frugal(self) -> bool:
+        """Whether what a layer takes is gone before the next: not where torch's allocator caches."""
+        return self._device == "cpu"
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Run only the first `count` layers until the context ends."""
+        layers = self._model.layers
+        self._model.layers = layers[:count]
+        try:
+            yield
+        finally:
+            self._model.layers = layers
 
     def prepare(self, sequence: SequenceState) -> None:
-        """Compute the positions of the prompt."""
+        """Compute the positions of the prompt.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
         prompt = sequence.tokens[: sequence.prompt_length]
-        positions, delta = self._family.positions(self._config, prompt, sequence.items)
+        with typed_out_of_memory("preparing a request"):
+            positions, delta = self._family.positions(self._config, prompt, sequence.items)
         sequence.state = Prepared(positions=positions, delta=delta)
 
     @torch.inference_mode()
@@ -145,8 +177,9 @@ class LanguageWorker:
 
     def _pack(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
         """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
-        cache = self._cache
+        cache, decode = self._cache, self._decode
         assert cache is not None, "build_kv comes before the first step"
+        assert decode is not None, "it comes with the cache"
         size = cache.block_size
         decode_rows = len(batch.decode_slots)
         tables = batch.block_tables[batch.decode_slots]
@@ -173,7 +206,7 @@ class LanguageWorker:
             positions[0, 0, row:end] = index
             positions[1:, 0, row:end] = _chunk_positions(chunk, index)
             segments.append(
-                make_segment(
+                Segment(
                     table,
                     start=row,
                     first=chunk.start,
@@ -185,7 +218,7 @@ class LanguageWorker:
             row = end
         step = PagedStep(
             cache=cache,
-            decode=self._decode,
+            decode=decode,
             slots=torch.from_numpy(slots).to(self._device),
             decode_rows=decode_rows,
             tables=tables,

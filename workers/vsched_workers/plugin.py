@@ -12,11 +12,13 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
+    ImagePlan,
     Preprocessor,
     Progress,
     WorkerPlugin,
     WorkerSettings,
 )
+from vsched.worker.memory import memory_errors
 
 
 class TransformersPlugin:
@@ -38,17 +40,27 @@ class TransformersPlugin:
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
         """Load the vision tower alone."""
-        from vsched_workers.vision import load_encoder
+        with memory_errors("loading the vision tower"):
+            from vsched_workers.vision import load_encoder
 
-        return load_encoder(info, settings, progress)
+            return load_encoder(info, settings, progress)
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
         """Load the language model alone."""
-        from vsched_workers.language import load_generator
+        with memory_errors("loading the language model"):
+            from vsched_workers.language import load_generator
 
-        return load_generator(info, settings, progress)
+            return load_generator(info, settings, progress)
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        """Return the candidates for the worst legal batch under every cap."""
+        from vsched_workers.worst_case import worst_batches
+
+        return worst_batches(info, items=items, tokens=tokens, pixels_max=pixels_max)
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
         """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
-from vsched_workers.device_memory import typed_out_of_memory
+from vsched.worker.memory import DeviceMemory
+from vsched_workers.device_memory import open_device_memory, typed_out_of_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +23,12 @@ class VisionWorker:
     """The vision tower of one rank."""
 
     def __init__(
-        self, info: ModelInfo, settings: WorkerSettings, family: Family, tower: nn.Module
+        self,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        family: Family,
+        tower: nn.Module,
+        weights_bytes: int,
     ) -> None:
         import torch
 
@@ -32,6 +38,17 @@ class VisionWorker:
         self._device = settings.device
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._tokens_max = settings.encode_tokens_max
+        self._memory = open_device_memory(settings.device)
+        self._weights_bytes = weights_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._weights_bytes
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the device that it runs on."""
+        return self._memory
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs and write their rows; one call of the tower unless they exceed the token cap.
@@ -97,7 +114,13 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     import torch
 
     from vsched_workers.checkpoint import checkpoint_directory
-    from vsched_workers.cpu_modules import flatten_patches
+    from vsched_workers.cpu_modules import (
+        MANY_ROWS,
+        flatten_patches,
+        pack_linears,
+        packs,
+        warm_up,
+    )
     from vsched_workers.families import FAMILIES
     from vsched_workers.weights import WeightIndex, fill_module
 
@@ -116,6 +139,10 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             label="vision tower",
             progress=progress,
         )
+    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
     if settings.device == "cpu":
         flatten_patches(tower)
-    return VisionWorker(info, settings, family, tower)
+    if packs(settings.device, getattr(torch, info.dtype)):
+        pack_linears(tower, MANY_ROWS)
+        warm_up(tower)
+    return VisionWorker(info, settings, family, tower, weights_bytes)

@@ -1,21 +1,34 @@
-"""A KV cache of the size that the operator says, refused at start-up where it cannot fit."""
+"""A KV cache of the size that the operator says, proved under stress, refused at start-up where it cannot fit."""
 
 from __future__ import annotations
 
 from vsched.errors import limit_message
-from vsched.policy import Build, Fail, MemoryPolicy, MemoryView, PositiveCount
+from vsched.memory import group_pools, size_text
+from vsched.policy import (
+    Accept,
+    Attempt,
+    Build,
+    Count,
+    Fail,
+    MemoryPolicy,
+    MemoryView,
+    PositiveCount,
+)
+from vsched_policies.memory.failures import highest_peak, leaked, lower_activations
 
 
 class Pinned(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds a KV cache of a given size, in tokens or in bytes; measures nothing.
+    """Builds a KV cache of a given size, in tokens or in bytes; no probe, one stress pass.
 
     Attributes:
         tokens: The size in tokens; give this or `bytes`.
         bytes: The size in bytes, rounded down to whole tokens.
+        canary_bytes: Held during the stress; none by default, since the size says how much is to be left.
     """
 
     tokens: PositiveCount | None = None
     bytes: PositiveCount | None = None
+    canary_bytes: Count = 0
 
     def __post_init__(self) -> None:
         """Refuse a size that is given twice, or not at all."""
@@ -29,34 +42,63 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             )
             raise ValueError(message)
 
-    def plan(self, view: MemoryView) -> Build | Fail:
-        """Return the size, unless it is too small for one request or too large for the device."""
+    def plan(self, view: MemoryView) -> Build | Accept | Fail:
+        """Return the size once, unless it is too small or cannot fit; then keep it, or say why it did not hold."""
+        if not view.attempts:
+            return self._build(view)
+        last = view.attempts[-1]
+        if last.outcome == "leak":
+            return leaked(view)
+        return Accept() if last.outcome == "fits" else self._ran_out(view, last)
+
+    def _build(self, view: MemoryView) -> Build | Fail:
         tokens = self.tokens if self.bytes is None else self.bytes // view.bytes_per_token
         assert tokens is not None, "__post_init__ has seen to it"
         if tokens < view.tokens_min:
+            least = f"{self._knob()} to {self._amount(view, view.tokens_min)} or more"
             return Fail(
                 limit_message(
-                    "generate.memory: the KV cache holds too few tokens for one request",
+                    "generate.memory: the KV cache holds too few tokens for one block",
                     value=f"{tokens} tokens",
                     limit=f"at least {view.tokens_min} tokens",
-                    remedy=f"raise generate.memory.tokens to {view.tokens_min} or more "
-                    f"({view.tokens_min * view.bytes_per_token} bytes), or lower generate.context_tokens",
+                    remedy=f"raise {least}",
                 )
             )
-        # What other processes hold is neither ours nor available, and mem_fraction applies to what is left (C4, C5).
-        peers_bytes = max(view.total_bytes - view.available_bytes - view.weights_bytes, 0)
-        room_bytes = int(self.mem_fraction * (view.total_bytes - view.weights_bytes - peers_bytes))
         kv_bytes = tokens * view.bytes_per_token
-        if kv_bytes > room_bytes:
-            tokens_max = max(room_bytes // view.bytes_per_token, 0)
-            return Fail(
-                limit_message(
-                    f"generate.memory: the KV cache does not fit on {view.device}",
-                    value=f"{tokens} tokens x {view.bytes_per_token} bytes = {kv_bytes} bytes",
-                    limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} of "
-                    f"{view.total_bytes} bytes less {view.weights_bytes} of weights and {peers_bytes} of others",
-                    remedy=f"lower generate.memory.tokens to {tokens_max} or less, "
-                    "raise generate.memory.mem_fraction (1.0 at most), or free the device",
+        for pool in group_pools(view.ranks, view.reservations):
+            # What is free is what neither this group nor its peers hold; mem_fraction applies to that (C4, C5).
+            free_bytes = max(pool.available_bytes - pool.unheld_bytes - self.canary_bytes, 0)
+            room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)
+            if kv_bytes > room_bytes:
+                tokens_max = room_bytes // view.bytes_per_token
+                return Fail(
+                    limit_message(
+                        f"generate.memory: the KV cache does not fit on {pool.name}",
+                        value=f"{tokens} tokens x {view.bytes_per_token} bytes = {kv_bytes} bytes",
+                        limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} "
+                        f"of the {free_bytes} bytes that are free of {pool.total_bytes}",
+                        remedy=f"lower {self._knob()} to {self._amount(view, tokens_max)} or less, "
+                        "raise generate.memory.mem_fraction (1.0 at most), or free the device",
+                    )
                 )
+        return Build(tokens, stress=True, canary_bytes=self.canary_bytes)
+
+    def _ran_out(self, view: MemoryView, last: Attempt) -> Fail:
+        peak = highest_peak([last])
+        return Fail(
+            limit_message(
+                f"generate.memory: memory ran out on {peak.pool} beside a KV cache of the given size "
+                f"({last.message or 'no rank said more'})",
+                value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
+                f"peak {size_text(peak.peak_bytes)}, canary {size_text(self.canary_bytes)}",
+                limit=f"total {size_text(peak.total_bytes)}",
+                remedy=f'in this order: lower {self._knob()} (use = "auto-profile" finds the largest that fits), '
+                f"{lower_activations(view)}",
             )
-        return Build(tokens)
+        )
+
+    def _knob(self) -> str:
+        return "generate.memory.tokens" if self.bytes is None else "generate.memory.bytes"
+
+    def _amount(self, view: MemoryView, tokens: int) -> int:
+        return tokens if self.bytes is None else tokens * view.bytes_per_token

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.rank.crews import Place, sizes
+from tests.unit.rank.crews import Place, kv_sizing, sizes
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from vsched.aio import crew as crew_module
 from vsched.aio import leader as leader_module
@@ -24,16 +24,22 @@ from vsched.aio.replica import Replica
 from vsched.aio.stream import Generation
 from vsched.errors import RequestFailed
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.policy import RankMemory, Reservation
 from vsched.testing import default_policies
 from vsched.transport.zmq_link import rank_identity
 from vsched.types import FinishReason, Request, SamplingParams
 from vsched.wire import (
+    AcceptKv,
     EncodeResult,
     FollowerLog,
     GenerateResult,
     Hello,
+    Loaded,
     Ready,
     Report,
+    Reserved,
+    Sized,
+    SizeKv,
     encode_report,
 )
 from vsched.worker.encode_rank import EncodeRank
@@ -61,10 +67,12 @@ class Wire:
         ranks.wires[self.group] = self
 
     def send(self, rank: int, frames: list[bytes]) -> bool:
-        if self.group in self._ranks.deaf:
+        serves = self.group == "encode" or self._ranks.of(self.group).serves
+        if serves and self.group in self._ranks.deaf:
             self._ranks.deaf.discard(self.group)
             return False
         self.frames.append(frames)
+        asyncio.get_running_loop().call_soon(self._ranks.follow_orders, self.group)
         return True
 
     def close(self) -> None:
@@ -78,6 +86,15 @@ class Rank:
         self.pid = ranks.starts
         self.exit = on_exit
         self.ended = False
+        self.serves = False
+        self._memory = RankMemory(
+            rank=0,
+            pool="fake",
+            total_bytes=1 << 30,
+            available_bytes=1 << 30,
+            reserved_bytes=0,
+            weights_bytes=0,
+        )
         self._spec = spec
         self._blocks = ranks.blocks
         arena, info = ranks.place.arena, spec.info
@@ -98,7 +115,21 @@ class Rank:
             return
         for group in self.groups:
             ranks.say(group, Hello(0, self._spec.secret))
-            ranks.say(group, Ready(self._blocks if group == "generate" else 0, {}))
+            if group == "encode":
+                reservation = Reservation(rank=0, pool="fake", growth_bytes=0, held=False)
+                ranks.say(group, Reserved(self._memory, reservation))
+                ranks.say(group, Ready(0, {}))
+            else:
+                ranks.say(group, Loaded(self._memory))
+
+    def follow_order(self, ranks: Ranks, frames: list[bytes]) -> None:
+        """Carry out an order about the KV cache, of which nothing is built."""
+        match self._logs["generate"].accept(frames):
+            case SizeKv():
+                ranks.say("generate", Sized("fits", "", self._memory))
+            case AcceptKv():
+                self.serves = True
+                ranks.say("generate", Ready(self._blocks, {}))
 
     def step(self, group: str, frames: list[bytes]) -> Result | None:
         """Carry out an entry; a heartbeat has no result."""
@@ -118,9 +149,9 @@ def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
     return GenerateRank(
         FakeGenerator(Behaviour()),
         ranks.place.arena.embeddings,
-        slots=role.slots,
-        context_tokens=role.context_tokens,
-        block_size=role.block_size,
+        slots=role.load.slots,
+        context_tokens=role.load.context_tokens,
+        block_size=role.load.block_size,
     )
 
 
@@ -162,6 +193,12 @@ class Ranks:
 
     def say(self, group: str, report: Report) -> None:
         self.wires[group].hear(rank_identity(0), encode_report(report))
+
+    def follow_orders(self, group: str) -> None:
+        """Let a rank that does not serve yet carry out what it is sent; what comes later waits for `step`."""
+        frames = self.wires[group].frames
+        while group == "generate" and frames and not self.of(group).serves:
+            self.of(group).follow_order(self, frames.popleft())
 
     def step(self, group: str = "generate") -> Result:
         """Carry out the next decision of a group, and keep the result back."""
@@ -281,9 +318,11 @@ class Played:
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
     async def start(self, groups: Groups = SEPARATE) -> None:
+        sizing = kv_sizing(groups)
         self.replica = Replica(
             lambda events: [
-                self._place.crew(events, groups=names, limits=LIMITS) for names in groups
+                self._place.crew(events, groups=names, limits=LIMITS, sizing=sizing)
+                for names in groups
             ],
             size=sizes,
             policies=default_policies(),

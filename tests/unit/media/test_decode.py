@@ -10,19 +10,22 @@ from PIL import Image
 
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
-from vsched.media.decode import Header, PixelLimits, decode, inspect
+from vsched.media.decode import PixelLimits, decode, inspect
 
 LIMITS = PixelLimits(image=1_000_000, webp=10_000)
 
 
+def size_of(encoded: bytes) -> tuple[int, int]:
+    header = inspect(encoded, LIMITS)
+    return header.width, header.height
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_with_size(width: int, height: int) -> bytes:
     """A PNG whose header claims a size that its data does not have."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 64)
     return (
@@ -33,7 +36,7 @@ def png_with_size(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_decode_reads_the_three_formats(kind: str) -> None:
     encoded = image_bytes(24, 16, value=200, kind=kind)
-    assert inspect(encoded, LIMITS) == Header(24, 16)
+    assert size_of(encoded) == (24, 16)
     image = decode(encoded, LIMITS)
     assert (image.mode, image.size) == ("RGB", (24, 16))
     assert abs(int(np.asarray(image)[0, 0, 0]) - 200) < 4
@@ -82,7 +85,7 @@ def test_decode_turns_the_image_upright(kind: str) -> None:
     exif[0x0112] = 6
     buffer = io.BytesIO()
     picture.save(buffer, kind, exif=exif)
-    assert inspect(buffer.getvalue(), LIMITS) == Header(16, 32)
+    assert size_of(buffer.getvalue()) == (16, 32)
     image = np.asarray(decode(buffer.getvalue(), LIMITS))
     assert image.shape == (32, 16, 3)
     assert image[:12].mean() > 240
@@ -150,11 +153,11 @@ def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
 
 
 def test_inspect_accepts_exactly_the_limit() -> None:
-    assert inspect(png_with_size(1000, 1000), LIMITS) == Header(1000, 1000)
+    assert size_of(png_with_size(1000, 1000)) == (1000, 1000)
 
 
 def test_inspect_holds_webp_to_its_own_limit() -> None:
-    assert inspect(image_bytes(100, 100, kind="WEBP"), LIMITS) == Header(100, 100)
+    assert size_of(image_bytes(100, 100, kind="WEBP")) == (100, 100)
     with pytest.raises(RequestRefused, match=r"value 101x100, limit 10000.*webp_pixels_max"):
         inspect(image_bytes(101, 100, kind="WEBP"), LIMITS)
 
@@ -164,8 +167,30 @@ def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, "PNG")
     whole = np.asarray(decode(buffer.getvalue(), LIMITS))
-    monkeypatch.setattr("vsched.media.decode._STRIP_PIXELS", 40)
+    monkeypatch.setattr("vsched.media.decode.STRIP_PIXELS", 40)
     assert np.array_equal(np.asarray(decode(buffer.getvalue(), LIMITS)), whole)
     background = Image.new("RGBA", (13, 37), (255, 255, 255, 255))
     expected = Image.alpha_composite(background, Image.fromarray(noise)).convert("RGB")
     assert np.array_equal(whole, np.asarray(expected))
+
+
+def test_decode_does_what_the_header_said() -> None:
+    """B13: transparency that comes after the pixels would cost memory that nobody estimated."""
+    plain = image_bytes(8, 8, value=0)
+    late = plain.replace(chunk(b"IEND", b""), chunk(b"tRNS", bytes(6)) + chunk(b"IEND", b""))
+    assert late != plain
+    assert not inspect(late, LIMITS).storage.transparent
+    assert not np.asarray(decode(late, LIMITS)).any()
+
+
+def test_decoded_webp_lets_go_of_its_decoder() -> None:
+    """B13: it holds two canvases of the image's size."""
+    assert "_decoder" not in vars(decode(image_bytes(64, 64, kind="WEBP"), LIMITS))
+
+
+def test_inspect_refuses_a_jpeg_without_a_scan() -> None:
+    """B13: what libjpeg would decode must be what was judged."""
+    encoded = image_bytes(16, 8, kind="JPEG")
+    assert inspect(encoded, LIMITS).storage.kind == "JPEG"
+    with pytest.raises(RequestRefused, match="cannot be decoded"):
+        inspect(encoded[: encoded.index(b"\xff\xda")], LIMITS)

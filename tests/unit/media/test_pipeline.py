@@ -332,7 +332,7 @@ async def test_close_fails_what_still_waits() -> None:
     task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
     await entered(bench)
     closing = asyncio.ensure_future(asyncio.to_thread(bench.pipeline.close))
-    await until(lambda: len(bench.pipeline._fills) == 1)
+    await until(lambda: len(bench.pipeline._fills._fills) == 1)
     bench.preprocessor.gate.set()
     with pytest.raises(RequestFailed, match="stopping"):
         await task

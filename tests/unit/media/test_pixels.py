@@ -187,6 +187,30 @@ def test_fragmentation_rolls_back() -> None:
     c.release()
 
 
+def test_own_pixels_in_the_way_give_way() -> None:
+    """A22: a request never waits for space that only its own kept image divides, for nobody would release it."""
+    store = store_of(5)
+    lease = take(store, a=2, b=1, c=2)
+    store.mark_filled(b"b")
+    lease.release()
+    assert store.statistics().bytes_kept == UNIT
+    again = take(store, b=1, d=4)
+    assert not store.is_filled(b"b")
+    again.release()
+    assert store.statistics().bytes_held == 0
+
+
+def test_own_pixels_stay_while_somebody_else_will_release() -> None:
+    store = store_of(5)
+    lease = take(store, a=1, b=1, c=1, d=2)
+    store.mark_filled(b"b")
+    lease.release()
+    other = take(store, c=1)
+    assert other.extents[b"c"].offset == 0
+    assert store.acquire_nowait({b"b": UNIT, b"e": 3 * UNIT}) is not None
+    assert store.is_filled(b"b")
+
+
 def test_clear_keeps_what_is_held() -> None:
     store = store_of(4)
     fill(store, take(store, a=1)).release()

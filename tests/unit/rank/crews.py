@@ -11,18 +11,22 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tests.unit.rank.fake_plugin import LAYOUT, NAME, Behaviour, model_info
+from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.crew import Crew, CrewEvents
 from vsched.aio.leader import Deadlines
 from vsched.aio.replica import Replica
+from vsched.aio.sizing import Sizing, SizingLimits
 from vsched.aio.stream import Generation
 from vsched.kernel import Sizes
+from vsched.policy import MemoryPolicy
 from vsched.testing import default_policies
 from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.stress import Load
+from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
 LIMITS = Deadlines(ready_s=10, step_s=10, heartbeat_s=0.2, rank_timeout_s=5)
@@ -57,6 +61,27 @@ class Heard:
                 await self.changed.wait()
 
 
+LOAD = Load(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block_size=4)
+
+
+def kv_sizing(
+    crews: Sequence[Sequence[str]], *, policy: MemoryPolicy | None = None, ranks: int = 1
+) -> Sizing:
+    """Return what sizes the KV cache for crews of these groups."""
+    return Sizing(
+        policy or Pinned(tokens=KV_TOKENS),
+        SizingLimits(
+            bytes_per_token=KV_BYTES,
+            block_size=LOAD.block_size,
+            context_tokens=LOAD.context_tokens,
+            batch_tokens=LOAD.batch_tokens,
+            slots=LOAD.slots,
+        ),
+        encode_ranks=ranks if any("encode" in groups for groups in crews) else 0,
+        together=any(len(groups) == 2 for groups in crews),
+    )
+
+
 class Place:
     """Where ranks run: an arena, a directory for sockets, a ZeroMQ context."""
 
@@ -73,19 +98,13 @@ class Place:
         behaviour: Behaviour | None = None,
         ranks: int = 1,
         limits: Deadlines = LIMITS,
+        sizing: Sizing | None = None,
     ) -> Crew:
         """Return a crew of these groups; all of its ranks behave alike."""
-        encode = EncodeRole(address="", plugin=NAME, settings=WorkerSettings())
-        generate = GenerateRole(
-            address="",
-            plugin=NAME,
-            settings=WorkerSettings(),
-            memory={"use": "pinned", "tokens": KV_TOKENS},
-            slots=4,
-            block_size=4,
-            context_tokens=400,
-            tokens_min=4,
+        encode = EncodeRole(
+            address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
         )
+        generate = GenerateRole(address="", plugin=NAME, settings=WorkerSettings(), load=LOAD)
         template = RankSpec(
             rank=0,
             secret="",
@@ -97,7 +116,14 @@ class Place:
             encode=encode if "encode" in groups else None,
             generate=generate if "generate" in groups else None,
         )
-        return Crew(template, self.context, ranks=ranks, threads=1, deadlines=limits, events=events)
+        return Crew(
+            template,
+            self.context,
+            ranks=ranks,
+            deadlines=limits,
+            events=events,
+            sizing=sizing or kv_sizing([groups], ranks=ranks),
+        )
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -133,10 +159,12 @@ async def replica_of(
     limits: Deadlines = LIMITS,
 ) -> AsyncIterator[Replica]:
     """Yield a started replica of one crew for each tuple of groups."""
+    sizing = kv_sizing(groups)
 
     def crews(events: CrewEvents) -> list[Crew]:
         return [
-            place.crew(events, groups=names, behaviour=behaviour, limits=limits) for names in groups
+            place.crew(events, groups=names, behaviour=behaviour, limits=limits, sizing=sizing)
+            for names in groups
         ]
 
     replica = Replica(crews, size=sizes, policies=default_policies(), on_progress=lambda *_: None)

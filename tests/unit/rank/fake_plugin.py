@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError, DeviceOutOfMemory
-from vsched.policy import MemoryView
+from vsched.testing.device_memory import SimulatedMemory
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.worker.contract import (
     Batch,
@@ -30,6 +30,7 @@ from vsched.worker.contract import (
 
 NAME = "tests.unit.rank.fake_plugin:plugin"
 PATCH_VALUES = 4
+KV_BYTES = 8
 LAYOUT = ArenaLayout(pixel_bytes=4096, pages=8, page_rows=4, row_bytes=16)
 
 
@@ -64,7 +65,7 @@ def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
         embedding_levels=1,
         vocab_size=100,
         context_tokens=1000,
-        kv_bytes_per_token=8,
+        kv_bytes_per_token=KV_BYTES,
         patch_values=PATCH_VALUES,
         item_tokens_max=32,
         image_token_id=5,
@@ -100,6 +101,14 @@ class FakeEncoder:
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
+        self._memory = SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
+
+    @property
+    def weights_bytes(self) -> int:
+        return 0
+
+    def device_memory(self) -> SimulatedMemory:
+        return self._memory
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         for job in jobs:
@@ -114,20 +123,30 @@ class FakeGenerator:
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
+        self._memory = SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
+        self._memory.allocate(self.weights_bytes)
+        self._kv: list[int] = []
         self.blocks = 0
 
-    def memory(self) -> MemoryView:
-        return MemoryView(
-            device="fake",
-            total_bytes=1 << 30,
-            available_bytes=1 << 30,
-            weights_bytes=1 << 10,
-            bytes_per_token=8,
-            tokens_min=0,
-        )
+    @property
+    def weights_bytes(self) -> int:
+        return 1 << 10
+
+    def device_memory(self) -> SimulatedMemory:
+        return self._memory
 
     def build_kv(self, *, blocks: int, block_size: int) -> None:
+        self.drop_kv()
+        self._kv = [self._memory.allocate(blocks * block_size * KV_BYTES)]
         self.blocks = blocks * block_size
+
+    def drop_graphs(self) -> None:
+        """There are none."""
+
+    def drop_kv(self) -> None:
+        for handle in self._kv:
+            self._memory.free(handle)
+        self._kv = []
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = sequence.prompt_length

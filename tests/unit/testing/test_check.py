@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from vsched.errors import PolicyError
+from vsched.errors import PolicyError, limit_message
 from vsched.policy import (
+    Accept,
     Admission,
     AdmissionPolicy,
     AdmissionView,
@@ -23,11 +24,12 @@ from vsched.policy import (
     Policy,
     PreemptionPolicy,
     PreemptionView,
+    Probe,
     RoutingPolicy,
     RoutingView,
 )
 from vsched.testing import check_policy
-from vsched_policies.memory import Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 from vsched_policies.routing import RoundRobin
 
 
@@ -94,7 +96,22 @@ class FirstReplica(RoutingPolicy, frozen=True, kw_only=True):
 
 class Greedy(MemoryPolicy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> Build | Fail:
-        return Build(view.total_bytes)
+        return Build(view.ranks[0].total_bytes)
+
+
+class Endless(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> Probe:
+        return Probe(view.tokens_min)
+
+
+class Hasty(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> Build | Accept:
+        return Accept() if view.attempts else Build(view.tokens_min)
+
+
+class Alarmist(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> Fail:
+        return Fail(limit_message("a leak", value=1, limit=0, remedy="none"), leak=True)
 
 
 class Curt(MemoryPolicy, frozen=True, kw_only=True):
@@ -114,7 +131,9 @@ class Misses(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 @pytest.mark.parametrize(
-    "policy", [Shortest, Shortest(most=1), Misses(need=2), RoundRobin, Pinned(tokens=64)], ids=repr
+    "policy",
+    [Shortest, Shortest(most=1), Misses(need=2), RoundRobin, Pinned(tokens=64), AutoProfile],
+    ids=repr,
 )
 def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
     check_policy(policy, seeds=range(5))
@@ -131,7 +150,10 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (NoOrder, "policy NoOrder failed"),
         (Nobody, "index -1 is outside"),
         (FirstReplica, "replica 0 is down"),
-        (Greedy, "does not fit"),
+        (Greedy, "does not fit on an empty device"),
+        (Endless, "it comes to no end"),
+        (Hasty, "accepts what does not stand"),
+        (Alarmist, "a leak, or not"),
         (Curt, "must give value, limit and remedy"),
     ],
 )

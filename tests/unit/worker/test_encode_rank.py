@@ -11,6 +11,7 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.testing.device_memory import SimulatedMemory
 from vsched.types import Extent
 from vsched.wire import EncodeResult
 from vsched.worker.contract import EncodeJob
@@ -20,9 +21,14 @@ from vsched.worker.encode_rank import EncodeRank
 class Encoder:
     """Keeps the jobs it gets; writes the sum of the pixels, or raises."""
 
+    weights_bytes = 0
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.batches: list[list[EncodeJob]] = []
+
+    def device_memory(self) -> SimulatedMemory:
+        return SimulatedMemory(1 << 30)
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         self.batches.append(list(jobs))

@@ -18,11 +18,11 @@ from vsched.kernel.decisions import (
     RequestData,
 )
 from vsched.kernel.events import Finished
-from vsched.policy import MemoryView
 from vsched.types import FinishReason, SamplingParams
 from vsched.wire import GenerateResult, TokenLogprob
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.memory import DeviceMemory
 from vsched.worker.slots import STOP_TOKENS_MAX
 
 
@@ -35,10 +35,20 @@ class Script:
         self.prepared: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
 
-    def memory(self) -> MemoryView:
+    @property
+    def weights_bytes(self) -> int:
+        raise NotImplementedError
+
+    def device_memory(self) -> DeviceMemory:
         raise NotImplementedError
 
     def build_kv(self, *, blocks: int, block_size: int) -> None:
+        raise NotImplementedError
+
+    def drop_graphs(self) -> None:
+        raise NotImplementedError
+
+    def drop_kv(self) -> None:
         raise NotImplementedError
 
     def prepare(self, sequence: SequenceState) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vsched_workers.families.qwen_image import PixelLimits
+
 Grid = tuple[int, int, int]
 Items = Sequence[tuple[int, int, Grid]]
 
@@ -90,6 +92,16 @@ class Family(ABC):
         """Run the tower over the patches of several images.
 
         Shape: `pixels` [sum of t*h*w, patch values]; `grids` int64 [images, 3]. Returns [tokens, levels * hidden].
+        """
+
+    @abstractmethod
+    def largest_units(
+        self, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    ) -> dict[int, int]:
+        """Return the largest images: for each number of tokens along the short side the most along the long one.
+
+        `limits` bound the resized image, `tokens_max` its tokens (0: nothing does), `pixels_max` the image as sent;
+        `factor` is the side of a token in pixels.
         """
 
     @abstractmethod

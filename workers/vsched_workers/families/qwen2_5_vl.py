@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.families.base import Family, Items
+from vsched_workers.families.qwen_image import PixelLimits
 from vsched_workers.families.qwen_positions import rope_positions
+from vsched_workers.families.qwen_worst import largest_units
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +71,11 @@ class Qwen25Vl(Family):
     def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = tower(pixels, grid_thw=grids).pooler_output
         return rows
+
+    def largest_units(
+        self, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    ) -> dict[int, int]:
+        return largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
 
     def positions(
         self, config: Any, token_ids: npt.NDArray[np.int32], items: Items

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.families.base import Family, Items
+from vsched_workers.families.qwen_image import PixelLimits
 from vsched_workers.families.qwen_positions import rope_positions
+from vsched_workers.families.qwen_worst import largest_units
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,11 @@ class Qwen3Vl(Family):
 
         out = tower(pixels, grid_thw=grids)
         return torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
+
+    def largest_units(
+        self, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    ) -> dict[int, int]:
+        return largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
 
     def positions(
         self, config: Any, token_ids: npt.NDArray[np.int32], items: Items

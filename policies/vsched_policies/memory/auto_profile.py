@@ -1,0 +1,167 @@
+"""Probe, build what the measurement leaves, prove it under stress, shrink if it does not hold.
+
+The probe is a small KV cache under the largest step there can be: its peak, less the cache itself, is what everything
+but the cache needs. Estimates from shapes miss fragmentation, workspaces and what the allocator rounds up; the peak
+does not. What is left is the cache's, less the share that `mem_fraction` keeps back: the one safety margin (C6).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from vsched.errors import limit_message
+from vsched.memory import group_pools, size_text
+from vsched.policy import (
+    Accept,
+    Attempt,
+    Build,
+    Count,
+    Fail,
+    MemoryPolicy,
+    MemoryView,
+    Probe,
+    RankMemory,
+)
+from vsched_policies.memory.failures import highest_peak, leaked, lower_activations, too_small
+
+PROBE_TOKENS = 8192
+Retries = Annotated[int, Meta(ge=0, le=12)]
+Shrink = Annotated[float, Meta(gt=0, lt=1)]
+
+
+class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
+    """Measures what everything else needs, and builds and proves the largest KV cache beside it.
+
+    Attributes:
+        canary_bytes: Held while a build is proved, so that what fits has so much to spare.
+        retries: How often a build that ran out of memory is tried again, smaller.
+        shrink: By which share a build shrinks for the next try.
+    """
+
+    canary_bytes: Count = 256 << 20
+    retries: Retries = 3
+    shrink: Shrink = 0.05
+
+    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+        """Return the next of at most two probes and `retries` + 1 builds."""
+        if not view.attempts:
+            return _first_probe(view)
+        last = view.attempts[-1]
+        if last.outcome == "leak":
+            return leaked(view)
+        if last.action == "build":
+            return Accept() if last.outcome == "fits" else self._after_failed_build(view)
+        if last.outcome == "fits":
+            return self._build(view, self._target(view, last, last))
+        return self._after_failed_probe(view, last)
+
+    def _after_failed_probe(self, view: MemoryView, last: Attempt) -> Probe | Fail:
+        """Probe once more with little: what everything else needs can be measured beside any KV cache."""
+        little = _round_up(max(last.tokens // 8, view.tokens_min), view.block_size)
+        probes = sum(attempt.action == "probe" for attempt in view.attempts)
+        if probes == 1 and little < last.tokens:
+            return Probe(little)
+        peak = highest_peak([last])
+        return Fail(
+            limit_message(
+                f"generate.memory: memory ran out on {peak.pool} before there was a KV cache to speak of "
+                f"({last.message or 'no rank said more'})",
+                value=f"a probe of {last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
+                f"peak {size_text(peak.peak_bytes)}",
+                limit=f"{size_text(peak.total_bytes)} in all, of which {size_text(peak.weights_bytes)} are weights",
+                remedy=f"in this order: {lower_activations(view)}",
+            )
+        )
+
+    def _after_failed_build(self, view: MemoryView) -> Build | Fail:
+        builds = [attempt for attempt in view.attempts if attempt.action == "build"]
+        last = builds[-1]
+        if len(builds) > self.retries:
+            return self._out_of_tries(view, builds)
+        probe = next(attempt for attempt in reversed(view.attempts) if attempt.action == "probe")
+        # A peer that has come since the probe is seen now; to shrink by a share alone would not make room for it.
+        shrunk = int(last.tokens * (1 - self.shrink))
+        return self._build(view, min(shrunk, self._target(view, probe, last)))
+
+    def _target(self, view: MemoryView, probe: Attempt, last: Attempt) -> int:
+        """Return the tokens that the measurements leave room for, in the tightest pool, at least 1 (C4).
+
+        What is not KV is known from the probe, what peers hold from the last attempt.
+        """
+        non_kv_bytes = {
+            rank.rank: max(rank.peak_bytes - rank.kv_bytes, 0) + self.canary_bytes
+            for rank in probe.ranks
+        }
+        targets = []
+        for pool in group_pools(last.ranks, view.reservations):
+            own_bytes = sum(non_kv_bytes[rank.rank] for rank in pool.ranks)
+            budget_bytes = pool.total_bytes - own_bytes - pool.peers_bytes - pool.unheld_bytes
+            per_token = view.bytes_per_token * len(pool.ranks)
+            targets.append(int(self.mem_fraction * max(budget_bytes, 0)) // per_token)
+        return max(min(targets), 1)
+
+    def _build(self, view: MemoryView, tokens: int) -> Build | Fail:
+        """Return the order in whole blocks, if one request fits in them (C7)."""
+        whole = tokens // view.block_size * view.block_size
+        if whole < max(view.context_tokens, view.tokens_min):
+            return too_small(
+                view, whole, mem_fraction=self.mem_fraction, canary_bytes=self.canary_bytes
+            )
+        return Build(whole, stress=True, canary_bytes=self.canary_bytes)
+
+    def _out_of_tries(self, view: MemoryView, builds: list[Attempt]) -> Fail:
+        peak = highest_peak(builds)
+        return Fail(
+            limit_message(
+                f"generate.memory: memory ran out on {peak.pool} in every one of {len(builds)} attempts "
+                f"({builds[-1].message or 'no rank said more'})",
+                value=f"initial {_sized(view, builds[0])}, final {_sized(view, builds[-1])}, "
+                f"peak {size_text(peak.peak_bytes)}, canary {size_text(self.canary_bytes)}",
+                limit=f"total {size_text(peak.total_bytes)}, {_peers(view, builds[-1])}",
+                remedy=f"in this order: lower generate.memory.mem_fraction (now {self.mem_fraction:g}), "
+                f"{lower_activations(view)}",
+            )
+        )
+
+
+def _first_probe(view: MemoryView) -> Probe | Fail:
+    """Return what the largest step writes or 8,192 tokens (C1), less where not even that much is free."""
+    wanted = _round_up(max(view.batch_tokens + view.slots, PROBE_TOKENS), view.block_size)
+    tightest, free = _tightest(view)
+    least = max(view.tokens_min, view.block_size)
+    if free < least:
+        return Fail(
+            limit_message(
+                f"generate.memory: no room for a KV cache is left on {tightest.pool} after loading",
+                value=f"{free} tokens",
+                limit=f"at least {least} tokens ({size_text(least * view.bytes_per_token)})",
+                remedy="in this order: free the device of other processes, lower encode.admission.max_tokens, "
+                "or take a larger device",
+            )
+        )
+    return Probe(min(wanted, free))
+
+
+def _tightest(view: MemoryView) -> tuple[RankMemory, int]:
+    """Return the rank with the least room, and the tokens in whole blocks that it has room for now."""
+    rooms = []
+    for pool in group_pools(view.ranks, view.reservations):
+        room_bytes = max(pool.available_bytes - pool.unheld_bytes, 0)
+        tokens = room_bytes // (view.bytes_per_token * len(pool.ranks))
+        rooms.append((pool.ranks[0], tokens // view.block_size * view.block_size))
+    return min(rooms, key=lambda room: room[1])
+
+
+def _round_up(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size) * block_size
+
+
+def _sized(view: MemoryView, attempt: Attempt) -> str:
+    return f"{attempt.tokens} tokens ({size_text(attempt.tokens * view.bytes_per_token)})"
+
+
+def _peers(view: MemoryView, attempt: Attempt) -> str:
+    pools = group_pools(attempt.ranks, view.reservations)
+    return f"other processes {size_text(max(pool.peers_bytes for pool in pools))}"

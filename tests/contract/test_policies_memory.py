@@ -1,0 +1,387 @@
+"""What the built-in memory policies decide, case by case and under random measurements."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.memory.views import TOTAL, attempted, memory_view, rank_memory, reserved
+from tests.workers.properties import REPEATABLE
+from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
+from vsched.memory import Accepted, KvNegotiation
+from vsched.plugins import list_policies, resolve_policy
+from vsched.policy import Accept, Attempt, Build, Fail, MemoryPolicy, Probe
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.sizing import SimulatedRank, load_view, negotiate
+from vsched_policies.memory import AutoProfile, Fraction, Pinned
+
+MIB = 1 << 20
+REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
+FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
+PLAIN = AutoProfile(mem_fraction=1.0, canary_bytes=0)
+"""Keeps nothing back, so that sums can be read off."""
+
+
+def made(name: str) -> MemoryPolicy:
+    policy = resolve_policy("memory", {"use": name, **FIELDS.get(name, {})})
+    assert isinstance(policy, MemoryPolicy)
+    return policy
+
+
+def refused(answer: object) -> str:
+    """Return the message of a failure that gives value, limit and remedy."""
+    assert isinstance(answer, Fail)
+    assert all(word in answer.message for word in ("value ", "limit ", "Remedy: "))
+    return answer.message
+
+
+def in_order(text: str, *words: str) -> bool:
+    places = [text.find(word) for word in words]
+    return -1 not in places and places == sorted(places)
+
+
+# --- the probe ---
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "slots", "tokens"),
+    [(2048, 64, 8192), (8192, 0, 8192), (8192, 1, 8208), (10_000, 100, 10_112)],
+)
+def test_auto_profile_probes_the_largest_step(batch_tokens: int, slots: int, tokens: int) -> None:
+    """C1: max(batch tokens + slots, 8192) tokens, in whole blocks, no more."""
+    view = memory_view(batch_tokens=batch_tokens, slots=slots)
+    assert AutoProfile().plan(view) == Probe(tokens)
+
+
+def test_auto_profile_probes_less_than_is_free() -> None:
+    """C1: where 8,192 tokens exceed what is free, the probe takes no more than that, less what encoders will need."""
+    ranks = [rank_memory(available_bytes=50_000)]
+    assert AutoProfile().plan(memory_view(ranks=ranks)) == Probe(4992)
+    view = memory_view(ranks=ranks, reservations=[reserved(20_000)])
+    assert AutoProfile().plan(view) == Probe(2992)
+
+
+def test_auto_profile_refuses_a_full_device() -> None:
+    message = refused(AutoProfile().plan(memory_view(ranks=[rank_memory(available_bytes=159)])))
+    assert "value 0 tokens, limit at least 16 tokens" in message
+
+
+def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
+    """C7: that one request fits is not asked of the probe, and is asked of the build."""
+    view = memory_view(context_tokens=60_000)
+    assert AutoProfile().plan(view) == Probe(8192)
+    probed = memory_view(attempted("probe", 8192), context_tokens=60_000)
+    assert PLAIN.plan(probed) == Build(65_000 // 16 * 16)
+    message = refused(AutoProfile(canary_bytes=100_000).plan(probed))
+    assert "value 52240 tokens (510.2 KiB) beside a canary of 97.7 KiB" in message
+    assert "limit at least 60000 tokens" in message
+    assert in_order(
+        message,
+        "lower generate.context_tokens to 52240 or less",
+        "raise generate.memory.mem_fraction (now 0.95",
+        "lower generate.max_batch_tokens (now 2048)",
+        "generate.slots (now 64)",
+        "encode.admission.max_tokens",
+    )
+
+
+def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
+    """C13: the probe is tried twice at most, then the knobs are named."""
+    first = attempted("probe", 8192, "out_of_memory")
+    assert AutoProfile().plan(memory_view(first)) == Probe(1024)
+    second = attempted("probe", 1024, "out_of_memory")
+    message = refused(AutoProfile().plan(memory_view(first, second)))
+    assert "a probe of 1024 tokens" in message
+    assert "limit 976.6 KiB in all" in message
+    assert in_order(message, "generate.max_batch_tokens", "generate.slots", "encode.admission")
+
+
+# --- the target ---
+
+
+def test_auto_profile_builds_what_is_left() -> None:
+    """C4: 1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of canary, times 0.9."""
+    policy = AutoProfile(mem_fraction=0.9, canary_bytes=50_000)
+    assert policy.plan(memory_view(attempted("probe", 8192))) == Build(
+        54_000 // 16 * 16, stress=True, canary_bytes=50_000
+    )
+
+
+def test_auto_profile_takes_the_minimum_over_ranks() -> None:
+    """C4: what does not fit on one rank fits on none."""
+    ranks = [
+        rank_memory(rank=rank, pool=f"device {rank}", peak_bytes=peak, kv_bytes=80_000)
+        for rank, peak in enumerate([300_000, 480_000, 310_000])
+    ]
+    probe = Attempt(action="probe", tokens=8000, outcome="fits", message="", ranks=ranks)
+    assert PLAIN.plan(memory_view(probe, ranks=ranks)) == Build(50_000)
+
+
+def test_auto_profile_counts_ranks_on_one_device_once() -> None:
+    """C4: ranks that share a pool are no peers of each other, and all their caches grow."""
+    ranks = [
+        rank_memory(
+            rank=rank,
+            available_bytes=300_000,
+            reserved_bytes=300_000,
+            peak_bytes=330_000,
+            kv_bytes=80_000,
+        )
+        for rank in range(2)
+    ]
+    probe = Attempt(action="probe", tokens=8000, outcome="fits", message="", ranks=ranks)
+    # 1,000,000 less twice 250,000 that is not KV and 100,000 of others, at 20 bytes a token.
+    assert PLAIN.plan(memory_view(probe, ranks=ranks)) == Build(20_000)
+
+
+def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
+    """B7, C4: growth that is not held is kept free; what is held counts among the peers already."""
+    probe = attempted("probe", 8192)
+    both = [reserved(30_000), reserved(20_000, rank=1)]
+    assert PLAIN.plan(memory_view(probe, reservations=both)) == Build(60_000)
+    held = [reserved(30_000, held=True), reserved(20_000, pool="another device")]
+    assert PLAIN.plan(memory_view(probe, reservations=held)) == Build(65_000 // 16 * 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"peak_bytes": 10_000}, 90_000),  # less than the KV: nothing else, not less than nothing
+        ({"available_bytes": 900_000}, 75_000),  # more than there can be: no peers, not less
+    ],
+)
+def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
+    """C4: neither what is not KV nor what peers hold is ever negative."""
+    view = memory_view(attempted("probe", 8192, **changes))
+    assert PLAIN.plan(view) == Build(tokens // 16 * 16)
+
+
+def test_auto_profile_target_is_at_least_one_token() -> None:
+    """C4: on a device that is overdrawn, with a block of one token, the answer is one token, not none or less."""
+    probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
+    view = memory_view(probe, block_size=1, tokens_min=1, context_tokens=1)
+    assert AutoProfile().plan(view) == Build(1, canary_bytes=256 * MIB)
+
+
+@REPEATABLE
+@given(
+    total=st.integers(10**5, 10**12),
+    shares=st.tuples(*[st.integers(0, 300)] * 4),
+    fraction=st.floats(0.01, 1.0),
+    bytes_per_token=st.integers(1, 10**5),
+)
+def test_auto_profile_has_one_safety_margin(
+    total: int, shares: tuple[int, int, int, int], fraction: float, bytes_per_token: int
+) -> None:
+    """C4, C6: the target is the formula's, whatever the numbers; nothing else is subtracted on the way."""
+    non_kv, canary, peers, unheld = (total * share // 1000 for share in shares)
+    probe_bytes = 64 * bytes_per_token
+    ranks = [
+        rank_memory(
+            total_bytes=total,
+            reserved_bytes=non_kv,
+            available_bytes=max(total - non_kv - peers, 0),
+            peak_bytes=non_kv + probe_bytes,
+            kv_bytes=probe_bytes,
+        )
+    ]
+    probe = Attempt(action="probe", tokens=64, outcome="fits", message="", ranks=ranks)
+    view = memory_view(
+        probe,
+        ranks=ranks,
+        reservations=[reserved(unheld)],
+        bytes_per_token=bytes_per_token,
+        block_size=1,
+        tokens_min=1,
+        context_tokens=1,
+    )
+    left = max(total - non_kv - canary - peers - unheld, 0)
+    wanted = max(math.floor(fraction * left) // bytes_per_token, 1)
+    policy = AutoProfile(mem_fraction=fraction, canary_bytes=canary)
+    assert policy.plan(view) == Build(wanted, canary_bytes=canary)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("inf"), float("nan")])
+def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) -> None:
+    """C5: a share above 0 and at most 1; 1.0 is legal."""
+    table = {"use": name, **FIELDS.get(name, {})}
+    with pytest.raises(ConfigError, match=r"mem_fraction.*limit .*above 0, at most 1"):
+        resolve_policy("memory", {**table, "mem_fraction": fraction})
+    assert resolve_policy("memory", {**table, "mem_fraction": 1.0}).kind == "memory"
+
+
+def test_mem_fraction_defaults() -> None:
+    """C5, C12: 0.95 of the measured budget beside a canary of 256 MiB."""
+    assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
+    assert AutoProfile().canary_bytes == 256 * MIB
+
+
+# --- after a build ---
+
+
+def test_auto_profile_accepts_what_held() -> None:
+    view = memory_view(attempted("probe", 8192), attempted("build", 60_000))
+    assert AutoProfile().plan(view) == Accept()
+
+
+def test_auto_profile_shrinks_by_a_share() -> None:
+    """C13: 5 % less each time, 4 attempts in all."""
+    attempts = [attempted("probe", 8192)]
+    sizes = []
+    for _ in range(4):
+        answer = PLAIN.plan(memory_view(*attempts))
+        assert isinstance(answer, Build)
+        sizes.append(answer.tokens)
+        attempts.append(attempted("build", answer.tokens, "out_of_memory"))
+    assert sizes == [64_992, 61_728, 58_640, 55_696]
+    assert isinstance(PLAIN.plan(memory_view(*attempts)), Fail)
+
+
+def test_auto_profile_shrinks_by_a_block_at_least() -> None:
+    """C13: a retry of the same size would be none."""
+    view = memory_view(attempted("probe", 8192), attempted("build", 160, "out_of_memory"))
+    view = msgspec.structs.replace(view, context_tokens=16)
+    assert AutoProfile(canary_bytes=0, shrink=0.01).plan(view) == Build(144)
+
+
+def test_auto_profile_says_all_when_it_gives_up() -> None:
+    """C13: initial, final, peak, total, canary, and the knobs in the order to try."""
+    builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
+    policy = AutoProfile(canary_bytes=1024, mem_fraction=0.9)
+    message = refused(policy.plan(memory_view(attempted("probe", 8192), *builds)))
+    assert "in every one of 4 attempts (rank 0: out_of_memory)" in message
+    assert "value initial 4096 tokens (40.0 KiB), final 3488 tokens (34.1 KiB)" in message
+    assert "peak 284.1 KiB, canary 1.0 KiB, limit total 976.6 KiB, other processes 97.7" in message
+    assert in_order(
+        message,
+        "lower generate.memory.mem_fraction (now 0.9)",
+        "lower generate.max_batch_tokens",
+        "generate.slots",
+        "encode.admission.max_tokens",
+        "free the device",
+    )
+
+
+def test_auto_profile_stops_shrinking_below_one_request() -> None:
+    """C7: enforced after every rebuild."""
+    view = memory_view(
+        attempted("probe", 8192), attempted("build", 1040, "out_of_memory"), context_tokens=1024
+    )
+    message = refused(AutoProfile(canary_bytes=0).plan(view))
+    assert "value 976 tokens" in message
+    assert "limit at least 1024 tokens" in message
+
+
+def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
+    """C4, C13: after a failed build the peers are those of that build, where a share of 5 % would not do."""
+    taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
+    assert PLAIN.plan(memory_view(attempted("probe", 8192), taken)) == Build(25_000 // 16 * 16)
+
+
+@pytest.mark.parametrize("policy", [AutoProfile(), Pinned(tokens=64), Fraction()], ids=repr)
+@pytest.mark.parametrize("action", ["probe", "build"])
+def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
+    """C17: a leak is not an out-of-memory: nothing is shrunk, whichever attempt it is found on."""
+    earlier = attempted("probe", 8192)
+    answer = policy.plan(memory_view(earlier, attempted(action, 64, "leak", released_bytes=7)))
+    message = refused(answer)
+    assert isinstance(answer, Fail)
+    assert answer.leak
+    assert "value 7 bytes released by rank 0, limit at least the 81920 bytes" in message
+
+
+# --- pinned and fraction ---
+
+
+def test_pinned_builds_once_and_proves_it() -> None:
+    """C2: no probe, no rebuild, one stress pass."""
+    ranks = [SimulatedRank(SimulatedMemory(256 * MIB))]
+    negotiation = KvNegotiation(Pinned(tokens=4096), load_view(ranks))
+    assert negotiation.start() == Build(4096, stress=True)
+    report = ranks[0].carry_out(Build(4096, stress=True))
+    assert negotiation.take([report]) == Accepted(4096, 256)
+    assert [attempt.action for attempt in negotiation.view.attempts] == ["build"]
+
+
+def test_pinned_takes_tokens_or_bytes() -> None:
+    assert Pinned(tokens=100).plan(memory_view()) == Build(100)
+    assert Pinned(bytes=1_009).plan(memory_view()) == Build(100)
+    assert Pinned(tokens=100, canary_bytes=9).plan(memory_view()) == Build(100, canary_bytes=9)
+
+
+def test_pinned_refuses_what_did_not_hold() -> None:
+    """C2, C13: the operator's size is not shrunk behind his back."""
+    message = refused(Pinned(bytes=640).plan(memory_view(attempted("build", 64, "out_of_memory"))))
+    assert "value 64 tokens (640 bytes), peak 244.8 KiB, canary 0 bytes" in message
+    assert in_order(message, "lower generate.memory.bytes", "generate.max_batch_tokens")
+
+
+@pytest.mark.parametrize(("fraction", "tokens_max"), [(1.0, 70_000), (0.5, 35_000), (0.95, 66_500)])
+def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: int) -> None:
+    """C5: mem_fraction multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
+    assert Pinned(tokens=tokens_max, mem_fraction=fraction).plan(memory_view()) == Build(tokens_max)
+    message = refused(Pinned(tokens=tokens_max + 1, mem_fraction=fraction).plan(memory_view()))
+    assert f"value {tokens_max + 1} tokens x 10 bytes" in message
+    assert f"limit {tokens_max * 10} bytes ({tokens_max} tokens)" in message
+    assert f"Remedy: lower generate.memory.tokens to {tokens_max} or less" in message
+
+
+def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
+    """B7: 50,000 bytes of growth are not there for the KV cache."""
+    policy = Pinned(tokens=65_001, mem_fraction=1.0)
+    assert isinstance(policy.plan(memory_view()), Build)
+    assert "65000 tokens" in refused(policy.plan(memory_view(reservations=[reserved(50_000)])))
+
+
+def test_pinned_refuses_less_than_one_block() -> None:
+    message = refused(Pinned(tokens=15).plan(memory_view()))
+    assert "value 15 tokens, limit at least 16 tokens." in message
+    assert "Remedy: raise generate.memory.tokens to 16 or more" in message
+
+
+def test_pinned_needs_the_size_once() -> None:
+    with pytest.raises(ValueError, match="value neither of tokens and bytes"):
+        Pinned()
+    with pytest.raises(ValueError, match="value both of tokens and bytes"):
+        Pinned(tokens=1, bytes=1)
+
+
+def test_fraction_takes_a_share_and_hopes() -> None:
+    """The way to compare with: of 700,000 free bytes, whatever encoders reserve, without a stress."""
+    view = memory_view(reservations=[reserved(650_000)])
+    assert Fraction().plan(view) == Build(63_000, stress=False)
+    assert Fraction(mem_fraction=0.5).plan(view) == Build(35_000, stress=False)
+    assert Fraction().plan(memory_view(attempted("build", 63_000))) == Accept()
+    ran_out = attempted("build", 63_000, "out_of_memory")
+    assert "auto-profile" in refused(Fraction().plan(memory_view(ran_out)))
+    full = memory_view(ranks=[rank_memory(available_bytes=100)])
+    assert "value 9 tokens" in refused(Fraction().plan(full))
+
+
+# --- every one of them ---
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_memory_sizes_or_says_why_not(name: str) -> None:
+    """C13, C17: on devices of many sizes the end is a size or an error of the right type, never anything else."""
+    ended: list[type] = []
+    for total in (32, 64, 512, 2048):
+        for leaks in (False, True):
+            ranks = [SimulatedRank(SimulatedMemory(total * MIB), leaks=leaks)]
+            negotiation = KvNegotiation(
+                msgspec.structs.replace(made(name), mem_fraction=1.0), load_view(ranks)
+            )
+            try:
+                ended.append(type(negotiate(negotiation, ranks)))
+            except (DeviceOutOfMemory, MemoryLeak) as error:
+                ended.append(type(error))
+                refused(negotiation.failure)
+    assert Accepted in ended
+    assert (MemoryLeak in ended) == (name == "auto-profile"), "only it tears anything down"
+    assert DeviceOutOfMemory in ended

@@ -1,0 +1,149 @@
+"""Measure what decoding and processing takes: run in a process of its own, whose memory nothing else moves.
+
+Prints a line of JSON for each case: what was measured, and what was estimated.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image
+
+from tests.unit.media.fakes import embedding_file, model_info, rows_of
+from vsched.media.decode import PixelLimits, decode, inspect
+from vsched.media.embeddings import read_embedding, write_rows
+from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
+from vsched.types import ModelInfo
+from vsched_workers.families.qwen_image import PixelLimits as ResizedLimits
+from vsched_workers.preprocess import QwenPreprocessor
+
+LIMITS = PixelLimits(image=10**8, webp=10**8)
+PATCH_VALUES = 1176
+Save = dict[str, Any]
+
+CASES: Final[dict[str, tuple[str, str, Save]]] = {
+    "png-rgb": ("PNG", "RGB", {}),
+    "png-rgb-turned": ("PNG", "RGB", {"turned": True}),
+    "png-rgb-transparent": ("PNG", "RGB", {"transparency": (1, 2, 3)}),
+    "png-rgba": ("PNG", "RGBA", {}),
+    "png-rgba-turned": ("PNG", "RGBA", {"turned": True}),
+    "png-palette": ("PNG", "P", {}),
+    "png-palette-transparent": ("PNG", "P", {"transparency": 0}),
+    "png-gray-alpha": ("PNG", "LA", {}),
+    "png-gray-16": ("PNG", "I;16", {}),
+    "png-1-bit": ("PNG", "1", {}),
+    "jpeg": ("JPEG", "RGB", {}),
+    "jpeg-turned": ("JPEG", "RGB", {"turned": True}),
+    "jpeg-gray-progressive": ("JPEG", "L", {"progressive": True}),
+    "jpeg-progressive": ("JPEG", "RGB", {"progressive": True}),
+    "jpeg-progressive-444": ("JPEG", "RGB", {"progressive": True, "subsampling": 0}),
+    "jpeg-cmyk": ("JPEG", "CMYK", {}),
+    "jpeg-cmyk-progressive": ("JPEG", "CMYK", {"progressive": True, "subsampling": 0}),
+    "webp-lossy": ("WEBP", "RGB", {"method": 0}),
+    "webp-alpha": ("WEBP", "RGBA", {"method": 0}),
+    "webp-lossless": ("WEBP", "RGB", {"lossless": True, "method": 0, "quality": 0}),
+}
+
+
+def encoded_image(name: str, width: int, height: int) -> bytes:
+    kind, mode, save = CASES[name]
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 255, (height // 16 + 1, width // 16 + 1, 4), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height))
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(smooth.convert("L")).astype(np.uint16) * 256)
+    elif mode in {"LA", "RGB", "RGBA"}:
+        image = smooth.convert(mode)
+    else:
+        image = smooth.convert("RGB").convert(mode)
+    options = dict(save)
+    if options.pop("turned", False):
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        options["exif"] = exif
+    if kind == "PNG":
+        options["compress_level"] = 1
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def preprocessor(tokens_max: int) -> QwenPreprocessor:
+    """Return the image half of the real one: its tokenizer would need a checkpoint."""
+    made = QwenPreprocessor.__new__(QwenPreprocessor)
+    made.info = model_info(item_tokens_max=tokens_max)
+    made._patch, made._merge, made._temporal = 14, 2, 2
+    made._limits = ResizedLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28)
+    made._resample = Image.Resampling.BICUBIC
+    made._levels = np.zeros((3, 256), np.float32)
+    return made
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def growth(work: Callable[[], object]) -> int:
+    """Return how far the process grows while this runs; bytes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def measure_image(name: str, width: int, height: int, tokens_max: int) -> tuple[int, int]:
+    """Return measured and estimated bytes, the file included in both; 0 tokens for decoding alone."""
+    encoded = encoded_image(name, width, height)
+    header = inspect(encoded, LIMITS)
+    if not tokens_max:
+        estimate = decode_bytes(header.width, header.height, header.storage)
+        return growth(lambda: decode(encoded, LIMITS)) + len(encoded), estimate
+    real = preprocessor(tokens_max)
+    plan = real.plan_image(header.width, header.height)
+    estimate = preprocess_bytes(
+        header.width, header.height, header.storage, plan=plan, patch_values=PATCH_VALUES
+    )
+    arena = np.ones(plan.grid[1] * plan.grid[2] * PATCH_VALUES, np.float32)
+
+    def work() -> None:
+        pixels = real.process_image(decode(encoded, LIMITS))
+        arena[:] = pixels.reshape(-1)
+
+    return growth(work) + len(encoded), estimate
+
+
+def measure_embedding(tokens: int) -> tuple[int, int]:
+    info: ModelInfo = model_info(dtype="bfloat16", item_tokens_max=tokens)
+    file = embedding_file(rows_of(tokens), (1, 2, 2 * tokens))
+    embedding = read_embedding(file, info, lambda grid: grid[1] * grid[2] // 4)
+    rows = np.ones(tokens * 8 * 2, np.uint8)
+    grown = growth(lambda: write_rows(embedding, "bfloat16", rows))
+    return grown + len(file), EMBEDDING_BYTES + len(file)
+
+
+def main(arguments: list[str]) -> None:
+    width, height, *budgets = map(int, arguments)
+    for name in CASES:
+        measure_image(name, 64, 64, 16)  # loads the codec
+        for tokens_max in budgets:
+            measured, estimate = measure_image(name, width, height, tokens_max)
+            case = f"{name} {width}x{height} tokens {tokens_max}"
+            print(json.dumps({"case": case, "measured": measured, "estimate": estimate}))
+    measure_embedding(16)
+    measured, estimate = measure_embedding(200_000)
+    print(json.dumps({"case": "embedding", "measured": measured, "estimate": estimate}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

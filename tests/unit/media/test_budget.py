@@ -1,0 +1,117 @@
+"""B13, A22: the budget that decoding takes its memory from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vsched.media.budget import ByteBudget, Grant
+
+
+class Bench:
+    """A budget, and the order in which it granted."""
+
+    def __init__(self, size: int = 100) -> None:
+        self.budget = ByteBudget(size)
+        self.begun: list[Grant] = []
+
+    def ask(self, size: int) -> Grant:
+        return self.budget.ask(size, self.begun.append)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        statistics = self.budget.statistics()
+        return statistics.bytes_used, statistics.waiting
+
+
+def test_budget_grants_at_once_what_fits() -> None:
+    bench = Bench()
+    first, second = bench.ask(60), bench.ask(40)
+    assert bench.begun == [first, second]
+    assert bench.state == (100, 0)
+
+
+def test_budget_serves_in_order_and_nobody_overtakes() -> None:
+    bench = Bench()
+    first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
+    assert bench.begun == [first]
+    assert bench.state == (60, 2)
+    first.release()
+    assert bench.begun == [first, large, small]
+    assert bench.state == (100, 0)
+
+
+def test_budget_release_counts_once() -> None:
+    bench = Bench()
+    first, _ = bench.ask(60), bench.ask(30)
+    first.release()
+    first.release()
+    assert bench.state == (30, 0)
+
+
+def test_budget_leaving_the_queue_lets_the_next_one_in() -> None:
+    bench = Bench()
+    first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
+    large.release()
+    assert bench.begun == [first, small]
+    assert bench.state == (70, 0)
+    large.release()
+    assert bench.state == (70, 0)
+
+
+def test_budget_release_while_beginning_does_not_nest() -> None:
+    """A pool that is gone gives every grant back at once, however many wait."""
+    bench = Bench()
+    first = bench.ask(100)
+    for _ in range(5000):
+        bench.budget.ask(100, Grant.release)
+    first.release()
+    assert bench.state == (0, 0)
+
+
+def test_budget_remembers_its_peak() -> None:
+    bench = Bench()
+    bench.ask(70).release()
+    bench.ask(20)
+    statistics = bench.budget.statistics()
+    assert (statistics.bytes_total, statistics.bytes_peak) == (100, 70)
+
+
+def test_budget_rejects_what_never_fits() -> None:
+    with pytest.raises(AssertionError):
+        Bench().ask(101)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), st.integers(0, 10)),
+            st.tuples(st.just("release"), st.integers(0, 30)),
+        ),
+        max_size=60,
+    )
+)
+@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+def test_budget_under_any_schedule(steps: list[tuple[str, int]]) -> None:
+    """Never over its size, in the order of arrival, never idle with room for the first, all back at the end."""
+    bench = Bench(10)
+    asked: list[Grant] = []
+    released: set[int] = set()
+    for action, value in steps:
+        if action == "ask":
+            asked.append(bench.ask(value))
+        elif value < len(asked):
+            asked[value].release()
+            released.add(value)
+        begun = [asked.index(grant) for grant in bench.begun]
+        assert begun == sorted(begun)
+        held = [asked[index].size for index in begun if index not in released]
+        waiting = [i for i in range(len(asked)) if i not in released and i not in begun]
+        assert bench.state == (sum(held), len(waiting))
+        assert sum(held) <= 10
+        if waiting:
+            assert asked[waiting[0]].size > 10 - sum(held)
+    for grant in asked:
+        grant.release()
+    assert bench.state == (0, 0)

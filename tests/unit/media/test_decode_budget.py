@@ -1,0 +1,306 @@
+"""B13: images take their memory from the budget before they are decoded, in order, and give it back once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.media.fakes import (
+    FakePreprocessor,
+    data_url,
+    embedded,
+    embedding_file,
+    image_bytes,
+    model_info,
+)
+from tests.unit.media.test_pipeline import Bench, until
+from vsched.errors import RequestRefused
+from vsched.media import MediaSettings, fills
+from vsched.media.decode import PixelLimits, inspect
+from vsched.media.estimate import preprocess_bytes
+from vsched.media.process import process
+
+SMALL = (16, 8)
+LARGE = (1000, 8)
+SLACK = 1000
+"""The same size in another colour is some bytes more or less of a file."""
+
+
+def image_url(size: tuple[int, int] = SMALL, value: int = 0) -> str:
+    return data_url(image_bytes(*size, value=value))
+
+
+def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
+    """What an image is estimated to take."""
+    preprocessor = FakePreprocessor()
+    header = inspect(image_bytes(*size, value=value), PixelLimits(10**9, 10**9))
+    plan = preprocessor.plan_image(*size)
+    return preprocess_bytes(*size, header.storage, plan=plan, patch_values=48)
+
+
+def bench_with(decode_bytes: int, *, threads: int = 2, items: int = 512, **limits: Any) -> Bench:
+    preprocessor = FakePreprocessor(model_info(item_tokens_max=10**4, context_tokens=10**6))
+    settings = MediaSettings(
+        decode_bytes=decode_bytes, threads=threads, preparing_max=10_000, **limits
+    )
+    return Bench(preprocessor, settings, items)
+
+
+class Seam:
+    """Stands between the pipeline and the work: counts the bytes of what runs, and keeps the order."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.running = 0
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, image: Any, *arguments: Any) -> None:
+        with self._lock:
+            self.order.append(image.work_bytes)
+            self.running += image.work_bytes
+            self.most = max(self.most, self.running)
+        try:
+            process(image, *arguments)
+        finally:
+            with self._lock:
+                self.running -= image.work_bytes
+
+
+@pytest.fixture
+def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
+    made = Seam()
+    monkeypatch.setattr(fills, "process", made)
+    return made
+
+
+@contextlib.contextmanager
+def closing(bench: Bench) -> Iterator[Bench]:
+    try:
+        yield bench
+    finally:
+        bench.preprocessor.gate.set()
+        bench.pipeline.close()
+
+
+def decoding(bench: Bench) -> tuple[int, int]:
+    """Return the bytes taken, and how many images wait."""
+    statistics = bench.pipeline.statistics().decode
+    return statistics.bytes_used, statistics.waiting
+
+
+def truncated() -> str:
+    content = image_bytes(64, 64, kind="JPEG")
+    return data_url(content[: len(content) - 200], "image/jpeg")
+
+
+async def all_back(bench: Bench) -> None:
+    """Wait for threads, then see that nothing is held, counted or queued."""
+    await until(lambda: not bench.pipeline._fills._fills)
+    await until(lambda: bench.pipeline.statistics().preparing_bytes == 0)
+    statistics = bench.pipeline.statistics()
+    assert decoding(bench) == (0, 0)
+    assert (statistics.preparing, statistics.preparing_bytes) == (0, 0)
+    assert (statistics.pixels.bytes_held, statistics.pixels.waiting) == (0, 0)
+
+
+@pytest.mark.slow
+async def test_many_large_images_never_exceed_the_budget(seam: Seam) -> None:
+    """200 at a time, of several sizes, on more threads than the budget feeds."""
+    sizes = [(400, 300), (600, 400), (300, 900), (700, 700)]
+    budget = max(map(work_bytes, sizes)) * 5 // 2
+    urls = [image_url(sizes[index % 4], index) for index in range(200)]
+    with closing(bench_with(budget, threads=16, items=30_000)) as bench:
+
+        async def request(url: str) -> None:
+            (await bench.pipeline.prepare("\x01", [url])).lease.release()
+
+        await asyncio.gather(*map(request, urls))
+        assert bench.preprocessor.processed == 200
+        statistics = bench.pipeline.statistics().decode
+        assert statistics.bytes_total == budget
+        assert seam.most <= statistics.bytes_peak <= budget
+        assert seam.most > budget // 2
+        await all_back(bench)
+
+
+async def test_images_are_served_in_order(seam: Seam) -> None:
+    """A small image that would fit does not overtake a large one that waits."""
+    small, large = work_bytes(), work_bytes(LARGE)
+    assert small + 2 * SLACK < large
+    with closing(bench_with(large + SLACK, items=300)) as bench:
+        bench.preprocessor.gate.clear()
+        tasks = []
+        for index, size in enumerate([SMALL, LARGE, SMALL]):
+            url = image_url(size, value=index)
+            tasks.append(asyncio.ensure_future(bench.pipeline.prepare("\x01", [url])))
+            await until(lambda: len(bench.pipeline._fills._fills) == len(tasks))
+        assert bench.pipeline.statistics().decode.waiting == 2
+        assert len(seam.order) == 1
+        bench.preprocessor.gate.set()
+        for prepared in await asyncio.gather(*tasks):
+            prepared.lease.release()
+        assert [size > small + SLACK for size in seam.order] == [False, True, False]
+        await all_back(bench)
+
+
+async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> None:
+    """A22: the grant is the image's; a request never holds a part while it waits for the rest."""
+    with closing(bench_with(work_bytes() + SLACK)) as bench:
+        images = [image_url(value=value) for value in range(6)]
+        (await bench.pipeline.prepare("\x01" * 6, images)).lease.release()
+        assert seam.most <= work_bytes() + SLACK
+        assert len(seam.order) == 6
+        await all_back(bench)
+
+
+async def test_two_requests_of_many_images_do_not_block_each_other(seam: Seam) -> None:
+    """A22: however their images interleave."""
+    with closing(bench_with(2 * work_bytes() + SLACK)) as bench:
+        urls = [image_url(value=value) for value in range(10)]
+        orders = (urls, urls[::-1], urls[5:] + urls[:5])
+        requests = [bench.pipeline.prepare("\x01" * 10, order) for order in orders]
+        for prepared in await asyncio.gather(*requests):
+            prepared.lease.release()
+        assert len(seam.order) == 10
+        await all_back(bench)
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+async def test_image_over_the_whole_budget_is_refused_at_once(*, held_up: bool) -> None:
+    limit = work_bytes(LARGE) - 1
+    with closing(bench_with(limit)) as bench:
+        tasks = []
+        if held_up:
+            bench.preprocessor.gate.clear()
+            tasks = [asyncio.ensure_future(bench.pipeline.prepare("\x01", [image_url()]))]
+            await until(bench.preprocessor.entered.is_set)
+        with pytest.raises(RequestRefused) as caught:
+            await bench.pipeline.prepare("\x01\x01", [image_url(), image_url(LARGE)])
+        assert caught.value.status == 413
+        assert caught.value.message == (
+            "image 1: the image takes too much memory to decode and process: "
+            f"value up to {limit + 1} bytes, limit {limit} bytes. "
+            "Remedy: send a smaller image or raise media.decode_bytes."
+        )
+        bench.preprocessor.gate.set()
+        for prepared in await asyncio.gather(*tasks):
+            prepared.lease.release()
+        assert bench.preprocessor.processed == len(tasks)
+        await all_back(bench)
+
+
+async def test_pixels_that_are_there_take_nothing(seam: Seam) -> None:
+    with closing(bench_with(work_bytes() + SLACK)) as bench:
+        (await bench.pipeline.prepare("\x01", [image_url(value=1)])).lease.release()
+        bench.preprocessor.gate.clear()
+        other = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image_url()]))
+        await until(lambda: decoding(bench)[0] > 0)
+        (await bench.pipeline.prepare("\x01", [image_url(value=1)])).lease.release()
+        assert len(seam.order) <= 2
+        bench.preprocessor.gate.set()
+        (await other).lease.release()
+
+
+async def test_evicted_image_takes_its_estimate_again(seam: Seam) -> None:
+    """The plan is remembered, and with it what processing takes."""
+    with closing(bench_with(10**9)) as bench:
+        for _ in range(2):
+            (await bench.pipeline.prepare("\x01", [image_url()])).lease.release()
+            bench.store.clear()
+        assert seam.order == [work_bytes()] * 2
+
+
+async def test_embedding_takes_its_share(seam: Seam) -> None:
+    with closing(bench_with(10**9, allow_embeddings=True)) as bench:
+        prepared = await bench.pipeline.prepare("\x01", [embedded(embedding_file())])
+        assert seam.order[0] > len(embedding_file())
+        prepared.lease.release()
+        await all_back(bench)
+    with (
+        closing(bench_with(1000, allow_embeddings=True)) as bench,
+        pytest.raises(RequestRefused, match=r"limit 1000 bytes.*media\.decode_bytes"),
+    ):
+        await bench.pipeline.prepare("\x01", [embedded(embedding_file())])
+
+
+async def give_up(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
+    """The next one takes the place at once, though the first is still at work."""
+    small, size = work_bytes(), (300, 100)
+    with closing(bench_with(2 * small + SLACK, items=2000)) as bench:
+        bench.preprocessor.gate.clear()
+        first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image_url()]))
+        await until(lambda: len(seam.order) == 1)
+        assert small + SLACK < work_bytes(size) <= 2 * small
+        large = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image_url(size)]))
+        await until(lambda: decoding(bench)[1] == 1)
+        last = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image_url(value=2)]))
+        await until(lambda: decoding(bench)[1] == 2)
+        await give_up(large)
+        assert decoding(bench) == (small + work_bytes(value=2), 0)
+        bench.preprocessor.gate.set()
+        for prepared in await asyncio.gather(first, last):
+            prepared.lease.release()
+        assert bench.preprocessor.processed == 2
+        await all_back(bench)
+
+
+async def test_cancelling_before_a_thread_begins_gives_back_at_once(seam: Seam) -> None:
+    with closing(bench_with(10**9, threads=1)) as bench:
+        bench.preprocessor.gate.clear()
+        urls = [image_url(), image_url(value=1)]
+        task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", urls))
+        await until(bench.preprocessor.entered.is_set)
+        assert decoding(bench) == (work_bytes() + work_bytes(value=1), 0)
+        await give_up(task)
+        assert decoding(bench) == (work_bytes(), 0)
+        bench.preprocessor.gate.set()
+        await all_back(bench)
+        assert len(seam.order) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_schedule_keeps_to_the_budget_and_gives_it_back(seed: int, seam: Seam) -> None:
+    """Random arrivals, sizes, sharing, failures, cancellations and deadlines."""
+    draw = random.Random(seed)
+    sizes = [(16, 8), (200, 60), (300, 200), (640, 400)]
+    budget = work_bytes(sizes[-1], 9) * draw.choice([2, 3, 5]) // 2
+    threads, prepare_s = draw.randint(1, 4), draw.choice([0.005, 10.0])
+    bench = bench_with(budget, threads=threads, items=6000, prepare_s=prepare_s)
+    with closing(bench):
+        urls = [image_url(draw.choice(sizes), value) for value in range(12)] + [truncated()]
+
+        async def request() -> None:
+            images = draw.sample(urls, draw.randint(1, 4))
+            prepared = await bench.pipeline.prepare("a\x01" * len(images), images)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                prepared.lease.release()
+
+        tasks = []
+        for _ in range(30):
+            tasks.append(asyncio.ensure_future(request()))
+            for _ in range(draw.randint(0, 3)):
+                await asyncio.sleep(0)
+            if draw.random() < 0.3:
+                draw.choice(tasks).cancel()
+            if draw.random() < 0.1:
+                bench.pipeline.clear()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            assert result is None or isinstance(result, RequestRefused | asyncio.CancelledError)
+        await all_back(bench)
+        assert seam.most <= bench.pipeline.statistics().decode.bytes_peak <= budget

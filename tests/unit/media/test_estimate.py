@@ -1,0 +1,189 @@
+"""B13: what an image takes is bounded from above before it is decoded, and not by far."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vsched.config import Config
+from vsched.config.loading import load_config
+from vsched.config.media import decode_bytes_needed
+from vsched.errors import ConfigError
+from vsched.media.decode import PixelLimits, inspect
+from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, preprocess_bytes
+from vsched.worker.contract import ImagePlan
+
+ROOT = Path(__file__).parents[3]
+LIMITS = PixelLimits(image=10**6, webp=10**6)
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [("1600", "1200"), ("400", "3000")])
+def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
+    """Every format and mode, decoded alone and processed; the memory is that of a process of its own."""
+    # What is freed goes back to the system at once, or the next case would grow into it unseen.
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.unit.media.memory_probe", *size, "0", "1024"],
+        cwd=ROOT,
+        env={**os.environ, **returned},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    cases = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(cases) == 41
+    for case in cases:
+        assert case["measured"] <= case["estimate"] + MEBIBYTE, case
+        assert case["estimate"] <= 2 * case["measured"] + 4 * MEBIBYTE, case
+
+
+def jpeg(*, progressive: bool = False, subsampling: int = 2) -> bytes:
+    buffer = io.BytesIO()
+    image = Image.new("RGB", (100, 60))
+    image.save(buffer, "JPEG", progressive=progressive, subsampling=subsampling)
+    return buffer.getvalue()
+
+
+def test_inspect_tells_of_coefficients() -> None:
+    """A progressive JPEG is decoded from 2 bytes a sample of the whole image."""
+    assert inspect(jpeg(), LIMITS).storage.coefficient_bytes == 0
+    found = inspect(jpeg(progressive=True, subsampling=0), LIMITS).storage.coefficient_bytes
+    assert found == 104 * 64 * 3 * 2
+    found = inspect(jpeg(progressive=True), LIMITS).storage.coefficient_bytes
+    assert found == 112 * 64 * 2 * 3 // 2
+
+
+def frame_and_scan(
+    *, marker: int = 0xC0, scanned: int = 3, size: tuple[int, int] = (16, 8)
+) -> bytes:
+    components = bytes([1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0])
+    height, width = size[1].to_bytes(2, "big"), size[0].to_bytes(2, "big")
+    frame = b"\x08" + height + width + b"\x03" + components
+    scan = bytes([scanned]) + bytes(2 * scanned + 3)
+    return (
+        bytes([0xFF, marker])
+        + (len(frame) + 2).to_bytes(2, "big")
+        + frame
+        + b"\xff\xda"
+        + (len(scan) + 2).to_bytes(2, "big")
+        + scan
+    )
+
+
+COMMENT = b"\xff\xfe\x00\x10\xff\xda\x00\x0c\x03aaaaaaaaa"
+"""A comment that looks like a scan of all components."""
+
+
+@pytest.mark.parametrize(
+    ("rest", "coefficients"),
+    [
+        (frame_and_scan(), 0),
+        (frame_and_scan(scanned=1), 16 * 8 * 3 * 2),
+        (frame_and_scan(marker=0xC2), 16 * 8 * 3 * 2),
+        (frame_and_scan(marker=0xCA), 16 * 8 * 3 * 2),
+        (COMMENT + b"junk\xff\x00\xff\xd0\xff\xff" + frame_and_scan(scanned=1), 768),
+        (frame_and_scan(marker=0xC2)[:19] + COMMENT + frame_and_scan(marker=0xC2)[19:], 768),
+    ],
+)
+def test_coefficients_follow_the_markers(rest: bytes, coefficients: int) -> None:
+    """As libjpeg reads them: the first scan decides, fill and stuffing are passed over, segments are skipped."""
+    assert coefficient_bytes(b"\xff\xd8" + rest, 16, 8) == coefficients
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        b"\xff\xd9" + frame_and_scan(),
+        frame_and_scan()[19:],
+        frame_and_scan(size=(16, 9)),
+        frame_and_scan(size=(60000, 60000)),
+        b"\xff\xe0\x00\x01" + frame_and_scan(),
+        frame_and_scan()[:21],
+    ],
+)
+def test_coefficients_refuse_another_size_or_none(rest: bytes) -> None:
+    """What libjpeg would allocate for is what was judged, or the image is refused."""
+    with pytest.raises(ValueError, match="no "):
+        coefficient_bytes(b"\xff\xd8" + rest, 16, 8)
+
+
+def test_processing_grows_with_the_patches() -> None:
+    plain = Storage(kind="PNG", mode="RGB", transparent=False, turned=False, encoded_bytes=0)
+    small = preprocess_bytes(100, 100, plain, plan=ImagePlan((1, 2, 2), 1), patch_values=1176)
+    large = preprocess_bytes(
+        100, 100, plain, plan=ImagePlan((1, 200, 200), 10_000), patch_values=1176
+    )
+    assert small >= 4 * 100 * 100
+    assert large - small >= 2 * (200 * 200 - 4) * 1176 * 4
+
+
+LEGAL = Config().media
+
+
+@given(
+    width=st.integers(1, 65535),
+    height=st.integers(1, 65535),
+    kind=st.sampled_from(["PNG", "JPEG", "WEBP"]),
+    mode=st.sampled_from(["1", "L", "P", "LA", "I;16", "RGB", "RGBA", "CMYK"]),
+    transparent=st.booleans(),
+    turned=st.booleans(),
+    pixels_max=st.sampled_from([100, 10**6, LEGAL.image_pixels_max]),
+)
+@settings(derandomize=True, database=None, deadline=None, max_examples=300)
+def test_needed_budget_admits_every_legal_image(
+    *,
+    width: int,
+    height: int,
+    kind: str,
+    mode: str,
+    transparent: bool,
+    turned: bool,
+    pixels_max: int,
+) -> None:
+    """Whatever the limits let through, the smallest budget that the configuration accepts can decode."""
+    media = msgspec.structs.replace(LEGAL, image_pixels_max=pixels_max)
+    limit = min(media.webp_pixels_max, pixels_max) if kind == "WEBP" else pixels_max
+    width = min(width, limit)
+    height = min(height, limit // width)
+    coefficients = 0
+    if kind == "JPEG":
+        padded = -(-width // 32) * 32 * -(-height // 32) * 32
+        coefficients = padded * 2 * {"L": 1, "CMYK": 4}.get(mode, 3)
+    kept = Storage(
+        kind=kind,
+        mode=mode,
+        transparent=transparent,
+        turned=turned,
+        encoded_bytes=media.image_bytes_max,
+        coefficient_bytes=coefficients,
+    )
+    assert decode_bytes(width, height, kept) <= decode_bytes_needed(media)
+
+
+def test_default_configuration_admits_every_legal_image() -> None:
+    assert decode_bytes_needed(LEGAL) <= LEGAL.decode_bytes
+
+
+def test_configuration_refuses_a_budget_for_smaller_images_only() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, sets=["media.decode_bytes=536870912"], environ={})
+    assert str(caught.value).startswith("media.decode_bytes: too small")
+    assert "value 536870912, limit at least 87" in str(caught.value)
+    assert "Remedy: raise media.decode_bytes, or lower media.image_pixels_max" in str(caught.value)
+    sets = ["media.decode_bytes=536870912", "media.image_pixels_max=32000000"]
+    assert load_config(None, sets=sets, environ={}).config.media.decode_bytes == 536870912

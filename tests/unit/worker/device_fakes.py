@@ -1,0 +1,138 @@
+"""A generate and an encode worker that compute nothing and allocate on simulated memory what a model would."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import ModelInfo
+from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
+from vsched.worker.stress import Load
+
+KV_BYTES = 4096
+MIB = 1 << 20
+LOAD = Load(slots=4, batch_tokens=40, chunk_tokens=16, context_tokens=128, block_size=16)
+
+
+def model_info() -> ModelInfo:
+    """Return the facts of a model with few bytes."""
+    return ModelInfo(
+        family="fake",
+        path="nowhere",
+        dtype="float32",
+        hidden_size=4,
+        embedding_levels=1,
+        vocab_size=100,
+        context_tokens=128,
+        kv_bytes_per_token=KV_BYTES,
+        patch_values=4,
+        item_tokens_max=32,
+        image_token_id=5,
+        stop_token_ids=(),
+    )
+
+
+class RequestMark:
+    """Lives as long as its request."""
+
+
+class SimulatedGenerator:
+    """Allocates its KV cache and, in a step, `row_bytes` for each row.
+
+    Attributes:
+        batches: What each step saw, in numbers: (decode rows, longest decode context, (start, stop, image rows) of
+            each chunk, rows with more than argmax).
+        events: What was called, in order.
+        leaks: Whether the cache stays referenced when it is dropped.
+    """
+
+    def __init__(self, memory: SimulatedMemory, *, row_bytes: int = 64 << 10) -> None:
+        self.memory = memory
+        self.row_bytes = row_bytes
+        self.leaks = False
+        self.events: list[str] = []
+        self.batches: list[tuple[int, int, list[tuple[int, int, int]], int]] = []
+        self.tables: list[int] = []
+        self.held_bytes: list[int] = []
+        self.requests: list[weakref.ref[RequestMark]] = []
+        self.weights_bytes = 8 * MIB
+        self._weights = memory.allocate(self.weights_bytes)
+        self._kv: list[int] = []
+
+    def device_memory(self) -> SimulatedMemory:
+        return self.memory
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:
+        self.events.append(f"build {blocks}")
+        self._kv = [self.memory.allocate(blocks * block_size * KV_BYTES)]
+        self.blocks = blocks
+
+    def drop_graphs(self) -> None:
+        self.events.append("drop graphs")
+
+    def drop_kv(self) -> None:
+        alive = sum(request() is not None for request in self.requests)
+        self.events.append(f"drop kv, {alive} requests alive")
+        if not self.leaks:
+            for handle in self._kv:
+                self.memory.free(handle)
+        self._kv = []
+
+    def prepare(self, sequence: SequenceState) -> None:
+        sequence.state = RequestMark()
+        self.requests.append(weakref.ref(sequence.state))
+
+    def step(self, batch: Batch) -> Sampled:
+        rows = len(batch.decode_slots) + sum(chunk.stop - chunk.start for chunk in batch.chunks)
+        held = [self.memory.allocate(rows * self.row_bytes)]
+        self.held_bytes.append(self.memory.allocated())
+        for handle in held:
+            self.memory.free(handle)
+        contexts = (batch.decode_positions + 1).tolist()
+        chunks = [
+            (chunk.start, chunk.stop, sum(item.row_stop - item.row_start for item in chunk.items))
+            for chunk in batch.chunks
+        ]
+        self.batches.append((len(contexts), max(contexts, default=0), chunks, len(batch.special)))
+        self.tables.append(int(batch.block_tables.max()))
+        count = len(contexts) + sum(chunk.samples for chunk in batch.chunks)
+        return Sampled(np.ones(count, np.int32))
+
+
+class FrugalGenerator(SimulatedGenerator):
+    """One that can be shallow."""
+
+    frugal = True
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        self.events.append(f"layers {count}")
+        yield
+
+
+class SimulatedEncoder:
+    """Allocates `token_bytes` for each token of a batch, and checks what it is handed."""
+
+    weights_bytes = 4 * MIB
+
+    def __init__(self, memory: SimulatedMemory, *, token_bytes: int = 1 << 20) -> None:
+        self.memory = memory
+        self.token_bytes = token_bytes
+        self.batches: list[list[int]] = []
+        memory.allocate(self.weights_bytes)
+
+    def device_memory(self) -> SimulatedMemory:
+        return self.memory
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        self.batches.append([job.tokens for job in jobs])
+        handle = self.memory.allocate(sum(job.tokens for job in jobs) * self.token_bytes)
+        for job in jobs:
+            assert job.pixels.shape == (job.grid[0] * job.grid[1] * job.grid[2], 4)
+            embeddings[list(job.pages)] = 1
+        self.memory.free(handle)

@@ -1,0 +1,116 @@
+"""A real limit on the memory of a process, and what it makes of errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vsched.errors import DeviceOutOfMemory
+from vsched.worker.memory import (
+    host_available,
+    host_total,
+    limit_process_memory,
+    memory_errors,
+    process_limit,
+    status_bytes,
+)
+
+
+def in_process(script: str) -> str:
+    """Run a script in a process of its own; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_limit_process_memory_is_real_and_final() -> None:
+    """C16: beyond it an allocation fails, and nothing in the process can lift it."""
+    script = """
+import resource
+from vsched.worker.memory import limit_process_memory, process_limit
+limit_process_memory(400 << 20)
+assert process_limit() == 400 << 20
+assert resource.getrlimit(resource.RLIMIT_DATA) == (400 << 20, 400 << 20)
+import numpy as np
+try:
+    np.empty(400 << 20, np.uint8)
+except MemoryError:
+    print("failed for real")
+"""
+    assert in_process(script) == "failed for real"
+
+
+@pytest.mark.slow
+def test_limit_process_memory_lets_freed_memory_stop_counting() -> None:
+    """C11: many allocations of a few MiB, which the C library would keep once it had seen larger ones freed."""
+    script = """
+from vsched.worker.memory import limit_process_memory, status_bytes
+limit_process_memory(900 << 20)
+import numpy as np
+np.ones(30 << 20, np.uint8)
+before = status_bytes("VmData")
+held = [np.ones(2 << 20, np.uint8) for _ in range(100)]
+del held[::2]
+print((status_bytes("VmData") - before) >> 20)
+"""
+    assert 99 <= int(in_process(script)) <= 102
+
+
+@pytest.mark.slow
+def test_limit_process_memory_refuses_what_is_exceeded_already() -> None:
+    script = """
+from vsched.errors import DeviceOutOfMemory
+from vsched.worker.memory import limit_process_memory
+try:
+    limit_process_memory(1 << 20)
+except DeviceOutOfMemory as error:
+    print(error)
+"""
+    assert "limit 1048576. Remedy: raise encode.memory_limit" in in_process(script)
+
+
+def test_limit_process_memory_of_zero_is_none() -> None:
+    before = process_limit()
+    limit_process_memory(0)
+    assert process_limit() == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        SystemError("error return without exception set"),
+        ImportError("libtorch.so: failed to map segment from shared object"),
+        ImportError("libgomp.so.1: cannot allocate memory in static TLS block"),
+    ],
+)
+def test_memory_errors_become_the_one_type(error: Exception) -> None:
+    """C16: seen in practice while loading under tight limits."""
+    with (
+        pytest.raises(DeviceOutOfMemory, match="while loading. Remedy: raise encode.memory_limit"),
+        memory_errors("loading"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [ImportError("no module named torch"), SystemError("bad call")])
+def test_memory_errors_let_others_pass(error: Exception) -> None:
+    with pytest.raises(type(error)), memory_errors("loading"):
+        raise error
+
+
+def test_host_memory_is_read_from_the_kernel() -> None:
+    assert 0 < host_available() <= host_total()
+
+
+def test_status_bytes_reads_kibibytes(tmp_path: Path) -> None:
+    path = tmp_path / "status"
+    path.write_text("VmData:\t     12 kB\nVmRSS:\t 3 kB\n")
+    assert status_bytes("VmData", path) == 12 * 1024
+    assert status_bytes("VmPeak", path) == 0

@@ -1,0 +1,159 @@
+"""What the encoder's worst batch needs, found out on simulated memory."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from tests.unit.worker.device_fakes import MIB, SimulatedEncoder, model_info
+from vsched.errors import DeviceOutOfMemory
+from vsched.policy import RankMemory, Reservation
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import ModelInfo
+from vsched.worker import memory, sizing, stress
+from vsched.worker import reserve as reserve_module
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.reserve import reserve_encoder
+from vsched.worker.spec import EncodeRole
+
+ROLE = EncodeRole(
+    address="",
+    plugin="fake",
+    settings=WorkerSettings(),
+    items=8,
+    tokens=32,
+    pixels_max=1000,
+)
+LARGE = ImagePlan(grid=(1, 4, 32), tokens=32)
+SMALL = ImagePlan(grid=(1, 2, 8), tokens=4)
+
+
+class Builder:
+    """Names two candidates, and remembers with which caps it was asked."""
+
+    def __init__(self) -> None:
+        self.caps: list[tuple[int, int, int]] = []
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        self.caps.append((items, tokens, pixels_max))
+        return [[SMALL] * 2, [LARGE]]
+
+
+def reserve(
+    plugin: object = None, *, total_bytes: int = 256 * MIB, **changes: int
+) -> tuple[RankMemory, Reservation, SimulatedEncoder]:
+    worker = SimulatedEncoder(SimulatedMemory(total_bytes))
+    role = msgspec.structs.replace(ROLE, **changes)
+    found = reserve_encoder(plugin or Builder(), worker, model_info(), role, rank=2)  # type: ignore[arg-type]
+    return *found, worker
+
+
+def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
+    """B1, B2: every candidate runs; the growth is the peak less what stood before, and the allocator keeps it."""
+    loaded, reservation, worker = reserve()
+    assert worker.batches == [[4, 4], [32]]
+    assert reservation == Reservation(
+        rank=2, pool="simulated", growth_bytes=32 * worker.token_bytes, held=True
+    )
+    assert worker.memory.reserved() == loaded.reserved_bytes + reservation.growth_bytes
+    assert loaded.weights_bytes == worker.weights_bytes
+
+
+def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
+    """B1: on a host, freed memory is nobody's: the reservation says that others must leave it free."""
+
+    class Host(SimulatedMemory):
+        def free(self, handle: int) -> None:
+            super().free(handle)
+            self.release()
+
+    worker = SimulatedEncoder(Host(256 * MIB))
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert (reservation.growth_bytes, reservation.held) == (32 * MIB, False)
+
+
+def test_reserve_reports_no_negative_growth() -> None:
+    """B2: nothing that ran is 0, not less."""
+    _, reservation, worker = reserve(pixels_max=0)
+    assert (reservation.growth_bytes, reservation.held, worker.batches) == (0, False, [])
+
+
+def test_reserve_gives_every_cap_to_the_search() -> None:
+    """B3, B11: count, tokens and pixels."""
+    plugin = Builder()
+    reserve(plugin, items=3, tokens=77, pixels_max=555)
+    assert plugin.caps == [(3, 77, 555)]
+
+
+def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
+    """B5: a start-up error with batch, value, limit and what to change."""
+    with pytest.raises(DeviceOutOfMemory) as raised:
+        reserve(total_bytes=45 * MIB)
+    message = str(raised.value)
+    assert "1 images with 32 tokens" in message
+    for knob in (
+        "encode.admission.max_tokens",
+        "media.image_pixels_max",
+        "encode.memory_limit",
+        "encode.reserved",
+    ):
+        assert knob in message
+
+
+def test_reserve_takes_the_override_and_holds_it() -> None:
+    """B6: no batch runs, and the memory is held nevertheless."""
+    loaded, reservation, worker = reserve(reserved_bytes=100 * MIB)
+    assert worker.batches == []
+    assert (reservation.growth_bytes, reservation.held) == (100 * MIB, True)
+    assert worker.memory.reserved() - loaded.reserved_bytes == 100 * MIB
+    _, nothing, _ = reserve(reserved_bytes=0)
+    assert (nothing.growth_bytes, nothing.held) == (0, False)
+
+
+def test_reserve_refuses_an_override_that_is_not_there() -> None:
+    """B6: the memory must be there."""
+    with pytest.raises(DeviceOutOfMemory, match=r"encode\.reserved: .*value \d+, limit \d+"):
+        reserve(reserved_bytes=1 << 40)
+
+
+def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> None:
+    """B6: and names the override."""
+    with caplog.at_level(logging.WARNING):
+        _, reservation, worker = reserve(object())
+    assert (reservation.growth_bytes, worker.batches) == (0, [])
+    assert "encode.reserved" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("vsched.worker.reserve", "vsched_workers.plugin", "vsched_workers.worst_case"),
+        ("vsched_workers.worst_case", "vsched.worker.reserve"),
+        ("vsched_workers.device_memory", "vsched.worker.sizing", "vsched.worker.stress"),
+    ],
+    ids=["reservation first", "model first", "memory first"],
+)
+def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> None:
+    """B9: either can be imported first, and reservation code never pulls a model in."""
+    lines = [f"import {name}" for name in modules]
+    lines += ["import sys", "assert 'torch' not in sys.modules, 'torch came along'"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    "module", [memory, reserve_module, sizing, stress], ids=lambda module: module.__name__
+)
+def test_worst_cases_come_from_no_environment(module: ModuleType) -> None:
+    """C15: what is stressed follows from the model's configuration and the caps, which all ranks share."""
+    text = inspect.getsource(module)
+    assert "environ" not in text
+    assert "getenv" not in text

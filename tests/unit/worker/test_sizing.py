@@ -1,0 +1,154 @@
+"""Orders for the KV cache, carried out on simulated memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.worker.device_fakes import (
+    KV_BYTES,
+    LOAD,
+    MIB,
+    SimulatedGenerator,
+    model_info,
+)
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.wire import Sized, SizeKv
+from vsched.worker.sizing import KvSizing
+
+PROBE = SizeKv(4096, stress=True, canary_bytes=0, probe=True)
+BUILD = SizeKv(8192, stress=True, canary_bytes=16 * MIB)
+
+
+def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, SimulatedGenerator]:
+    worker = SimulatedGenerator(SimulatedMemory(total_bytes))
+    return KvSizing(worker, model_info(), LOAD, rank=3), worker
+
+
+def test_carry_out_measures_an_attempt() -> None:
+    """C4's inputs: the peak is that of the stress, the KV bytes are those that stood."""
+    sizing, worker = sizing_on()
+    worker.row_bytes = MIB
+    before = sizing.measure()
+    sized = sizing.carry_out(PROBE)
+    memory = sized.memory
+    assert (sized.outcome, memory.rank, memory.kv_bytes) == ("fits", 3, 4096 * KV_BYTES)
+    assert memory.weights_bytes == worker.weights_bytes
+    grown = memory.peak_bytes - before.reserved_bytes
+    assert grown == 4096 * KV_BYTES + LOAD.batch_tokens * worker.row_bytes
+    assert memory.total_bytes == memory.available_bytes + memory.reserved_bytes
+    assert sizing.blocks == 256
+
+
+def test_carry_out_tears_down_in_order() -> None:
+    """C8, C9, C10: graphs, request state, KV and its backends, one release; then everything is built anew."""
+    sizing, worker = sizing_on()
+    sizing.carry_out(PROBE)
+    worker.events.clear()
+    release = worker.memory.release
+
+    def recorded() -> None:
+        worker.events.append("release")
+        release()
+
+    worker.memory.release = recorded  # type: ignore[method-assign]
+    sized = sizing.carry_out(BUILD)
+    assert worker.events[:4] == ["drop graphs", "drop kv, 0 requests alive", "release", "build 512"]
+    assert sized.memory.released_bytes == 4096 * KV_BYTES
+    assert len(worker.batches) == 6, "the stress ran again, over new state"
+
+
+def test_carry_out_drops_what_a_failed_stress_left() -> None:
+    """C8, C9: the error of a failing step must not keep its requests alive, nor the canary."""
+    sizing, worker = sizing_on()
+    worker.memory.fail_at(4)
+    assert sizing.carry_out(BUILD).outcome == "out_of_memory"
+    worker.events.clear()
+    sizing.carry_out(PROBE)
+    assert "drop kv, 0 requests alive" in worker.events
+    assert worker.memory.allocated() == worker.weights_bytes + 4096 * KV_BYTES
+
+
+def test_carry_out_holds_the_canary_during_the_stress() -> None:
+    """C12: it stands while the steps run, and not after."""
+    sizing, worker = sizing_on()
+    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0))
+    plain = list(worker.held_bytes)
+    worker.held_bytes.clear()
+    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=16 * MIB))
+    assert [held - 16 * MIB for held in worker.held_bytes] == plain
+    assert worker.memory.allocated() == worker.weights_bytes + 4096 * KV_BYTES
+
+
+def test_carry_out_without_stress_only_builds() -> None:
+    sizing, worker = sizing_on()
+    assert sizing.carry_out(SizeKv(4096, stress=False, canary_bytes=0)).outcome == "fits"
+    assert not worker.batches
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> None:
+    """C16: KV, canary and each step: the one type arrives as the one outcome, and a smaller order works after it."""
+    sizing, worker = sizing_on()
+    worker.memory.fail_at(number)
+    sized = sizing.carry_out(BUILD)
+    assert sized.outcome == "out_of_memory"
+    assert "memory ran out on simulated" in sized.message
+    assert "8192 tokens" in sized.message
+    assert sized.memory.kv_bytes == (0 if number == 1 else 8192 * KV_BYTES)
+    assert sizing.carry_out(PROBE).outcome == "fits"
+    worker.memory.check_invariants()
+
+
+def test_carry_out_takes_a_memory_error_for_what_it_is() -> None:
+    """C16: numpy and Python run out of memory too, in the rank's own tables."""
+    sizing, worker = sizing_on()
+
+    def step(_batch: object) -> None:
+        raise MemoryError
+
+    worker.step = step  # type: ignore[method-assign, assignment]
+    assert sizing.carry_out(PROBE).outcome == "out_of_memory"
+
+
+def test_carry_out_lets_a_defect_pass() -> None:
+    """C16: what is not out-of-memory must not look like it: no smaller cache would help."""
+    sizing, worker = sizing_on()
+
+    def step(_batch: object) -> None:
+        raise ValueError("shapes differ")
+
+    worker.step = step  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match="shapes differ"):
+        sizing.carry_out(PROBE)
+
+
+def leak_after(*orders: SizeKv) -> tuple[list[Sized], SimulatedGenerator]:
+    sizing, worker = sizing_on()
+    worker.leaks = True
+    return [sizing.carry_out(order) for order in orders], worker
+
+
+def test_carry_out_calls_a_leak_a_leak() -> None:
+    """C11, C17: memory that does not come back is not out-of-memory, and nothing is built on top of it."""
+    (first, second), worker = leak_after(PROBE, BUILD)
+    assert (first.outcome, second.outcome) == ("fits", "leak")
+    assert second.memory.released_bytes == 0
+    assert f"value 0, limit at least {4096 * KV_BYTES}" in second.message
+    assert worker.events[-1].startswith("drop kv")
+
+
+def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
+    """C17: on every attempt, those after an out-of-memory included."""
+    sizing, worker = sizing_on()
+    worker.memory.fail_at(3)
+    assert sizing.carry_out(BUILD).outcome == "out_of_memory"
+    worker.leaks = True
+    assert sizing.carry_out(PROBE).outcome == "leak"
+
+
+def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
+    """C7: a probe stands for caches of any size; in another cache a longer sequence is refused when it comes."""
+    sizing, worker = sizing_on()
+    sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0, probe=True))
+    sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0))
+    assert [context for _, context, *_ in worker.batches if context] == [126, 127, 30, 31]

@@ -1,0 +1,124 @@
+"""The hardest steps: that they are as hard as what the kernel may ask for."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.worker.device_fakes import (
+    LOAD,
+    MIB,
+    FrugalGenerator,
+    SimulatedGenerator,
+    model_info,
+)
+from vsched.kernel.sizes import Sizes
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
+from vsched.worker.stress import Load, beside_decodes, heap, image_for, spread, stress
+
+IMAGE = ImagePlan(grid=(1, 2, 12), tokens=6)
+
+
+def run(load: Load, *, image: ImagePlan | None = None, blocks: int = 3) -> SimulatedGenerator:
+    worker = SimulatedGenerator(SimulatedMemory(1024 * MIB))
+    worker.build_kv(blocks=blocks, block_size=load.block_size)
+    stress(worker, model_info(), load, blocks=blocks, image=image)
+    return worker
+
+
+def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
+    """C3, C14: as many rows and slots as the kernel enforces, at the longest context, sampler included."""
+    prefill, decode, mixed = run(LOAD).batches
+    longest = LOAD.context_tokens - 3
+    assert [stop for _, stop, _ in prefill[2]] == [longest] * LOAD.slots
+    assert sum(stop - start for start, stop, _ in prefill[2]) == LOAD.batch_tokens
+    assert decode[:2] == (LOAD.slots, LOAD.context_tokens - 2)
+    rows = mixed[0] + sum(stop - start for start, stop, _ in mixed[2])
+    assert rows == LOAD.batch_tokens
+    assert [special for *_, special in (prefill, decode, mixed)] == [LOAD.slots] * 3
+
+
+def test_stress_reads_the_names_that_the_kernel_enforces() -> None:
+    """C14: one definition of each limit; a load has no size that the kernel has not."""
+    kernel = {field.name for field in msgspec.structs.fields(Sizes)}
+    assert {field.name for field in msgspec.structs.fields(Load)} <= kernel
+
+
+def test_stress_fills_chunks_with_image_rows() -> None:
+    """C3: rows of images cost more than rows of text; one token of text stays between two images."""
+    prefill, _, mixed = run(LOAD, image=IMAGE).batches
+    for start, stop, rows in [*prefill[2], *mixed[2]]:
+        assert rows >= (stop - start) * 6 // 7 - 1
+
+
+def test_stress_aliases_blocks_so_that_any_cache_does() -> None:
+    """C1: a probe is smaller than the sequences it is run with."""
+    assert max(run(LOAD, blocks=2).tables) == 1
+
+
+@pytest.mark.parametrize("context_tokens", [1, 2, 4, 5, 16, 17])
+def test_stress_runs_the_shortest_contexts(context_tokens: int) -> None:
+    load = msgspec.structs.replace(LOAD, context_tokens=context_tokens)
+    assert len(run(load, image=IMAGE, blocks=1).batches) >= 3
+
+
+def test_stress_of_a_frugal_worker_is_short() -> None:
+    """One chunk at the longest context stands for all; nothing is left out of rows and slots."""
+    worker = FrugalGenerator(SimulatedMemory(1024 * MIB))
+    worker.build_kv(blocks=3, block_size=16)
+    stress(worker, model_info(), LOAD, blocks=3, image=IMAGE)
+    seats, decode, mixed = worker.batches
+    assert worker.events[1:] == ["layers 0", "layers 2", "layers 2"]
+    assert len(seats[2]) == LOAD.slots
+    assert decode[:2] == (LOAD.slots, LOAD.context_tokens - 2)
+    assert mixed[0] + sum(stop - start for start, stop, _ in mixed[2]) == LOAD.batch_tokens
+    assert mixed[2][0][:2] == (LOAD.context_tokens - 3 - 16, LOAD.context_tokens - 3)
+    assert all(start == 0 for start, _, _ in mixed[2][1:])
+
+
+@given(
+    slots=st.integers(1, 70),
+    more=st.integers(1, 500),
+    chunk_tokens=st.integers(1, 200),
+    context_tokens=st.integers(1, 300),
+)
+def test_stress_layouts_use_the_budget_up(
+    slots: int, more: int, chunk_tokens: int, context_tokens: int
+) -> None:
+    """C14: neither more than the budget, nor less than slots of that many tokens can take."""
+    load = Load(
+        slots=slots,
+        batch_tokens=slots + more,
+        chunk_tokens=chunk_tokens,
+        context_tokens=context_tokens,
+        block_size=16,
+    )
+    most = min(load.batch_tokens, slots * load.chunk_max)
+    assert sum(spread(load)) == sum(heap(load, load.batch_tokens)) == most
+    assert len(spread(load)) == slots
+    beside = beside_decodes(load)
+    assert sum(beside) + slots - len(beside) == (load.batch_tokens if len(beside) < slots else most)
+    assert all(1 <= length <= load.chunk_max for length in [*spread(load), *beside])
+
+
+class Builder:
+    """Knows one image: the largest that is allowed."""
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        return [[ImagePlan(grid=(1, 2, 2 * info.item_tokens_max), tokens=info.item_tokens_max)]]
+
+
+def test_image_for_fits_the_prompt() -> None:
+    """E18: an image longer than a prompt is refused when it comes, so the stress takes one that is not."""
+    plugin, info = Builder(), model_info()
+    tight = msgspec.structs.replace(LOAD, context_tokens=20)
+    found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]  # type: ignore[arg-type]
+    assert [plan.tokens for plan in found if plan] == [32, 16]
+    assert image_for(plugin, info, LOAD, pixels_max=0) is None  # type: ignore[arg-type]
+    assert image_for(object(), info, LOAD, pixels_max=9) is None  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""Packed weights: the same result, from a few numbers of rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from vsched_workers.cpu_modules import (
+    FEW_ROWS,
+    MANY_ROWS,
+    PackedLinear,
+    PackedWeight,
+    pack_linears,
+    packs,
+    warm_up,
+)
+
+pytestmark = pytest.mark.skipif(
+    not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"
+)
+
+Multiply = Callable[..., torch.Tensor]
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the numbers of rows that oneDNN sees."""
+    found: list[int] = []
+    init = PackedWeight.__init__
+
+    def watched(self: PackedWeight, *arguments: object) -> None:
+        init(self, *arguments)  # type: ignore[arg-type]
+        multiply: Multiply = self._multiply
+
+        def count(rows: torch.Tensor, *others: object) -> torch.Tensor:
+            found.append(len(rows))
+            return multiply(rows, *others)
+
+        self._multiply = count
+
+    monkeypatch.setattr(PackedWeight, "__init__", watched)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("rows", [0, 1, 3, 5, 16, 63, 255, 256, 257, 600])
+def test_packed_weight_multiplies_with_few_numbers_of_rows(
+    counts: list[int], sizes: tuple[int, ...], rows: int
+) -> None:
+    """C14: what oneDNN keeps for each number of rows is bounded, and so is known before anything is sized."""
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16()
+    packed = PackedWeight(weight, bias, sizes)
+    given = torch.randn(1, rows, 16).bfloat16()
+    found = packed(given)
+    assert set(counts) <= {*sizes, 0}
+    assert found.shape == (1, rows, 24)
+    wanted = given.double() @ weight.double().T + bias.double()
+    assert torch.allclose(found.double(), wanted, atol=0.05, rtol=0.02)
+
+
+def test_packed_weight_gives_every_row_what_it_gets_alone() -> None:
+    """What a row is multiplied with does not depend on the rows beside it or on how they are cut."""
+    packed = PackedWeight(torch.randn(24, 16).bfloat16(), None)
+    given = torch.randn(300, 16).bfloat16()
+    whole = packed(given)
+    for start, stop in ((0, 256), (256, 300), (10, 15), (290, 293)):
+        assert torch.equal(packed(given[start:stop]), whole[start:stop])
+
+
+def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> None:
+    """C14: serving compiles nothing that was not there when the KV cache was sized."""
+    module = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)).bfloat16()
+    assert pack_linears(module, MANY_ROWS) == 2 * (16 * 24 + 2 * 24 * 24)
+    assert all(isinstance(child, PackedLinear) for child in module)
+    warm_up(module)
+    assert counts == list(MANY_ROWS) * 2

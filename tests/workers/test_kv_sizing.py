@@ -1,0 +1,169 @@
+"""The sizing of a KV cache with a real language model on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vsched.types import ModelInfo
+from vsched.wire import SizeKv
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.sizing import KvSizing
+from vsched.worker.stress import Load
+from vsched_workers.language import LanguageWorker
+from vsched_workers.plugin import plugin
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+LOAD = Load(slots=8, batch_tokens=256, chunk_tokens=64, context_tokens=512, block_size=16)
+IMAGE = ImagePlan(grid=(1, 8, 8), tokens=16)
+
+
+def load_language(path: Path, dtype: str = "float32") -> tuple[LanguageWorker, ModelInfo]:
+    info = plugin.inspect(str(path), dtype=dtype, item_tokens_max=64)
+    worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+    assert isinstance(worker, LanguageWorker)
+    return worker, info
+
+
+def tokens_of(info: ModelInfo, size: int) -> int:
+    return size // info.kv_bytes_per_token // 16 * 16
+
+
+def test_carry_out_returns_the_memory_and_proves_it(
+    checkpoints: Callable[[str], Path], size: str
+) -> None:
+    """C8, C11: what is dropped is no longer resident; the next cache takes its place."""
+    worker, info = load_language(checkpoints(size))
+    sizing = KvSizing(worker, info, LOAD, image=IMAGE)
+    order = SizeKv(tokens_of(info, 64 * MIB), stress=True, canary_bytes=0, probe=True)
+    first = sizing.carry_out(order)
+    second = sizing.carry_out(SizeKv(16, stress=True, canary_bytes=0))
+    assert (first.outcome, second.outcome) == ("fits", "fits")
+    assert abs(second.memory.released_bytes - first.memory.kv_bytes) < 4 * MIB
+    assert first.memory.reserved_bytes - second.memory.reserved_bytes > 56 * MIB
+
+
+def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str], Path]) -> None:
+    """C11, C17: one layer of it is enough."""
+    worker, info = load_language(checkpoints("nano25"))
+    sizing = KvSizing(worker, info, LOAD)
+    sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), stress=False, canary_bytes=0))
+    cache = worker._cache
+    assert cache is not None
+    view = cache.keys[0][:1]
+    del cache
+    order = SizeKv(16, stress=False, canary_bytes=0)
+    assert sizing.carry_out(order).outcome == "leak"
+    del view
+
+
+def test_carry_out_holds_the_canary_over_real_steps(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C12: resident while the steps run."""
+    worker, info = load_language(checkpoints("nano25"))
+    sizing = KvSizing(worker, info, LOAD)
+    sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=0))
+    seen = []
+    step = worker.step
+
+    def watched(batch: object) -> object:
+        seen.append(worker.device_memory().reserved())
+        return step(batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker, "step", watched)
+    memory = worker.device_memory()
+    before = memory.allocated()
+    sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=64 * MIB))
+    assert min(seen) - before > 56 * MIB
+    assert memory.allocated() - before < 16 * MIB
+
+
+FRUGAL_AND_WHOLE = """
+import sys
+from vsched.worker.memory import limit_process_memory
+limit_process_memory(4 << 30)
+from vsched_workers.language import LanguageWorker
+from vsched_workers.plugin import plugin
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.stress import Load, stress
+info = plugin.inspect(sys.argv[1], dtype="float32", item_tokens_max=64)
+worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+load = Load(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
+worker.build_kv(blocks=64, block_size=16)
+memory = worker.device_memory()
+for frugal in (True, True, False):
+    LanguageWorker.frugal = property(lambda _: frugal)
+    before = memory.allocated()
+    memory.reset_peak()
+    stress(worker, info, load, blocks=64, image=ImagePlan(grid=(1, 8, 8), tokens=16))
+    print(memory.peak() - before)
+"""
+
+
+def in_process(script: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+def test_stress_is_frugal_without_missing_the_peak(
+    checkpoints: Callable[[str], Path], size: str
+) -> None:
+    """C3: two layers and one long chunk reach what all layers and all chunks at the longest context reach."""
+    _, frugal, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size))))
+    assert whole > 8 * MIB
+    assert abs(frugal - whole) < 2 * MIB
+
+
+UNDER_A_LIMIT = """
+import resource, sys
+from vsched.worker.memory import limit_process_memory, process_limit, status_bytes
+limit_process_memory(4 << 30)
+from vsched_workers.plugin import plugin
+from vsched.wire import SizeKv
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.sizing import KvSizing
+from vsched.worker.stress import Load
+MIB = 1 << 20
+info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
+worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+load = Load(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
+sizing = KvSizing(worker, info, load, image=ImagePlan(grid=(1, 8, 8), tokens=16))
+tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
+first = sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=0, probe=True))
+print(first.outcome)
+worker.drop_kv()
+sizing.blocks = 0
+for room in (40, 33, 10, 1):  # MiB above what was held before: the stress fails, then the cache, then everything
+    held = status_bytes("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (held + room * MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    found = sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=8 * MIB, probe=True))
+    print(found.outcome)
+    resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+    worker.drop_kv()
+    sizing.blocks = 0
+print(sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=0, probe=True)).outcome)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_carry_out_survives_real_out_of_memory(
+    checkpoints: Callable[[str], Path], dtype: str
+) -> None:
+    """C16: under a real limit the allocator's own failure arrives as the one outcome, and the rank goes on."""
+    path = str(checkpoints("nano25"))
+    found = in_process(UNDER_A_LIMIT, path, dtype)
+    assert found == ["fits", *["out_of_memory"] * 4, "fits"]

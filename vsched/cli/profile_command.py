@@ -1,0 +1,120 @@
+"""`vsched profile`: size the memory as a server would, show where every byte goes, and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from vsched.cli import app
+from vsched.cli.config_commands import ConfigOption, SetOption, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vsched.config import Config
+    from vsched.memory import Ledger, LedgerLine
+
+COLOURS = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_blue", "bright_magenta")
+BAR_CELLS = 72
+
+
+@app.command()
+def profile(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the ledger.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
+    ] = None,
+) -> None:
+    """Size the memory as `vsched serve` would, and show where every byte goes."""
+    from rich.console import Console
+
+    console = Console()
+    settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    started_s = time.monotonic()
+    ledger, tokens = asyncio.run(_size(settings, console))
+    console.print(f"{tokens} tokens of KV cache, found in {time.monotonic() - started_s:.1f} s\n")
+    console.print(ledger.render(), markup=False, highlight=False)
+    for pool, total in ledger.totals.items():
+        _draw_bar(console, pool, total, ledger.of_pool(pool))
+    if out is not None:
+        found = {"kv_tokens": tokens, **ledger.as_dict()}
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        console.print(f"JSON: {out}")
+    if plot is not None:
+        _draw_png(ledger, plot)
+        console.print(f"Plot: {plot}")
+
+
+async def _size(settings: Config, console: Console) -> tuple[Ledger, int]:
+    """Start an engine, which sizes everything, and stop it before it serves."""
+    from vsched.cli.progress import loading_bars
+    from vsched.engine import Engine
+
+    with loading_bars(console) as report:
+        async with Engine(settings, on_progress=report) as engine:
+            ledger = engine.ledger
+            blocks = engine.statistics()["generate"]["blocks_total"]
+    assert ledger is not None, "an engine that started has a ledger"
+    return ledger, blocks * settings.generate.block_size
+
+
+def _label(line: LedgerLine) -> str:
+    return f"{line.owner} {line.line}".strip()
+
+
+def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLine]) -> None:
+    """Draw a pool as a bar of coloured cells; each line that has bytes gets one cell at least."""
+    from rich.text import Text
+
+    bar, legend = Text(), Text()
+    drawn = [line for line in lines if line.bytes > 0]
+    for index, line in enumerate(drawn):
+        is_rest = line.line == "headroom"
+        colour = "bright_black" if is_rest else COLOURS[index % len(COLOURS)]
+        cells = max(round(BAR_CELLS * line.bytes / total), 1)
+        bar.append(("░" if is_rest else "█") * cells, style=colour)
+        legend.append("■ ", style=colour).append(f"{_label(line)}  ")
+    console.print()
+    console.print(Text(pool, style="bold"))
+    console.print(bar)
+    console.print(legend)
+
+
+def _draw_png(ledger: Ledger, path: Path) -> None:
+    """Draw one stacked bar a pool, in shares of its total."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
+    pools = list(ledger.totals)
+    figure = Figure(figsize=(10, 1.5 + 1.1 * len(pools)), layout="constrained")
+    axes = figure.subplots()
+    for row, pool in enumerate(pools):
+        left = 0.0
+        for line in ledger.of_pool(pool):
+            if line.bytes <= 0:
+                continue
+            share = 100 * line.bytes / ledger.totals[pool]
+            colour = "lightgrey" if line.line == "headroom" else None
+            axes.barh(row, share, left=left, color=colour, edgecolor="white")
+            if share > 6:
+                label = f"{_label(line)}\n{line.bytes / (1 << 20):,.0f} MiB"
+                axes.text(left + share / 2, row, label, ha="center", va="center", fontsize=7)
+            left += share
+    axes.set_yticks(
+        range(len(pools)), [f"{pool}\n{ledger.totals[pool] / (1 << 30):.2f} GiB" for pool in pools]
+    )
+    axes.set_xlabel("% of the memory")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,103 @@
+"""Host memory for decoding and processing, in bytes, taken before a thread begins (B13).
+
+An image takes its whole estimate in one go and gives it back when its thread is done. The grant belongs to the image,
+not to the request: the thread that holds it needs nothing else to finish, so whoever waits holds nothing that a
+holder waits for (A22), and a request of many images needs no more than its largest one. Images are served in the order
+they came; a small one does not overtake a large one, or the large one would starve.
+
+Everything happens on the event loop between two awaits; there is no lock and nothing to tear.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+import msgspec
+
+
+class BudgetStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of a budget: its size, what is taken, the most that ever was, and how many wait."""
+
+    bytes_total: int
+    bytes_used: int
+    bytes_peak: int
+    waiting: int
+
+
+class _State(Enum):
+    WAITING = auto()
+    HELD = auto()
+    RELEASED = auto()
+
+
+class Grant:
+    """A place in the queue, then bytes of the budget, until `release`."""
+
+    def __init__(self, budget: ByteBudget, size: int, begin: Callable[[Grant], None]) -> None:
+        self.size = size
+        self.begin = begin
+        self.state = _State.WAITING
+        self._budget = budget
+
+    def release(self) -> None:
+        """Give the bytes back, or leave the queue; calling it again does nothing."""
+        self._budget.release(self)
+
+
+class ByteBudget:
+    """So many bytes, granted in order."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._used = 0
+        self._peak = 0
+        self._waiters: deque[Grant] = deque()
+        self._is_serving = False
+
+    def ask(self, size: int, begin: Callable[[Grant], None]) -> Grant:
+        """Queue for bytes; `begin` is called with the grant once they are taken, maybe before this returns.
+
+        Order: first come, first served.
+        """
+        assert 0 <= size <= self._size
+        grant = Grant(self, size, begin)
+        self._waiters.append(grant)
+        self._serve()
+        return grant
+
+    def release(self, grant: Grant) -> None:
+        """Take a grant back, whatever its state."""
+        state, grant.state = grant.state, _State.RELEASED
+        if state is _State.HELD:
+            self._used -= grant.size
+        elif state is _State.WAITING:
+            self._waiters.remove(grant)
+        else:
+            return
+        self._serve()
+
+    def statistics(self) -> BudgetStatistics:
+        """Return a snapshot."""
+        return BudgetStatistics(
+            bytes_total=self._size,
+            bytes_used=self._used,
+            bytes_peak=self._peak,
+            waiting=len(self._waiters),
+        )
+
+    def _serve(self) -> None:
+        if self._is_serving:
+            # Whoever begins may release at once: the loop below sees it, and nothing nests.
+            return
+        self._is_serving = True
+        try:
+            while self._waiters and self._waiters[0].size <= self._size - self._used:
+                grant = self._waiters.popleft()
+                grant.state = _State.HELD
+                self._used += grant.size
+                self._peak = max(self._peak, self._used)
+                grant.begin(grant)
+        finally:
+            self._is_serving = False

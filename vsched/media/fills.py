@@ -1,0 +1,204 @@
+"""Filling the extents of items: which images are on their way, who waits for them, and what a thread still holds.
+
+Requests that bring the same image share one fill. It takes its memory from the budget before its thread begins, and
+waits for it in order. A fill that nobody wants any more is given up, unless a thread is at work: a thread cannot be
+cancelled, so bytes and extent go back when it is done, and the pixels are kept for whoever comes next.
+
+A fill waits while its request holds space in the arena (A22). Those that hold the budget have their space already and
+wait for nobody, so the wait ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.media.allocator import return_freed_memory
+from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
+from vsched.media.decode import PixelLimits
+from vsched.media.measure import Measured, blame
+from vsched.media.pixels import PixelLease, PixelStore
+from vsched.media.process import process
+from vsched.worker.contract import Preprocessor
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 1.0
+"""How long nothing is decoded until free memory goes back to the system."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fill:
+    """One item whose pixels a thread is writing, or will be; `outcome` holds None or why it failed."""
+
+    image: Measured
+    lease: PixelLease
+    outcome: asyncio.Future[RequestRefused | RequestFailed | None]
+    grant: Grant | None = None
+    work: Future[None] | None = None
+    waiters: int = 0
+
+    @property
+    def key(self) -> bytes:
+        return self.image.key
+
+    def give_back(self) -> None:
+        """Give bytes and space back."""
+        if self.grant is not None:
+            self.grant.release()
+        self.lease.release()
+
+
+class Fills:
+    """The fills of all requests.
+
+    Attributes:
+        processed: Images that were decoded and processed.
+        embedded: Images that came as embeddings.
+        repeated: Items that were there or on their way.
+    """
+
+    def __init__(
+        self,
+        preprocessor: Preprocessor,
+        store: PixelStore,
+        executor: ThreadPoolExecutor,
+        *,
+        limits: PixelLimits,
+        budget_bytes: int,
+    ) -> None:
+        self.processed = 0
+        self.embedded = 0
+        self.repeated = 0
+        self._preprocessor = preprocessor
+        self._store = store
+        self._executor = executor
+        self._limits = limits
+        self._budget = ByteBudget(budget_bytes)
+        self._fills: dict[bytes, _Fill] = {}
+        self._is_trim_due = False
+
+    def statistics(self) -> BudgetStatistics:
+        """Return a snapshot of the budget."""
+        return self._budget.statistics()
+
+    async def fill(self, measured: Sequence[Measured], lease: PixelLease) -> None:
+        """See to it that the pixels of every leased item are there.
+
+        Blocks: until the budget admits each of them and threads have processed them. Cancelling it leaves nothing
+        behind but what threads are at work on.
+
+        Raises:
+            RequestRefused: When an image is damaged; it names the first one's index.
+            RequestFailed: When the image processor itself failed.
+        """
+        joined: list[tuple[int, _Fill]] = []
+        seen: set[bytes] = set()
+        try:
+            for index, image in enumerate(measured):
+                if image.key in seen:
+                    continue
+                seen.add(image.key)
+                if self._store.is_filled(image.key):
+                    self.repeated += 1
+                    continue
+                fill = self._fills.get(image.key)
+                if fill is None:
+                    fill = self._start(image, lease)
+                else:
+                    self.repeated += 1
+                fill.waiters += 1
+                joined.append((index, fill))
+            for index, fill in joined:
+                outcome = await asyncio.shield(fill.outcome)
+                if isinstance(outcome, RequestRefused):
+                    raise blame(outcome, index)
+                if outcome is not None:
+                    raise RequestFailed(outcome.message, code=outcome.code, status=outcome.status)
+        finally:
+            for _, fill in joined:
+                self._leave(fill)
+
+    def _start(self, image: Measured, lease: PixelLease) -> _Fill:
+        loop = asyncio.get_running_loop()
+        fill = _Fill(image, self._store.hold(image.key), loop.create_future())
+        self._fills[image.key] = fill
+        extent = self._store.view_bytes(lease.extents[image.key])
+
+        def wake(_: Future[None]) -> None:
+            # The loop may be gone when the process ends while a thread is still at work.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish, fill)
+
+        def begin(grant: Grant) -> None:
+            fill.grant = grant
+            try:
+                fill.work = self._executor.submit(
+                    process, image, extent, self._preprocessor, self._limits
+                )
+            except RuntimeError:
+                self._end(fill, stopping())
+            else:
+                fill.work.add_done_callback(wake)
+
+        fill.grant = self._budget.ask(image.work_bytes, begin)
+        return fill
+
+    def _finish(self, fill: _Fill) -> None:
+        if self._fills.get(fill.key) is not fill:
+            return
+        assert fill.work is not None
+        if fill.work.cancelled():
+            self._end(fill, stopping())
+            return
+        error = fill.work.exception()
+        if error is None:
+            self.processed += not fill.image.is_embedded
+            self.embedded += fill.image.is_embedded
+            self._store.mark_filled(fill.key)
+            self._end(fill, None)
+        elif isinstance(error, RequestRefused | RequestFailed):
+            # Its traceback, and that of what it was raised for, hold the image that could not be decoded.
+            error.__traceback__ = error.__context__ = None
+            self._end(fill, error)
+        else:
+            logger.error("image processing failed", exc_info=error)
+            failure = RequestFailed(
+                "the image could not be processed", code="image_processing_failed"
+            )
+            self._end(fill, failure)
+
+    def _end(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
+        del self._fills[fill.key]
+        fill.work = None
+        fill.give_back()
+        fill.outcome.set_result(outcome)
+        if not self._fills and not self._is_trim_due:
+            self._is_trim_due = True
+            asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _trim(self) -> None:
+        self._is_trim_due = False
+        if not self._fills:
+            # The pool may be gone by now, and its memory with it.
+            with contextlib.suppress(RuntimeError):
+                self._executor.submit(return_freed_memory)
+
+    def _leave(self, fill: _Fill) -> None:
+        fill.waiters -= 1
+        if fill.waiters or fill.outcome.done() or (fill.work and not fill.work.cancel()):
+            return
+        # Nobody wants it any more and no thread has begun.
+        del self._fills[fill.key]
+        fill.give_back()
+        fill.outcome.cancel()
+
+
+def stopping() -> RequestFailed:
+    """Word the failure of what a pool that is gone will not do."""
+    return RequestFailed("the server is stopping", code="stopping", status=503)

@@ -1,0 +1,22 @@
+"""How memory is shared out: who holds what, and the way to the size of the KV cache. Pure: no I/O, no clock."""
+
+from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
+from vsched.memory.negotiation import Accepted, KvNegotiation, Order, SizedReport
+from vsched.memory.pools import Pool, group_pools, size_text
+from vsched.memory.rebuild import Rebuild
+from vsched.memory.reservations import Reservations
+
+__all__ = [
+    "Accepted",
+    "KvNegotiation",
+    "Ledger",
+    "LedgerLine",
+    "Order",
+    "Pool",
+    "Rebuild",
+    "Reservations",
+    "SizedReport",
+    "group_ledger",
+    "group_pools",
+    "size_text",
+]

@@ -1,0 +1,180 @@
+"""Where every byte of a memory goes: one table for start-up, errors, statistics and the profile command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from vsched.memory.pools import Pool, group_pools, size_text
+from vsched.policy import Attempt, MemoryView, RankMemory
+
+LineName = Literal[
+    "weights",
+    "encoder activations",
+    "language activations",
+    "embeddings in flight",
+    "arena",
+    "image preprocessing",
+    "kv",
+    "captured graphs",
+    "canary",
+    "peers",
+    "headroom",
+]
+
+
+class LedgerLine(msgspec.Struct, frozen=True):
+    """So many bytes of a pool that somebody uses for something."""
+
+    pool: str
+    owner: str
+    line: LineName
+    bytes: int
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """The total of each pool and the lines that add up to it; made by `Ledger.balanced`."""
+
+    totals: Mapping[str, int]
+    lines: Sequence[LedgerLine]
+
+    @classmethod
+    def balanced(cls, totals: Mapping[str, int], lines: Iterable[LedgerLine]) -> Ledger:
+        """Add the headroom of each pool, which is the rest; it is negative where more is claimed than exists.
+
+        A pool whose total nobody measured counts as just large enough for its lines.
+        """
+        given = list(lines)
+        assert all(line.line != "headroom" for line in given), "headroom is the rest"
+        pools = list(dict.fromkeys([*totals, *(line.pool for line in given)]))
+        complete: list[LedgerLine] = []
+        complete_totals: dict[str, int] = {}
+        for pool in pools:
+            own = [line for line in given if line.pool == pool]
+            used_bytes = sum(line.bytes for line in own)
+            total_bytes = complete_totals[pool] = totals.get(pool, used_bytes)
+            complete += [*own, LedgerLine(pool, "", "headroom", total_bytes - used_bytes)]
+        return cls(complete_totals, complete)
+
+    def of_pool(self, pool: str) -> list[LedgerLine]:
+        """Return the lines of one pool."""
+        return [line for line in self.lines if line.pool == pool]
+
+    def headroom(self, pool: str) -> int:
+        """Return what nobody claims of a pool; negative when too much is claimed."""
+        return sum(line.bytes for line in self.of_pool(pool) if line.line == "headroom")
+
+    def render(self) -> str:
+        """Draw the table."""
+        rows = [("pool and owner", "line", "size", "share")]
+        for pool, total_bytes in self.totals.items():
+            rows.append((pool, "total", size_text(total_bytes), ""))
+            rows += [
+                (
+                    f"  {line.owner}",
+                    line.line,
+                    size_text(line.bytes),
+                    _share(line.bytes, total_bytes),
+                )
+                for line in self.of_pool(pool)
+            ]
+        first, second, third, fourth = (
+            max(len(row[column]) for row in rows) for column in range(4)
+        )
+        drawn = [
+            f"{owner:<{first}}  {line:<{second}}  {size:>{third}}  {share:>{fourth}}".rstrip()
+            for owner, line, size, share in rows
+        ]
+        return "\n".join(drawn)
+
+    def summary(self) -> str:
+        """Say it in one line, for an error message; without what nobody uses, but for reservations of 0 bytes."""
+        return "; ".join(
+            f"{pool}: {size_text(total_bytes)} = "
+            + " + ".join(
+                f"{line.owner} {line.line} {size_text(line.bytes)}".lstrip()
+                for line in self.of_pool(pool)
+                if line.bytes or line.line in {"encoder activations", "headroom"}
+            )
+            for pool, total_bytes in self.totals.items()
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: every pool with its total and its lines, in bytes."""
+        return {
+            "pools": [
+                {
+                    "pool": pool,
+                    "total": total_bytes,
+                    "lines": [
+                        {"owner": line.owner, "line": line.line, "bytes": line.bytes}
+                        for line in self.of_pool(pool)
+                    ],
+                }
+                for pool, total_bytes in self.totals.items()
+            ]
+        }
+
+
+def group_ledger(
+    view: MemoryView,
+    attempt: Attempt | None = None,
+    *,
+    canary_bytes: int = 0,
+    encoders: Sequence[RankMemory] = (),
+    together: bool = False,
+    more: Iterable[LedgerLine] = (),
+) -> Ledger:
+    """Make the ledger of a generate group at the peak of an attempt, or as it stood after loading.
+
+    Args:
+        view: What was measured after loading, and what encode ranks reserve.
+        attempt: Whose measurements count.
+        canary_bytes: Held during the attempt.
+        encoders: What encode ranks measured after loading; without it their weights are among the peers.
+        together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
+        more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
+    """
+    ranks = view.ranks if attempt is None else attempt.ranks
+    apart = [] if together else list(encoders)
+    totals = {rank.pool: rank.total_bytes for rank in [*apart, *ranks]}
+    lines: list[LedgerLine] = []
+    for pool in group_pools(ranks, view.reservations):
+        held_bytes = sum(
+            reservation.growth_bytes
+            for reservation in view.reservations
+            if reservation.pool == pool.name and reservation.held
+        )
+        known_bytes = sum(rank.weights_bytes for rank in apart if rank.pool == pool.name)
+        lines += _pool_lines(pool, canary_bytes, held_bytes if together else 0)
+        peers_bytes = pool.peers_bytes - known_bytes - (0 if together else held_bytes)
+        lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
+    lines += [
+        LedgerLine(rank.pool, f"encode rank {rank.rank}", "weights", rank.weights_bytes)
+        for rank in apart
+    ]
+    lines += [
+        LedgerLine(each.pool, f"encode rank {each.rank}", "encoder activations", each.growth_bytes)
+        for each in view.reservations
+    ]
+    return Ledger.balanced(totals, [*lines, *more])
+
+
+def _pool_lines(pool: Pool, canary_bytes: int, held_bytes: int) -> Iterator[LedgerLine]:
+    """Yield the lines of the group's own ranks; what an encoder holds in the first of them is a line of its own."""
+    for rank in pool.ranks:
+        owner = f"generate rank {rank.rank}"
+        peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
+        rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - canary_bytes - held_bytes
+        held_bytes = 0
+        yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
+        yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
+        yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
+        if canary_bytes:
+            yield LedgerLine(pool.name, owner, "canary", canary_bytes)
+
+
+def _share(size: int, total: int) -> str:
+    return f"{100 * size / total:.1f} %" if total > 0 else ""

@@ -1,0 +1,245 @@
+"""The way to the size of the KV cache: a state machine between a memory policy and the ranks of a generate group.
+
+The policy proposes, the ranks carry out and vote, and here every proposal is checked. No rank decides anything: what
+does not fit in one of them fits in none, so that they never part ways between two collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, TypeAlias
+
+import msgspec
+
+from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, limit_message
+from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
+from vsched.policy import (
+    Accept,
+    Attempt,
+    Build,
+    Fail,
+    MemoryPolicy,
+    MemoryView,
+    Outcome,
+    Probe,
+    RankMemory,
+)
+
+ATTEMPTS_MAX = 16
+"""A policy that has not come to an end by then never will."""
+
+
+class SizedReport(Protocol):
+    """What a rank says when it has carried out an order."""
+
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def memory(self) -> RankMemory: ...
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The KV cache that stands in every rank is the one to serve with."""
+
+    tokens: int
+    blocks: int
+
+
+Order: TypeAlias = Probe | Build | Accepted
+
+
+class KvNegotiation:
+    """Asks the policy, hands out orders, and takes the reports of all ranks after each.
+
+    The orders are in whole blocks. Once `Accepted` is returned or an error is raised, it is over. `encoders`,
+    `together` and `more` are for the ledger; see `group_ledger`.
+    """
+
+    def __init__(
+        self,
+        policy: MemoryPolicy,
+        view: MemoryView,
+        *,
+        encoders: Sequence[RankMemory] = (),
+        together: bool = False,
+        more: Sequence[LedgerLine] = (),
+    ) -> None:
+        assert view.ranks, "a group has a rank"
+        assert not view.attempts, "a negotiation starts without attempts"
+        self._policy = policy
+        self.view = view
+        self.failure: Fail | None = None
+        self._order: Order | None = None
+        self._canary_bytes = 0
+        self._encoders, self._together, self._more = encoders, together, more
+
+    def start(self) -> Order:
+        """Return the first order.
+
+        Raises:
+            DeviceOutOfMemory: When the policy gives up; the message quotes the ledger.
+            PolicyError: When the policy raises or answers nonsense; no default could know the device better.
+        """
+        assert self._order is None, "started twice"
+        return self._ask()
+
+    def take(self, reports: Sequence[SizedReport]) -> Order:
+        """Take the reports of all ranks on the last order, and return the next.
+
+        Raises:
+            DeviceOutOfMemory: When the policy gives up; the message quotes the ledger.
+            MemoryLeak: When memory of an earlier attempt did not come back.
+            PolicyError: When the policy raises or answers nonsense.
+        """
+        order = self._order
+        assert isinstance(order, Probe | Build), "no order is out"
+        ranks = sorted((report.memory for report in reports), key=lambda memory: memory.rank)
+        wanted = sorted(memory.rank for memory in self.view.ranks)
+        assert [memory.rank for memory in ranks] == wanted, f"not one report of each rank: {ranks}"
+        outcome = vote([report.outcome for report in reports])
+        attempt = Attempt(
+            action="probe" if isinstance(order, Probe) else "build",
+            tokens=order.tokens,
+            outcome=outcome,
+            message=_reason(reports, outcome),
+            ranks=ranks,
+        )
+        attempts = [*self.view.attempts, attempt]
+        self.view = msgspec.structs.replace(self.view, attempts=attempts)
+        return self._ask()
+
+    def ledger(self) -> Ledger:
+        """Return the ledger at the peak of the last attempt, or after loading before there is one."""
+        attempt = self.view.attempts[-1] if self.view.attempts else None
+        return group_ledger(
+            self.view,
+            attempt,
+            canary_bytes=self._canary_bytes,
+            encoders=self._encoders,
+            together=self._together,
+            more=self._more,
+        )
+
+    def _ask(self) -> Order:
+        try:
+            answer = self._policy.plan(self.view)
+        except Exception as error:
+            raise PolicyError(f"{self._name()} failed: {error!r}") from error
+        match answer:
+            case Fail():
+                self._fail(answer)
+            case _ if self._last_outcome() == "leak":
+                self._fail(Fail(_gone_on(self.view.attempts[-1]), leak=True))
+            case Probe() | Build():
+                self._order = self._checked(answer)
+                self._canary_bytes = answer.canary_bytes if isinstance(answer, Build) else 0
+            case Accept():
+                self._order = self._accepted()
+            case _:
+                raise PolicyError(
+                    f"{self._name()} returned {answer!r}, which is none of Probe, Build, Accept and Fail"
+                )
+        return self._order
+
+    def _checked(self, answer: Probe | Build) -> Probe | Build:
+        """Return the order in whole blocks, or refuse what cannot be meant."""
+        view = self.view
+        canary_bytes = answer.canary_bytes if isinstance(answer, Build) else 0
+        try:
+            tokens, canary_bytes = operator.index(answer.tokens), operator.index(canary_bytes)
+        except TypeError as error:
+            raise PolicyError(f"{self._name()} returned {answer!r}: {error}") from error
+        tokens_min = max(view.tokens_min, view.block_size)
+        total_bytes = min(rank.total_bytes for rank in view.ranks)
+        kv_bytes = tokens * view.bytes_per_token
+        faults = {
+            "it comes to no end": (
+                len(view.attempts) >= ATTEMPTS_MAX,
+                f"{len(view.attempts)} attempts behind it",
+                f"{ATTEMPTS_MAX} attempts",
+                "return Accept or Fail, judging by view.attempts",
+            ),
+            "its canary is below nothing": (
+                canary_bytes < 0,
+                f"{canary_bytes} bytes",
+                "0 bytes or more",
+                "return a canary of 0 bytes for none",
+            ),
+            "a KV cache needs more tokens": (
+                tokens < tokens_min,
+                f"{tokens} tokens",
+                f"at least {tokens_min} tokens",
+                "return Fail where there is no room for a block",
+            ),
+            "it does not fit on an empty device": (
+                kv_bytes + canary_bytes > total_bytes,
+                f"{kv_bytes} bytes of KV and {canary_bytes} of canary",
+                f"{total_bytes} bytes",
+                "propose what the ranks in the view have room for",
+            ),
+        }
+        for fault, (is_so, value, limit, remedy) in faults.items():
+            if is_so:
+                what = f"{self._name()} returned {answer!r}, but {fault}"
+                raise PolicyError(limit_message(what, value=value, limit=limit, remedy=remedy))
+        return msgspec.structs.replace(answer, tokens=tokens // view.block_size * view.block_size)
+
+    def _accepted(self) -> Accepted:
+        attempts = self.view.attempts
+        if not attempts or attempts[-1].action != "build" or attempts[-1].outcome != "fits":
+            last = f"{attempts[-1].action}: {attempts[-1].outcome}" if attempts else "none"
+            raise PolicyError(
+                limit_message(
+                    f"{self._name()} accepts what does not stand",
+                    value=f"last attempt {last}",
+                    limit="a build that fits",
+                    remedy="return Accept only when view.attempts ends so",
+                )
+            )
+        tokens = attempts[-1].tokens
+        return Accepted(tokens, tokens // self.view.block_size)
+
+    def _fail(self, failure: Fail) -> NoReturn:
+        self.failure = failure
+        message = f"{failure.message} Memory of {self.ledger().summary()}."
+        if failure.leak or self._last_outcome() == "leak":
+            raise MemoryLeak(message)
+        raise DeviceOutOfMemory(message)
+
+    def _last_outcome(self) -> Outcome | None:
+        return self.view.attempts[-1].outcome if self.view.attempts else None
+
+    def _name(self) -> str:
+        return f"generate.memory: {type(self._policy).__name__}.plan"
+
+
+def vote(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of the group: a leak anywhere is a leak, out of memory anywhere is out of memory."""
+    if "leak" in outcomes:
+        return "leak"
+    return "out_of_memory" if "out_of_memory" in outcomes else "fits"
+
+
+def _reason(reports: Sequence[SizedReport], outcome: Outcome) -> str:
+    """Quote the first rank that voted so, without its remedy: the policy knows the better one."""
+    voices = sorted(
+        (report.memory.rank, report.message) for report in reports if report.outcome == outcome
+    )
+    said = [(rank, message.partition(" Remedy: ")[0]) for rank, message in voices if message]
+    if not said:
+        return ""
+    others = f", and {len(said) - 1} more" if len(said) > 1 else ""
+    return f"rank {said[0][0]}{others}: {said[0][1]}"
+
+
+def _gone_on(attempt: Attempt) -> str:
+    return limit_message(
+        f"generate.memory: memory leaked before the {attempt.action} of {attempt.tokens} tokens "
+        f"({attempt.message}), and the policy would have gone on",
+        value="a leak",
+        limit="none",
+        remedy="find out who still refers to the KV cache; a smaller one would leak too",
+    )

@@ -1,0 +1,28 @@
+"""A restarted group builds what was accepted before."""
+
+from __future__ import annotations
+
+from vsched.errors import limit_message
+from vsched.policy import Accept, Build, Fail, MemoryPolicy, MemoryView, Probe
+
+
+class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
+    """Builds a KV cache of a known size, which was proved when it was accepted; nothing is measured again."""
+
+    tokens: int
+
+    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+        """Return the one size, or the reason why it is there no more."""
+        if not view.attempts:
+            return Build(self.tokens, stress=False)
+        if view.attempts[-1].outcome == "fits":
+            return Accept()
+        return Fail(
+            limit_message(
+                "the generate group cannot build the KV cache that it had before it was lost "
+                f"({view.attempts[-1].message or 'no rank said more'})",
+                value=f"{self.tokens} tokens",
+                limit="what is free on the device now",
+                remedy="see what else takes the device's memory, or restart the server",
+            )
+        )

@@ -1,0 +1,223 @@
+"""The memory of a simulated device: a caching allocator that fragments, on a device that others use too.
+
+It does what makes real ones differ from a sum: sizes are rounded up, small requests share segments, a freed block is
+cached and cut up by what comes next, neighbours merge within their segment but never across two, and only a segment
+that is wholly free goes back to the device. Everything is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from vsched.errors import DeviceOutOfMemory, limit_message
+
+_MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class _Block:
+    offset: int
+    size: int
+    handle: int | None = None
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Memory taken from the device in one piece; its blocks cover it, by offset, without gaps."""
+
+    size: int
+    small: bool
+    blocks: list[_Block] = field(default_factory=list)
+
+    def merge_free(self) -> None:
+        merged: list[_Block] = []
+        for block in self.blocks:
+            if merged and block.handle is None and merged[-1].handle is None:
+                merged[-1].size += block.size
+            else:
+                merged.append(block)
+        self.blocks = merged
+
+    @property
+    def is_free(self) -> bool:
+        return all(block.handle is None for block in self.blocks)
+
+
+class SimulatedMemory:
+    """A device of a fixed size. Implements `DeviceMemory`; `allocate` and `free` are what a model on it would do.
+
+    Attributes:
+        allocations: How many were asked for so far, failed ones included.
+    """
+
+    ROUNDING = 512
+    SMALL_MAX = 1 * _MIB
+    """Requests up to this size share segments of 2 MiB."""
+    SHARED_MAX = 10 * _MIB
+    """Requests up to this size take a segment of 20 MiB when none has room; larger ones take their own."""
+
+    def __init__(
+        self,
+        total_bytes: int,
+        *,
+        name: str = "simulated",
+        pool: str = "simulated",
+        peers_bytes: int = 0,
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.allocations = 0
+        self._total_bytes = total_bytes
+        self._peers_bytes = peers_bytes
+        self._segments: list[_Segment] = []
+        self._of_handle: dict[int, _Segment] = {}
+        self._peak_bytes = 0
+        self._fails: set[int] = set()
+
+    def total(self) -> int:
+        return self._total_bytes
+
+    def available(self) -> int:
+        """Return what neither this process nor another holds; what is cached here is held."""
+        return max(self._total_bytes - self._peers_bytes - self.reserved(), 0)
+
+    def reserved(self) -> int:
+        return sum(segment.size for segment in self._segments)
+
+    def allocated(self) -> int:
+        """Return what is in use; the rest of `reserved` is cache."""
+        return sum(
+            block.size
+            for segment in self._segments
+            for block in segment.blocks
+            if block.handle is not None
+        )
+
+    def peak(self) -> int:
+        return max(self._peak_bytes, self.reserved())
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self.reserved()
+
+    def release(self) -> None:
+        """Give every segment back that is wholly free."""
+        self._segments = [segment for segment in self._segments if not segment.is_free]
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Take memory for a while.
+
+        Raises:
+            DeviceOutOfMemory: When it cannot.
+        """
+        handle = self.allocate(size) if size else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                self.free(handle)
+
+    def set_peers_bytes(self, size: int) -> None:
+        """Say what other processes hold from now on."""
+        self._peers_bytes = size
+
+    def fail_at(self, number: int) -> None:
+        """Let an allocation run out of memory: 1 is the next one, 2 the one after it."""
+        assert number >= 1, "the past cannot fail"
+        self._fails.add(self.allocations + number)
+
+    def heal(self) -> None:
+        """Forget the failures that are still to come."""
+        self._fails.clear()
+
+    def allocate(self, size: int) -> int:
+        """Allocate, and return a handle to free it with.
+
+        Raises:
+            DeviceOutOfMemory: When neither the cache nor the device has room in one piece, or `fail_at` said so.
+        """
+        assert size > 0, "nothing to allocate"
+        self.allocations += 1
+        if self.allocations in self._fails:
+            raise self._out_of_memory(size, "injected; ")
+        need = _round_up(size, self.ROUNDING)
+        small = need <= self.SMALL_MAX
+        segment = self._with_room(need, small=small) or self._new_segment(size, need, small=small)
+        block = min(_fitting(segment, need), key=lambda block: (block.size, block.offset))
+        index = segment.blocks.index(block)
+        if block.size > need:
+            segment.blocks.insert(index + 1, _Block(block.offset + need, block.size - need))
+            block.size = need
+        block.handle = self.allocations
+        self._of_handle[self.allocations] = segment
+        return self.allocations
+
+    def free(self, handle: int) -> None:
+        """Return an allocation to the cache."""
+        segment = self._of_handle.pop(handle)
+        next(block for block in segment.blocks if block.handle == handle).handle = None
+        segment.merge_free()
+
+    def check_invariants(self) -> None:
+        """Check that the blocks cover their segments, and that the counts agree."""
+        for segment in self._segments:
+            stop = 0
+            for block in segment.blocks:
+                assert block.offset == stop, f"a gap or an overlap at {stop}"
+                assert block.size > 0, "an empty block"
+                stop += block.size
+            assert stop == segment.size, "the blocks do not cover their segment"
+        handles = sorted(
+            block.handle
+            for segment in self._segments
+            for block in segment.blocks
+            if block.handle is not None
+        )
+        assert handles == sorted(self._of_handle), "a handle without a block"
+        assert self.allocated() <= self.reserved() <= self.peak(), "more in use than held"
+
+    def _with_room(self, need: int, *, small: bool) -> _Segment | None:
+        """Return the segment with the smallest cached block that will do."""
+        rooms = [
+            (min(block.size for block in fitting), index)
+            for index, segment in enumerate(self._segments)
+            if segment.small == small and (fitting := _fitting(segment, need))
+        ]
+        return self._segments[min(rooms)[1]] if rooms else None
+
+    def _new_segment(self, size: int, need: int, *, small: bool) -> _Segment:
+        taken = self._segment_size(need, small=small)
+        if taken > self.available():
+            self.release()
+        if taken > self.available():
+            raise self._out_of_memory(size, "")
+        segment = _Segment(taken, small, [_Block(0, taken)])
+        self._segments.append(segment)
+        self._peak_bytes = max(self._peak_bytes, self.reserved())
+        return segment
+
+    def _segment_size(self, need: int, *, small: bool) -> int:
+        if small:
+            return 2 * _MIB
+        return 20 * _MIB if need <= self.SHARED_MAX else _round_up(need, 2 * _MIB)
+
+    def _out_of_memory(self, size: int, why: str) -> DeviceOutOfMemory:
+        cached_bytes = self.reserved() - self.allocated()
+        return DeviceOutOfMemory(
+            limit_message(
+                f"memory ran out on {self.name} ({why}{cached_bytes} bytes are cached)",
+                value=f"{size} bytes",
+                limit=f"{self.available()} bytes free of {self._total_bytes}",
+                remedy="allocate less, or free memory on the device",
+            )
+        )
+
+
+def _fitting(segment: _Segment, need: int) -> list[_Block]:
+    return [block for block in segment.blocks if block.handle is None and block.size >= need]
+
+
+def _round_up(size: int, to: int) -> int:
+    return -(-size // to) * to

@@ -1,0 +1,183 @@
+"""The memory of a device as a rank sees it, and a real limit on the memory of a process.
+
+A rank on a CPU is bounded by `RLIMIT_DATA`, which counts the private writable mappings of the process whether or not
+anybody wrote to them. So that what is freed stops counting at once, large allocations must come and go as mappings of
+their own: `limit_process_memory` tells the C library so. It has to run before anything large is allocated, that is
+before torch is imported, which is why it stands here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from vsched.errors import DeviceOutOfMemory, limit_message
+
+logger = logging.getLogger(__name__)
+
+PROCESS_STATUS = Path("/proc/self/status")
+_HOST_MEMORY = Path("/proc/meminfo")
+_GROUP_MEMORY = Path("/sys/fs/cgroup")
+
+MAPPED_SIZE_MIN = 1 << 20
+"""Allocations of this size and more are mappings of their own in a process with a limit."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from the C library's malloc.h
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device; every method returns bytes.
+
+    Attributes:
+        name: The device as torch names it.
+        pool: What the memory belongs to: two ranks with the same pool take from each other.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pool(self) -> str: ...
+
+    def total(self) -> int:
+        """Return what this process could use at most, were it alone."""
+        ...
+
+    def available(self) -> int:
+        """Return what the device can still give; what the own allocator caches is not in it."""
+        ...
+
+    def reserved(self) -> int:
+        """Return what this process holds, its allocator's caches included."""
+        ...
+
+    def allocated(self) -> int:
+        """Return what is in use; the rest of `reserved` is cache."""
+        ...
+
+    def peak(self) -> int:
+        """Return the highest `reserved` since the last reset."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak."""
+        ...
+
+    def release(self) -> None:
+        """Give back what the allocator caches."""
+        ...
+
+    def hold(self, size: int) -> AbstractContextManager[None]:
+        """Take so many bytes, really, until the context ends.
+
+        Raises:
+            DeviceOutOfMemory: When they cannot be had.
+        """
+        ...
+
+
+@contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Turn an out-of-memory of Python and of the loader of libraries into the type that policies know.
+
+    What torch raises a worker turns itself.
+    """
+    try:
+        yield
+    except (MemoryError, SystemError, ImportError) as error:
+        # An extension that gives up half-way says "error return without exception set"; the loader of libraries
+        # names the mapping that it could not get.
+        words = ("without exception set", "annot allocate memory", "failed to map segment")
+        if isinstance(error, MemoryError) or any(word in str(error) for word in words):
+            raise DeviceOutOfMemory(
+                f"memory ran out while {doing}. Remedy: raise encode.memory_limit or generate.memory_limit, or make "
+                "the KV cache smaller (generate.memory)."
+            ) from error
+        raise
+
+
+def limit_process_memory(limit_bytes: int) -> None:
+    """Bound the private memory of this process, for good; 0 is no limit.
+
+    Raises:
+        DeviceOutOfMemory: When the process holds more already.
+    """
+    if limit_bytes <= 0:
+        return
+    _map_large_allocations()
+    held = status_bytes("VmData")
+    if held >= limit_bytes:
+        raise DeviceOutOfMemory(
+            limit_message(
+                "the memory limit of a rank is below what an empty process holds (bytes)",
+                value=held,
+                limit=limit_bytes,
+                remedy="raise encode.memory_limit or generate.memory_limit",
+            )
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    bound = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+
+
+def process_limit() -> int | None:
+    """Return the limit on the private memory of this process, None without one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def host_total() -> int:
+    """Return the memory of the host, or of the control group where that is smaller, in bytes."""
+    host, group = status_bytes("MemTotal", _HOST_MEMORY), _group_bytes("max", "limit_in_bytes")
+    return host if group is None else min(host, group)
+
+
+def host_available() -> int:
+    """Return what the host or the control group can still give, in bytes."""
+    host = status_bytes("MemAvailable", _HOST_MEMORY)
+    limit, used = _group_bytes("max", "limit_in_bytes"), _group_bytes("current", "usage_in_bytes")
+    return host if limit is None or used is None else max(0, min(host, limit - used))
+
+
+def _group_bytes(name: str, older_name: str) -> int | None:
+    """Return a value of the control group, by its name in version 2 or 1; None without one."""
+    for path in (f"memory.{name}", f"memory/memory.{older_name}"):
+        try:
+            text = (_GROUP_MEMORY / path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def status_bytes(field: str, path: Path = PROCESS_STATUS) -> int:
+    """Return one line of a status file of the kernel, which counts in KiB; 0 when it is not there."""
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _map_large_allocations() -> None:
+    """Make large allocations mappings of their own, and keep small ones together.
+
+    Left alone, the C library raises the size from which it maps with every large block that is freed, and keeps what
+    is freed below it. One arena, because each further one sets address space aside and scatters what is free.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        logger.warning("the C library has no mallopt: freed memory may keep counting to the limit")
+        return
+    for option, value in (
+        (_MMAP_THRESHOLD, MAPPED_SIZE_MIN),
+        (_TRIM_THRESHOLD, MAPPED_SIZE_MIN),
+        (_ARENA_MAX, 1),
+    ):
+        if not mallopt(option, value):
+            logger.warning("the C library refuses mallopt(%d, %d)", option, value)

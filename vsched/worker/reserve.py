@@ -1,0 +1,146 @@
+"""Finds out what the worst batch of images needs, before anything else takes the memory.
+
+The batches are those that the plug-in names as candidates. They run for real, over pixels and pages of their own. These
+lie in a shared mapping, as the arena does: they count neither to the process nor to what is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.policy import RankMemory, Reservation
+from vsched.types import ModelInfo
+from vsched.worker.contract import (
+    EncodeJob,
+    EncodeWorker,
+    ImagePlan,
+    WorkerPlugin,
+    WorstCaseBuilder,
+)
+from vsched.worker.memory import DeviceMemory, memory_errors
+from vsched.worker.spec import EncodeRole
+
+logger = logging.getLogger(__name__)
+
+_PAGE_ROWS = 64
+
+_KNOBS = (
+    "lower encode.admission.max_tokens or media.image_pixels_max, raise encode.memory_limit, or say with "
+    "encode.reserved how much to keep"
+)
+
+
+def reserve_encoder(
+    plugin: WorkerPlugin,
+    worker: EncodeWorker,
+    info: ModelInfo,
+    role: EncodeRole,
+    *,
+    rank: int = 0,
+) -> tuple[RankMemory, Reservation]:
+    """Run the worst batch, or take what the operator reserves; return what was held before, and what came on top.
+
+    Where the allocator caches, it keeps the memory from now on; the reservation says whether it did.
+
+    Raises:
+        DeviceOutOfMemory: When the memory is not there.
+    """
+    memory = worker.device_memory()
+    gc.collect()
+    memory.release()
+    memory.reset_peak()
+    loaded = RankMemory(
+        rank=rank,
+        pool=memory.pool,
+        total_bytes=memory.total(),
+        available_bytes=memory.available(),
+        reserved_bytes=memory.reserved(),
+        weights_bytes=worker.weights_bytes,
+    )
+    if role.reserved_bytes is not None:
+        _take(memory, role.reserved_bytes)
+        growth = role.reserved_bytes
+    else:
+        for batch in _candidates(plugin, info, role):
+            _run(worker, info, batch)
+        growth = max(0, memory.peak() - loaded.reserved_bytes)
+    held = memory.reserved() - loaded.reserved_bytes >= growth > 0
+    return loaded, Reservation(rank=rank, pool=memory.pool, growth_bytes=growth, held=held)
+
+
+def _candidates(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> list[list[ImagePlan]]:
+    if role.pixels_max < 1:
+        return []
+    if not isinstance(plugin, WorstCaseBuilder):
+        logger.warning(
+            "the plug-in %r does not know its worst batch of images: nothing is reserved for the encoder. "
+            "Remedy: say with encode.reserved how much to keep.",
+            role.plugin,
+        )
+        return []
+    return plugin.worst_batches(
+        info, items=role.items, tokens=role.tokens, pixels_max=role.pixels_max
+    )
+
+
+def _take(memory: DeviceMemory, size: int) -> None:
+    """Hold memory once: an allocator that caches keeps it."""
+    try:
+        with memory.hold(size):
+            pass
+    except DeviceOutOfMemory as error:
+        raise DeviceOutOfMemory(
+            limit_message(
+                "encode.reserved: the memory is not there (bytes)",
+                value=size,
+                limit=memory.available(),
+                remedy="lower it, or raise encode.memory_limit",
+            )
+        ) from error
+
+
+def _run(worker: EncodeWorker, info: ModelInfo, batch: Sequence[ImagePlan]) -> None:
+    """Encode one batch.
+
+    Raises:
+        DeviceOutOfMemory: When it does not fit; the message names what to change.
+    """
+    patches = max(math.prod(plan.grid) for plan in batch)
+    pages = max(-(-plan.tokens // _PAGE_ROWS) for plan in batch)
+    pixels = _shared(patches * info.patch_values * 4).view(np.float32).reshape(patches, -1)
+    rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes).reshape(pages, _PAGE_ROWS, -1)
+    jobs = [
+        EncodeJob(b"", plan.grid, plan.tokens, pixels[: math.prod(plan.grid)], range(pages))
+        for plan in batch
+    ]
+    memory = worker.device_memory()
+    try:
+        with memory_errors("encoding the worst batch of images"):
+            worker.encode(jobs, rows)
+    except DeviceOutOfMemory as error:
+        largest = max(batch, key=lambda plan: plan.tokens)
+        raise DeviceOutOfMemory(
+            limit_message(
+                f"the worst batch of images does not fit on {memory.name} (bytes): {len(batch)} images with "
+                f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of a grid "
+                f"{list(largest.grid)}",
+                value=f"more than {memory.peak()}",
+                limit=memory.total(),
+                remedy=_KNOBS,
+            )
+        ) from error
+
+
+def _shared(size: int) -> npt.NDArray[np.uint8]:
+    """Return zeros in a mapping of their own, shared and written, as the arena is."""
+    array = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    array.fill(0)
+    return array
