@@ -25,6 +25,7 @@ import torch.nn.functional as functional
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.tiled_attention import attend_chunk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,23 @@ class DecodeKernel(Protocol):
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
         """Return [rows, heads, head dim] for a query of the same shape."""
+        ...
+
+
+class PrefillKernel(Protocol):
+    """Attention of the rows of one chunk over the context up to each."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
         ...
 
 
@@ -95,14 +113,24 @@ class Segment:
     """One chunk of the packed row: rows [start, stop), whose last token has `context` tokens up to itself.
 
     `slots` are the cache slots of the whole context, None where the chunk is all of it.
-    `mask` is True where a row may look, None where the plain causal rule holds.
     """
 
     start: int
     stop: int
     context: int
     slots: torch.Tensor | None
-    mask: torch.Tensor | None
+    _mask: torch.Tensor | None = None
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """True where a row may look, [rows, context]; None where the plain causal rule holds. Made once a step."""
+        rows = self.stop - self.start
+        if self.slots is None or rows == 1:
+            return None
+        if self._mask is None:
+            every = torch.ones(rows, self.context, dtype=torch.bool, device=self.slots.device)
+            self._mask = every.tril(self.context - rows)
+        return self._mask
 
 
 @dataclass(slots=True)
@@ -117,6 +145,7 @@ class PagedStep:
 
     cache: KvCache
     decode: DecodeKernel
+    prefill: PrefillKernel
     slots: torch.Tensor
     decode_rows: int
     tables: npt.NDArray[np.int32]
@@ -137,14 +166,11 @@ def make_segment(
     table: npt.NDArray[np.int32], *, start: int, first: int, last: int, block_size: int, device: str
 ) -> Segment:
     """Describe a chunk of positions [first, last) that lies at row `start` of the packed row."""
-    count = last - first
+    stop = start + last - first
     if first == 0:
-        return Segment(start, start + count, last, None, None)
+        return Segment(start, stop, last, None)
     slots = torch.from_numpy(context_slots(table, last, block_size)).to(device)
-    mask = None
-    if count > 1:
-        mask = torch.ones(count, last, dtype=torch.bool, device=device).tril(first)
-    return Segment(start, start + count, last, slots, mask)
+    return Segment(start, stop, last, slots)
 
 
 def attend(
@@ -176,22 +202,50 @@ def attend(
         out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
     for segment in paged_step.segments:
         part = slice(segment.start, segment.stop)
-        if segment.slots is None:
-            seen_keys, seen_values = key[:, :, part], value[:, :, part]
-        else:
-            seen_keys = keys.index_select(0, segment.slots).transpose(0, 1)[None]
-            seen_values = values.index_select(0, segment.slots).transpose(0, 1)[None]
-        attended = functional.scaled_dot_product_attention(
-            query[:, :, part],
-            seen_keys,
-            seen_values,
-            attn_mask=segment.mask,
-            is_causal=segment.slots is None and segment.stop - segment.start > 1,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        out[part] = attended[0].transpose(0, 1)
+        seen = query[0, :, part], key[0, :, part], value[0, :, part]
+        out[part] = paged_step.prefill(*seen, layer, segment, paged_step, scaling).transpose(0, 1)
     return out[None], None
+
+
+def prefill_by_gather(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Gather the context and let torch attend: works on every device and for every type."""
+    if segment.slots is not None:
+        key = step.cache.keys[layer].index_select(0, segment.slots).transpose(0, 1)
+        value = step.cache.values[layer].index_select(0, segment.slots).transpose(0, 1)
+    return functional.scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=segment.mask,
+        is_causal=segment.slots is None and segment.stop - segment.start > 1,
+        scale=scaling,
+        enable_gqa=True,
+    )[0]
+
+
+def prefill_by_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend tile by tile of the context; a chunk with nothing before it is left to torch."""
+    if segment.slots is None:
+        return prefill_by_gather(query, key, value, layer, segment, step, scaling)
+    earlier = segment.slots[: segment.context - (segment.stop - segment.start)]
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    return attend_chunk(query, key, value, keys, values, earlier, scaling)
 
 
 def decode_by_gather(
@@ -268,6 +322,12 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
         raise ConfigError(
             f"generate.attention: {choice!r} is not installed. Remedy: install it, or use `auto`."
         ) from error
+
+
+def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
+    """Return the prefill kernel: tiles where they are faster, and torch's own where `exact` is asked for."""
+    tiles = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
+    return prefill_by_tiles if tiles else prefill_by_gather
 
 
 def _load_kernel(kernel: str, settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:

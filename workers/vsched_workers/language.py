@@ -70,6 +70,7 @@ class LanguageWorker:
         self._config = family.model_config(info.path)
         self._memory = open_device_memory(settings.device)
         self._decode = attention.choose_decode(settings, dtype)
+        self._prefill = attention.choose_prefill(settings, dtype)
         self._cache: KvCache | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor]
         packed_bytes = 0
@@ -186,6 +187,7 @@ class LanguageWorker:
         step = PagedStep(
             cache=cache,
             decode=self._decode,
+            prefill=self._prefill,
             slots=torch.from_numpy(slots).to(self._device),
             decode_rows=decode_rows,
             tables=tables,
