@@ -95,6 +95,7 @@ def kernel_sizes(
         slots=generate.slots,
         batch_tokens=generate.max_batch_tokens,
         chunk_tokens=generate.chunk_tokens,
+        step_target_ns=int(generate.step_target_ms * 1e6),
         context_tokens=context_tokens(config, info),
         page_rows=PAGE_ROWS,
         pages=arena_layout(config, info).pages,

@@ -84,6 +84,25 @@ def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy)
     assert generate_statistics(cluster)["admitted"] == 2
 
 
+@ADMISSION
+def test_admission_refused_request_does_not_hold_its_cached_prefix(
+    registered: RegisteredPolicy,
+) -> None:
+    """A22, E7: nothing is taken for a request before all that it needs is there, not even what is shared."""
+    policies = default_policies(generate_admission=admission(registered))
+    cluster = ModelCluster(sizes(blocks=9, slots=3), policies)
+    cluster.submit(make_request("first", words(20), max_tokens=4))
+    cluster.wait(1_000_000_000)
+    before = generate_statistics(cluster)
+    cluster.submit(make_request("second", [*words(16), *words(17, start=90)], max_tokens=3))
+    cluster.wait(1_000_000_000)
+    assert generate_statistics(cluster) == {**before, "waiting": 1}
+    cluster.drain()
+    assert generate_statistics(cluster)["tokens_cached"] == 16
+    assert_served(cluster, "first", "second")
+    assert_holds_nothing(cluster)
+
+
 class Counted(Gathered, frozen=True, kw_only=True):
     """Counts how often it is asked."""
 
@@ -116,6 +135,25 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
     assert cluster.notices == []
     cluster.drain()
     assert joined(cluster) == ["first", "second", "third"]
+    assert_served(cluster, *cluster.requests)
+
+
+def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
+    """E8: nor does the encode stage ask again because of what others do meanwhile."""
+    Counted.asked.clear()
+    policies = default_policies(encode_admission=Counted(deadline_s=0.1))
+    cluster = ModelCluster(sizes(), policies)
+    cluster.submit(make_request("text", words(4), max_tokens=60))
+    for asked, name in enumerate("ab", start=1):
+        cluster.submit(image_request(name, (name.encode(), 8)))
+        for _ in range(20):
+            cluster.run_generate()
+        assert len(Counted.asked) == asked, "the steps of the text did not ask again"
+    cluster.wait(200_000_000)
+    assert len(Counted.asked) == 3, "once for both"
+    assert cluster.encoded == [[b"a", b"b"]]
+    assert cluster.notices == []
+    cluster.drain()
     assert_served(cluster, *cluster.requests)
 
 

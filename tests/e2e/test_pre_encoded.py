@@ -3,66 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 import pytest_asyncio
-from PIL import Image
-from safetensors.numpy import save
 
 from tests.e2e.asking import GREEDY, TEXTS, WAIT_S, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import assert_idle
+from tests.e2e.tower import Tower, packed
 from vsched import Config, Engine, RequestRefused
 from vsched.api.server import RunningServer, running_server
-from vsched.media import EmbeddedImage, ImageReference
-from vsched.types import ModelInfo
-from vsched.worker.contract import EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
-from vsched_workers.plugin import plugin
+from vsched.media import ImageReference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
 
 IMAGES = [drawn_image(700 + number, size) for number, size in enumerate([(90, 60), (140, 100)])]
 ASK = Ask(TEXTS[0], IMAGES)
-
-
-@dataclass
-class Tower:
-    """The vision tower on the client's side."""
-
-    info: ModelInfo
-    preprocessor: Preprocessor
-    worker: EncodeWorker
-    made: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]] = field(default_factory=dict)
-
-    @classmethod
-    def load(cls, path: str) -> Tower:
-        info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
-        worker = plugin.load_encoder(info, WorkerSettings(), lambda _what, _fraction: None)
-        return cls(info, plugin.load_preprocessor(info), worker)
-
-    def encode(self, image: Image.Image) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Return float32 rows, [tokens, levels * hidden size], and the grid."""
-        if id(image) not in self.made:
-            plan = self.preprocessor.plan_image(*image.size)
-            pixels = self.preprocessor.process_image(image)
-            page = np.zeros((1, plan.tokens, self.info.embedding_row_bytes), np.uint8)
-            self.worker.encode([EncodeJob(b"", plan.grid, plan.tokens, pixels, [0])], page)
-            self.made[id(image)] = page[0].view(np.float32), np.array(plan.grid)
-        return self.made[id(image)]
-
-    def embed(self, image: Image.Image) -> EmbeddedImage:
-        rows, grid = self.encode(image)
-        return packed(embeds=rows, grid_thw=grid)
-
-
-def packed(**tensors: npt.NDArray[Any]) -> EmbeddedImage:
-    return EmbeddedImage(base64.b64encode(save(tensors)).decode())
 
 
 @dataclass

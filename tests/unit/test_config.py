@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from vsched.config import Config, config_schema, keys_table, load_config, to_toml
-from vsched.config.sections import POLICY_TABLES, config_keys
+from vsched.config.policies import resolve_policies
+from vsched.config.sections import POLICY_TABLES, EncodeConfig, config_keys
 from vsched.errors import ConfigError
 from vsched.plugins import load_policy_class
 
@@ -264,6 +265,25 @@ def test_config_memory_size_in_bytes_replaces_the_default_in_tokens() -> None:
 def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
     """A12, A13: one knob; its default derives from the batch budget; 0 is nothing anyone reads."""
     assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
+
+
+def test_config_default_item_limit_is_the_one_that_is_told() -> None:
+    """A13: help, schema and docs name the key that the default comes from, and 0 as the way out."""
+    told = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
+    assert "by default it is `generate.max_batch_tokens`, and 0 switches both limits off" in told
+    fields = load_policy_class("admission", "token-budget").__doc__
+    assert "None derives it from `generate.max_batch_tokens`; 0 means no budget" in str(fields)
+    for tokens in (777, 4096):
+        sets = [f"generate.max_batch_tokens={tokens}", "generate.chunk_tokens=16"]
+        assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == tokens
+
+
+@pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
+def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
+    """A11: max(batch // replicas, 1), as the policies are resolved."""
+    admission = {"use": "token-budget", "max_items": items}
+    encode = EncodeConfig(replicas=replicas, admission=admission)
+    assert resolve_policies(Config(encode=encode)).encode_items_max == each
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,18 @@ import torch
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers import tiled_attention
 from vsched_workers.attention import (
     KvCache,
     PagedStep,
+    PrefillKernel,
     Segment,
     choose_decode,
+    choose_prefill,
     context_slots,
     decode_by_gather,
+    prefill_by_gather,
+    prefill_by_tiles,
 )
 
 BLOCK_SIZE = 4
@@ -47,6 +52,7 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, P
     step = PagedStep(
         cache=cache,
         decode=decode_by_gather,
+        prefill=prefill_by_gather,
         slots=torch.zeros(0, dtype=torch.int64),
         decode_rows=len(CONTEXTS),
         tables=tables,
@@ -119,7 +125,7 @@ def test_segment_masks_only_where_needed(first: int, last: int) -> None:
     segment = Segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
     assert (segment.start, segment.stop, segment.context) == (2, 2 + last - first, last)
     assert segment.whole == (first == 0)
-    slots, mask = segment.view(torch.bfloat16)
+    slots, mask = segment.slots(), segment.mask(torch.bfloat16)
     assert slots.tolist() == list(range(last))
     assert (mask is not None) == (last - first > 1)
     if mask is not None:
@@ -133,7 +139,8 @@ def test_segment_keeps_nothing_on_a_cpu() -> None:
     """C3: what every chunk of a step kept would add up; so the stress of one long chunk stands for all."""
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
     segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
-    assert segment.view(torch.float32)[1] is not segment.view(torch.float32)[1]
+    assert segment.mask(torch.float32) is not segment.mask(torch.float32)
+    assert segment.slots() is not segment.slots()
 
 
 def test_triton_equals_attention_written_out() -> None:
@@ -174,3 +181,46 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="not installed. Remedy"):
         choose_decode(WorkerSettings(attention="numba"), torch.float32)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
+
+
+@pytest.mark.parametrize("kernel", [prefill_by_gather, prefill_by_tiles])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
+@pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
+def test_prefill_equals_attention_written_out(
+    kernel: PrefillKernel,
+    dtype: torch.dtype,
+    within: float,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    first: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk sees all that came before it, through the block table, and of itself what is not later."""
+    monkeypatch.setattr(tiled_attention, "TILE_KEYS_MIN", 8)
+    monkeypatch.setattr(tiled_attention, "TILE_KEYS_MAX", 8)
+    cache, step = filled(dtype, kv_heads, head_dim)
+    segment = Segment(
+        step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
+    )
+    slots = torch.from_numpy(context_slots(step.tables[3], first + rows, BLOCK_SIZE))
+    keys, values = cache.keys[1][slots], cache.values[1][slots]
+    query = torch.randn(heads, rows, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    own = keys[first:].transpose(0, 1), values[first:].transpose(0, 1)
+    got = kernel(query, *own, 1, segment, step, 0.3)
+    repeated = [one.double().repeat_interleave(heads // kv_heads, dim=1) for one in (keys, values)]
+    scores = torch.einsum("hqd,lhd->hql", query.double(), repeated[0]) * 0.3
+    later = torch.ones(rows, first + rows, dtype=torch.bool).triu(first + 1)
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    expected = torch.einsum("hql,lhd->hqd", weights, repeated[1])
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
+
+
+def test_choose_prefill_takes_tiles_for_bfloat16_on_the_cpu_only() -> None:
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_tiles
+    assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
+    assert choose_prefill(WorkerSettings(device="cuda:0"), torch.bfloat16) is prefill_by_gather
+    assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

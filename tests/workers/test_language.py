@@ -14,7 +14,7 @@ from tests.workers.driver import BLOCK_SIZE, Driver, Question, Running, Stage, d
 from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.types import SamplingParams
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.contract import SequenceState, WorkerSettings
 from vsched_workers.plugin import plugin
 
 Stages = Callable[..., Stage]
@@ -170,6 +170,28 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
     with stage.generator.first_layers(1):  # type: ignore[attr-defined]
         assert len(model.layers) == 1
     assert len(model.layers) == layers > 1
+
+
+def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C16: positions are computed outside of a step, and can fail as well."""
+    generator = stages("nano25").generator
+    family = type(generator._family)  # type: ignore[attr-defined]
+
+    def positions(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(family, "positions", positions)
+    sequence = SequenceState(
+        number=1,
+        tokens=np.ones(4, np.int32),
+        length=4,
+        prompt_length=4,
+        items=[],
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+    )
+    with pytest.raises(DeviceOutOfMemory, match="preparing a request"):
+        generator.prepare(sequence)
 
 
 def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:

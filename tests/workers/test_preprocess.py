@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
@@ -25,6 +25,7 @@ from tests.workers.driver import drawn_image
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.worker.contract import Preprocessor
+from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, clamp_settings
 from vsched_workers.plugin import plugin
 
 Load = Callable[..., Preprocessor]
@@ -60,7 +61,7 @@ def test_process_image_equals_transformers(
 def test_plan_image_agrees_with_process_image(
     load: Load, size: str, width: int, height: int, budget: int
 ) -> None:
-    """A17, A19: what is planned is what is made, and it is within the budget or refused with every number."""
+    """A16, A17, A19: what is planned is what is made, and it is within the budget or refused with every number."""
     preprocessor = load(size, budget)
     image = Image.new("RGB", (width, height))
     refused: RequestRefused | None = None
@@ -81,6 +82,51 @@ def test_plan_image_agrees_with_process_image(
     assert pixels.dtype == np.float32
     assert plan.tokens == time * rows * columns // 4
     assert 1 <= plan.tokens <= budget
+
+
+SIDES = st.integers(1, 20_000) | st.integers(1, 200)
+BUDGETS = st.integers(1, 16_384) | st.integers(1, 200)
+
+
+@pytest.mark.slow
+@given(width=SIDES, height=SIDES, budget=BUDGETS)
+@example(width=19_000, height=100, budget=64)
+@example(width=200, height=1, budget=199)
+@example(width=1, height=1, budget=1)
+@example(width=20_000, height=20_000, budget=16_384)
+@REPEATABLE
+def test_any_size_under_any_budget_is_within_it_or_refused(
+    checkpoints: Callable[[str], Path], size: str, width: int, height: int, budget: int
+) -> None:
+    """A16, A19, A20: the tokens of the front end are those of the clamped processor, and never above the budget."""
+    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=budget)
+    assert info.item_tokens_max <= budget
+    preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
+    factor = processor.patch_size * processor.merge_size
+    clamped = clamp_settings(processor.to_dict(), tokens=budget, factor=factor)
+    limits = {
+        "min_pixels": clamped["size"]["shortest_edge"],
+        "max_pixels": clamped["size"]["longest_edge"],
+    }
+    too_thin = max(width, height) / min(width, height) > ASPECT_RATIO_MAX
+    if too_thin or encoder_tokens(processor, width, height, limits) > budget:
+        with pytest.raises(RequestRefused, match="Remedy"):
+            preprocessor.plan_image(width, height)
+        return
+    plan = preprocessor.plan_image(width, height)
+    assert 1 <= plan.tokens <= budget
+    assert plan.tokens == encoder_tokens(processor, width, height, limits)
+
+
+@functools.cache
+def processor_of(path: Path) -> Any:
+    return AutoImageProcessor.from_pretrained(path, backend="pil")
+
+
+def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int]) -> int:
+    """Return the tokens that transformers' own arithmetic gives an image."""
+    patches = processor.get_number_of_image_patches(height, width, limits)
+    return int(patches // processor.merge_size**2)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +285,10 @@ def test_settings_digest_tells_settings_apart(load: Load) -> None:
         load(size, budget).settings_digest for size in ("nano25", "nano3") for budget in (0, 64)
     }
     assert len(digests) == 4
+    info = load("nano25").info
+    for family in ("qwen2_5_vl", "another"):
+        made = plugin.load_preprocessor(msgspec.structs.replace(info, family=family))
+        assert (made.settings_digest in digests) == (family == info.family)
     assert {len(digest) for digest in digests} == {32}
 
 

@@ -126,3 +126,22 @@ def test_encoded_rows_own_their_storage(stages: Stages) -> None:
     stage.encoder.encode(jobs[1:], embeddings)
     assert np.array_equal(rows_of(stage, jobs[0], embeddings), first)
     assert np.any(first)
+
+
+def test_encode_writes_the_rows_of_a_job_and_nothing_else(stages: Stages) -> None:
+    """D10: the bytes of an entry are those of its own rows, in its own pages."""
+    stage = stages("nano25")
+    jobs = jobs_of(stage)
+    together = empty_pages(stage.info)
+    stage.encoder.encode(jobs, together)
+    untouched = empty_pages(stage.info)
+    written = np.zeros(together.shape[:2], dtype=bool)
+    for job in jobs:
+        alone = empty_pages(stage.info)
+        stage.encoder.encode([job], alone)
+        np.testing.assert_allclose(
+            rows_of(stage, job, together), rows_of(stage, job, alone), atol=1e-4
+        )
+        written |= (alone != untouched).any(axis=-1)
+    assert written.sum() == sum(job.tokens for job in jobs)
+    assert np.array_equal((together != untouched).any(axis=-1), written)

@@ -16,6 +16,12 @@ from vsched.worker.spec import RankSpec
 RANK_ENVIRONMENT = {
     # Threads that spin while they wait steal the cores from the stage that works.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # The C library keeps what a step frees for the next one, up to its own bound of 32 MiB a piece: fetching the same
+    # pages from the system again in every step costs as much as the attention of a long prompt.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    # Each further arena would scatter what is free.
+    "MALLOC_ARENA_MAX": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",

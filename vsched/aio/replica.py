@@ -280,7 +280,8 @@ class Replica:
             self._crew_of(group).lose(f"a result of {len(result.tokens)} bytes, not {expected}")
             return
         self._result = result
-        self.handle(Stepped(result.step, int32_array(result.tokens), result.finished))
+        tokens = int32_array(result.tokens)
+        self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns))
 
     def _on_lost(self, groups: list[str], reason: str) -> None:
         if self._stopping or self.given_up:

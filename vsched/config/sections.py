@@ -187,6 +187,14 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     chunk_tokens: Annotated[
         int, Meta(ge=1, description="Most prompt tokens of one request in a step.")
     ] = 512
+    step_target_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="While requests decode, prefill is cut so that a step takes about so long, "
+            "or twice as long as without; 0 for no limit.",
+        ),
+    ] = 100.0
     slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
     max_waiting: Annotated[
         int, Meta(ge=1, description="Most requests that wait; further ones get a 429.")

@@ -35,11 +35,13 @@ class Stepped(msgspec.Struct, frozen=True):
     """A generate step is done.
 
     Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
+    `busy_ns` is how long the ranks worked on it, 0 where nobody measured.
     """
 
     step: int
     tokens: array[int]
     finished: list[Finished] = []
+    busy_ns: int = 0
 
 
 class Encoded(msgspec.Struct, frozen=True):

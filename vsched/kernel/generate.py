@@ -19,13 +19,13 @@ OSDI 2024). Rejected: planning every running request in every step (12 ms a step
 
 from __future__ import annotations
 
-from array import array
-
 from vsched.kernel.blocks import BlockPool
 from vsched.kernel.decisions import ChunkItem, ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode import EncodeStage
+from vsched.kernel.events import Stepped
 from vsched.kernel.flight import Flight
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
+from vsched.kernel.pace import Draft, Pace, StepBudget
 from vsched.kernel.queue import OrderedQueue
 from vsched.kernel.request import Phase, ReadyEntry, RequestState
 from vsched.kernel.running import RunningSet, order_of
@@ -46,6 +46,7 @@ class GenerateStage:
         self.ready = False
         self.hold_until_ns: int | None = None
         self.flight = Flight(0)
+        self.pace = Pace(sizes.step_target_ns, sizes.block_size)
         self.tokens_prefilled = 0
         self.tokens_decoded = 0
         self.tokens_cached = 0
@@ -128,22 +129,23 @@ class GenerateStage:
             return None
         step = self.flight.planned + 1
         grown = self._grow(step, now_ns)
-        joined: list[Join] = []
-        chunks: list[ChunkPlan] = []
+        decoding = len(running.decoding)
+        budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding > 0)
+        draft = Draft(step, budget)
         if running.prefilling or self._queue:
-            budget = self._sizes.batch_tokens - len(running.decoding)
             for state in sorted(running.prefilling.values(), key=order_of):
-                budget -= self._chunk(state, step, budget, chunks)
-            if self._queue and budget > 0 and not self._blocked:
-                self._admit(step, budget, now_ns, joined, chunks)
+                self._chunk(state, draft)
+            if self._queue and not (budget.spent or self._blocked):
+                self._admit(draft, now_ns)
         decodes = len(running.decoding) - self.flight.firsts(step)
-        if not decodes and not chunks:
+        if not decodes and not draft.chunks:
             return None
+        self.pace.note(step, budget, decodes=decodes > 0)
         self._front_first = False
         self.flight.planned = step
         self.tokens_decoded += decodes
         forgotten, left = running.take_changes()
-        return GenerateDecision(step, forgotten, left, joined, grown, chunks)
+        return GenerateDecision(step, forgotten, left, draft.joined, grown, draft.chunks)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
@@ -179,19 +181,20 @@ class GenerateStage:
                 return False
         return True
 
-    def _chunk(self, state: RequestState, step: int, budget: int, chunks: list[ChunkPlan]) -> int:
-        """Plan the next chunk of a prefilling request, if it can go on; return its tokens."""
-        start = state.computed
-        stop = self.chunk_stop(state, start, budget)
+    def _chunk(self, state: RequestState, draft: Draft) -> None:
+        """Plan the next chunk of a prefilling request, if it can go on."""
+        start, step = state.computed, draft.step
+        stop = self.chunk_stop(state, start, draft.budget.tokens_at(start))
         if stop <= start:
-            return 0
+            return
+        draft.budget.take(start, stop - start)
         items = [
             ChunkItem(item.offset, item.tokens, list(self._encode.read(item.key)))
             for item in state.items
             if item.offset < stop and item.end > start
         ]
         plan = ChunkPlan(state.slot, start, stop, items)
-        chunks.append(plan)
+        draft.chunks.append(plan)
         if items:
             self.flight.note_read(step, state, plan)
         state.computed = stop
@@ -203,11 +206,8 @@ class GenerateStage:
         if stop == len(state.tokens):
             self.running.start_decoding(state, step)
             self.flight.note_first(step, state)
-        return stop - start
 
-    def _admit(
-        self, step: int, budget: int, now_ns: int, joined: list[Join], chunks: list[ChunkPlan]
-    ) -> None:
+    def _admit(self, draft: Draft, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return
@@ -222,7 +222,7 @@ class GenerateStage:
             stage="generate",
             now_ns=now_ns,
             waiting=waiting,
-            tokens_free=budget,
+            tokens_free=draft.budget.tokens,
             entries_free=self.running.slots_free,
             blocks_free=self.pool.available,
             running=len(self.running),
@@ -234,12 +234,12 @@ class GenerateStage:
             admission = ask_admission(self._policies.generate_admission, view, self._faults)
         self.hold_until_ns = admission.hold_until_ns
         for entry in [waiting[index] for index in admission.indices]:
-            if budget <= 0 or not self.running.slots_free:
+            if draft.budget.spent or not self.running.slots_free:
                 return
-            join = self._join(entry.state, budget, now_ns)
+            join = self._join(entry.state, draft.budget, now_ns)
             if join is not None:
-                joined.append(join)
-                budget -= self._chunk(entry.state, step, budget, chunks)
+                draft.joined.append(join)
+                self._chunk(entry.state, draft)
                 # Only now: the chunk may read the content of an earlier item once more.
                 self.drop_claims_before(entry.state, join.computed)
             elif entry.state.phase is Phase.READY:
@@ -247,11 +247,11 @@ class GenerateStage:
                 return
             # Else it waits for embeddings again: no reason to hold up those behind it.
 
-    def _join(self, state: RequestState, budget: int, now_ns: int) -> Join | None:
+    def _join(self, state: RequestState, budget: StepBudget, now_ns: int) -> Join | None:
         """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""
         prefix = self.cached_prefix(state)
         computed = len(prefix) * self._sizes.block_size
-        if self.chunk_stop(state, computed, budget) <= computed:
+        if self.chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
             # Its embeddings or its cached prefix went while it stood in line.
             self.dequeue(state)
             state.phase = Phase.ITEMS
@@ -284,9 +284,10 @@ class GenerateStage:
 
     # --- results ---
 
-    def finish_step(self, step: int, tokens: array[int], now_ns: int) -> list[RequestState]:
+    def finish_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the batch of the oldest step that is out; return preempted requests that it settles."""
-        for state, plan in self.flight.land(step, tokens, now_ns):
+        self.pace.learn(event.step, event.busy_ns)
+        for state, plan in self.flight.land(event.step, event.tokens, now_ns):
             self._encode.done_reading(state, plan.start, plan.stop)
             self.drop_claims_before(state, min(plan.stop, state.computed))
         if not self.flight.settling:
@@ -356,6 +357,7 @@ class GenerateStage:
     def lose(self) -> list[RequestState]:
         """The group is gone with all it held: return every request that it knew, oldest first."""
         self.ready = False
+        self.pace.lose()
         for state, plan in self.flight.crash():
             self._encode.done_reading(state, plan.start, plan.stop)
         lost = self.running.in_order()

@@ -73,7 +73,7 @@ def _refuse_images(request: Request, sizes: Sizes, scope: str) -> Refuse | None:
             request,
             "images_exceed_cache",
             "the images of a request can never fit the embedding cache together",
-            value=sum(item.tokens for item in request.items),
+            value=f"{together * sizes.page_rows} tokens, each image in whole pages of {sizes.page_rows}",
             limit=limit,
             remedy="send fewer images, raise arena.embedding_bytes, or encode by item "
             "(encode.encoding)",

@@ -191,7 +191,7 @@ class Scheduler:
     # --- results ---
 
     def _on_stepped(self, event: Stepped) -> None:
-        settled = self.generate.finish_step(event.step, event.tokens, self._now_ns)
+        settled = self.generate.finish_step(event, self._now_ns)
         self._commands.append(EmitTokens(event.step))
         for finished in event.finished:
             state = self._requests.get(finished.number)

@@ -107,6 +107,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         slots=slots,
         batch_tokens=slots + rng.randint(1, 60),
         chunk_tokens=rng.randint(1, 40),
+        step_target_ns=rng.choice([0, 0, 1, 200, 5_000]),
         context_tokens=rng.randint(40, 400),
         page_rows=rng.choice([1, 4, 8]),
         pages=rng.randint(4, 40),

@@ -1,15 +1,13 @@
 """The memory of a device as a rank sees it, and a real limit on the memory of a process.
 
 A rank on a CPU is bounded by `RLIMIT_DATA`, which counts the private writable mappings of the process whether or not
-anybody wrote to them. So that what is freed stops counting at once, large allocations must come and go as mappings of
-their own: `limit_process_memory` tells the C library so. It has to run before anything large is allocated, that is
-before torch is imported, which is why it stands here.
+anybody wrote to them. What the C library keeps of freed memory counts, too: it is told to keep most of it (see
+`vsched.aio.process`), so that what the largest steps took is held from then on. A KV cache is a mapping of its own, and
+goes back whole.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,16 +16,9 @@ from typing import Protocol
 
 from vsched.errors import DeviceOutOfMemory, limit_message
 
-logger = logging.getLogger(__name__)
-
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
 _GROUP_MEMORY = Path("/sys/fs/cgroup")
-
-MAPPED_SIZE_MIN = 1 << 20
-"""Allocations of this size and more are mappings of their own in a process with a limit."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from the C library's malloc.h
 
 
 class DeviceMemory(Protocol):
@@ -109,7 +100,6 @@ def limit_process_memory(limit_bytes: int) -> None:
     """
     if limit_bytes <= 0:
         return
-    _map_large_allocations()
     held = status_bytes("VmData")
     if held >= limit_bytes:
         raise DeviceOutOfMemory(
@@ -162,22 +152,3 @@ def status_bytes(field: str, path: Path = PROCESS_STATUS) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _map_large_allocations() -> None:
-    """Make large allocations mappings of their own, and keep small ones together.
-
-    Left alone, the C library raises the size from which it maps with every large block that is freed, and keeps what
-    is freed below it. One arena, because each further one sets address space aside and scatters what is free.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        logger.warning("the C library has no mallopt: freed memory may keep counting to the limit")
-        return
-    for option, value in (
-        (_MMAP_THRESHOLD, MAPPED_SIZE_MIN),
-        (_TRIM_THRESHOLD, MAPPED_SIZE_MIN),
-        (_ARENA_MAX, 1),
-    ):
-        if not mallopt(option, value):
-            logger.warning("the C library refuses mallopt(%d, %d)", option, value)

@@ -15,6 +15,8 @@ keyword argument of the model's call, so that no state is global and two models 
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +27,8 @@ import torch.nn.functional as functional
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.device_memory import map_private
+from vsched_workers.tiled_attention import attend_chunk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,18 +47,37 @@ class DecodeKernel(Protocol):
         ...
 
 
+class PrefillKernel(Protocol):
+    """Attention of the rows of one chunk over the context up to each."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Allocate memory and write it.
 
     Writing matters on the host, which hands out pages on first touch: a step should neither wait for that nor be the
-    one who finds that there are none. The memory is numpy's because numpy asks for huge pages; walking a block table
-    over small ones costs three times as much.
+    one who finds that there are none. The memory is a mapping of its own, so that it goes back when the cache does, of
+    huge pages: walking a block table over small ones costs three times as much.
     """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    array = np.empty(shape, dtype=np.dtype(f"u{dtype.itemsize}"))
+    mapped = map_private(math.prod(shape) * dtype.itemsize)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(mapped, dtype=np.uint8)
     array.fill(0)
-    return torch.from_numpy(array).view(dtype)
+    return torch.from_numpy(array).view(dtype).reshape(shape)
 
 
 class KvCache:
@@ -73,7 +96,6 @@ class KvCache:
     ) -> None:
         self.block_size = block_size
         shape = (blocks * block_size, kv_heads, head_dim)
-        # One piece: it goes back to the host when the last view is gone, whatever the size of a layer.
         whole = _zeros((2 * layers, *shape), dtype, device)
         self.keys = list(whole[:layers])
         self.values = list(whole[layers:])
@@ -97,6 +119,9 @@ class Segment:
 
     `whole` says that the chunk is all of its context: nothing has to be read from the cache, and the plain causal rule
     holds.
+
+    A GPU gets slots and mask once a step. On the host they are made for every layer: that takes a fiftieth of the
+    layer's time, and to hold them for all chunks at once would take more memory than anything else in a step.
     """
 
     def __init__(
@@ -111,33 +136,35 @@ class Segment:
     ) -> None:
         self.start = start
         self.stop = start + last - first
+        self.first = first
         self.context = last
         self.whole = first == 0
-        self._first = first
         self._table = table
         self._block_size = block_size
         self._device = device
-        self._kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._slots: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
 
-    def view(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the cache slots of the whole context, and what to add to the scores: None where a row sees all.
-
-        A GPU gets them once a step. On the host they are made for every layer: that takes a fiftieth of the layer's
-        time, and to hold them for all chunks at once would take more memory than anything else in a step.
-        """
-        if self._kept is not None:
-            return self._kept
+    def slots(self) -> torch.Tensor:
+        """Return the cache slots of the whole context, int64 [context]."""
+        if self._slots is not None:
+            return self._slots
         slots = torch.from_numpy(context_slots(self._table, self.context, self._block_size))
-        rows = self.stop - self.start
-        mask = None
-        if rows > 1:
-            shape = (rows, self.context)
-            mask = torch.full(shape, -torch.inf, dtype=dtype, device=self._device)
-            mask.triu_(self._first + 1)
         if self._device == "cpu":
-            return slots, mask
-        self._kept = (slots.to(self._device), mask)
-        return self._kept
+            return slots
+        self._slots = slots.to(self._device)
+        return self._slots
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what to add to the scores, [rows, context]; None where a row sees all."""
+        rows = self.stop - self.start
+        if rows == 1 or self._mask is not None:
+            return self._mask
+        mask = torch.full((rows, self.context), -torch.inf, dtype=dtype, device=self._device)
+        mask.triu_(self.first + 1)
+        if self._device != "cpu":
+            self._mask = mask
+        return mask
 
 
 @dataclass(slots=True)
@@ -152,6 +179,7 @@ class PagedStep:
 
     cache: KvCache
     decode: DecodeKernel
+    prefill: PrefillKernel
     slots: torch.Tensor
     decode_rows: int
     tables: npt.NDArray[np.int32]
@@ -197,37 +225,53 @@ def attend(
         out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
     for segment in paged_step.segments:
         part = slice(segment.start, segment.stop)
-        seen = (key[:, :, part], value[:, :, part]) if segment.whole else None
-        # A call of its own, so that what one segment takes is gone before the next.
-        out[part] = _attend_segment(
-            segment, query[:, :, part], seen, (keys, values), scaling
-        ).transpose(0, 1)
+        # What one segment takes is gone before the next.
+        seen = query[0, :, part], key[0, :, part], value[0, :, part]
+        out[part] = paged_step.prefill(*seen, layer, segment, paged_step, scaling).transpose(0, 1)
     return out[None], None
 
 
-def _attend_segment(
-    segment: Segment,
+def prefill_by_gather(
     query: torch.Tensor,
-    seen: tuple[torch.Tensor, torch.Tensor] | None,
-    cached: tuple[torch.Tensor, torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend for one chunk; returns [heads, rows, head dim]. `seen` are its keys and values where no others are."""
+    """Gather the context and let torch attend: works on every device and for every type."""
     mask = None
-    if seen is None:
-        slots, mask = segment.view(query.dtype)
-        keys, values = (part.index_select(0, slots).transpose(0, 1)[None] for part in cached)
-    else:
-        keys, values = seen
+    if not segment.whole:
+        slots, mask = segment.slots(), segment.mask(query.dtype)
+        key = step.cache.keys[layer].index_select(0, slots).transpose(0, 1)
+        value = step.cache.values[layer].index_select(0, slots).transpose(0, 1)
     return functional.scaled_dot_product_attention(
-        query,
-        keys,
-        values,
+        query[None],
+        key[None],
+        value[None],
         attn_mask=mask,
-        is_causal=seen is not None and query.shape[2] > 1,
+        is_causal=segment.whole and query.shape[1] > 1,
         scale=scaling,
         enable_gqa=True,
     )[0]
+
+
+def prefill_by_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend tile by tile of the context; a chunk with nothing before it is left to torch."""
+    if segment.whole:
+        return prefill_by_gather(query, key, value, layer, segment, step, scaling)
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    earlier = segment.slots()[: segment.first]
+    return attend_chunk(query, key, value, keys, values, earlier, scaling)
 
 
 def decode_by_gather(
@@ -304,6 +348,12 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
         raise ConfigError(
             f"generate.attention: {choice!r} is not installed. Remedy: install it, or use `auto`."
         ) from error
+
+
+def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
+    """Return the prefill kernel: tiles where they are faster, and torch's own where `exact` is asked for."""
+    tiles = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
+    return prefill_by_tiles if tiles else prefill_by_gather
 
 
 def _load_kernel(kernel: str, settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:

@@ -142,7 +142,7 @@ class HostMemory:
             self._ballast = None
         gap = status_bytes("VmPeak") - status_bytes("VmSize")
         if gap > 0:
-            self._ballast = _map_anonymous(gap, access=0)
+            self._ballast = map_private(gap, access=0)
         self._other_bytes = _unlimited_space()
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ class HostMemory:
             return
         require_available(self, size, "memory to hold back")
         with typed_out_of_memory("holding memory back"):
-            held = _map_anonymous(size, access=mmap.PROT_READ | mmap.PROT_WRITE)
+            held = map_private(size, access=mmap.PROT_READ | mmap.PROT_WRITE)
         with held:
             np.frombuffer(held, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
             yield
@@ -234,7 +234,8 @@ class CudaMemory:
             del held
 
 
-def _map_anonymous(size: int, *, access: int) -> mmap.mmap:
+def map_private(size: int, *, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Return a mapping of its own, which goes back to the host as soon as nobody refers to it."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=access)
 
 

@@ -73,6 +73,7 @@ class LanguageWorker:
         self._settings = settings
         # Chosen now, so that a wrong setting is found before the weights are measured.
         self._decode: DecodeKernel | None = attention.choose_decode(settings, dtype)
+        self._prefill = attention.choose_prefill(settings, dtype)
         self._cache: KvCache | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor]
         packed_bytes = 0
@@ -219,6 +220,7 @@ class LanguageWorker:
         step = PagedStep(
             cache=cache,
             decode=decode,
+            prefill=self._prefill,
             slots=torch.from_numpy(slots).to(self._device),
             decode_rows=decode_rows,
             tables=tables,

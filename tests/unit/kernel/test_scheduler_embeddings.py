@@ -32,6 +32,21 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
     assert_served(cluster, "r2")
 
 
+def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
+    """D7: the oldest may take what younger ones wait with, but never what a step in flight reads."""
+    cluster = ModelCluster(sizes(pages=4, chunk_tokens=16, generate_depth=1))
+    cluster.submit(make_request("old", words(40), [(32, 16, b"late")]))
+    cluster.submit(image_request("young", (b"early", 16)))
+    cluster.run_encode()
+    cluster.run_generate()
+    assert [chunk.start for chunk in cluster.generate_log[0].chunks] == [16, 0]
+    assert cluster.encoded == [[b"early"]], "the older one wants its image now, and has to wait"
+    cluster.run_generate()
+    assert cluster.encoded == [[b"early"], [b"late"]]
+    cluster.drain()
+    assert_served(cluster, "old", "young")
+
+
 def test_embedding_of_an_older_waiting_request_stays() -> None:
     """D7: users protect; what is encoded for a request that waits for a slot is not taken for a younger one."""
     cluster = ModelCluster(sizes(pages=4, slots=1, generate_depth=1))
@@ -73,6 +88,22 @@ def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
     cluster.drain()
     assert cluster.encoded[:3] == [[b"a"], [b"b"], [b"c"]]
     assert_served(cluster, "running", "holder", "large", "again")
+
+
+def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
+    """E7: counters move when an item is encoded, not when it is looked at."""
+    cluster = ModelCluster(sizes(pages=4, slots=1, generate_depth=1))
+    cluster.submit(make_request("running", words(3), max_tokens=6))
+    cluster.submit(image_request("holder", (b"a", 16)))
+    cluster.run_encode()
+    before = encode_statistics(cluster)
+    cluster.submit(image_request("waiting", (b"b", 16)))
+    cluster.run_generate()
+    expected = {"waiting_items": 1, "cache_misses": 2, "cache_entries": 2}
+    assert encode_statistics(cluster) == {**before, **expected}
+    cluster.drain()
+    assert encode_statistics(cluster)["items_encoded"] == 2
+    assert_served(cluster, "running", "holder", "waiting")
 
 
 def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted() -> None:

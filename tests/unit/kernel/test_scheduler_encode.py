@@ -16,7 +16,7 @@ from tests.unit.kernel.setups import (
     sizes,
     words,
 )
-from vsched.policy import Admission, AdmissionView
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
@@ -63,6 +63,38 @@ def test_encode_refused_items_keep_the_front(
     assert_served(cluster, "r")
 
 
+class Everything(AdmissionPolicy, frozen=True, kw_only=True):
+    """Proposes all that waits, whatever is free."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting)))
+
+
+def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
+    """A3, A8: the third of three items returns to the front when there are two permits."""
+    policies = default_policies(encode_admission=Everything())
+    cluster = ModelCluster(sizes(encode_items=2), policies)
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
+    cluster.drain()
+    assert cluster.encoded == [[b"a", b"b"], [b"c"]]
+    assert_served(cluster, "r")
+
+
+def test_encode_default_budget_is_that_of_a_generate_step() -> None:
+    """A13: not that of a chunk, nor a number of its own."""
+    limits = sizes(batch_tokens=30, chunk_tokens=30)
+    policies = default_policies(encode_admission=TokenBudget())
+    for budget, batches in ((30, [[b"a", b"b", b"c"]]), (29, [[b"a", b"b"], [b"c"]])):
+        limits = msgspec.structs.replace(limits, batch_tokens=budget, chunk_tokens=12)
+        cluster = ModelCluster(limits, policies)
+        cluster.lose("encode")
+        for name in ("a", "b", "c"):
+            cluster.submit(image_request(name, (name.encode(), 10)))
+        cluster.restore("encode")
+        cluster.drain()
+        assert cluster.encoded == batches
+
+
 def test_encode_newcomers_stand_behind_refused_items() -> None:
     """A6: a request that arrives while a batch is out does not pass what that batch refused."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
@@ -91,6 +123,20 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
     assert cluster.encoded == batches[:1]
     cluster.drain()
     assert cluster.encoded == batches
+    assert_served(cluster, "r")
+
+
+def test_encode_only_misses_that_the_chunk_needs() -> None:
+    """D3: what is cached, or what a later chunk reads, does not go to the encoder."""
+    cluster = ModelCluster(sizes(chunk_tokens=40))
+    cluster.submit(image_request("earlier", (b"cached", 10)))
+    cluster.drain()
+    items = [(0, 10, b"cached"), (12, 10, b"needed"), (60, 10, b"later")]
+    cluster.submit(make_request("r", words(100), items))
+    assert cluster.encoded[1:] == [[b"needed"]]
+    cluster.run_encode()
+    assert cluster.encoded[2:] == [[b"later"]], "as late as the chunk before it runs"
+    cluster.drain()
     assert_served(cluster, "r")
 
 
@@ -176,6 +222,23 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
             cluster.run_generate()
 
 
+def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
+    """E1: copied beside the raw items of a step, outside of its budget, and cached like them."""
+    policies = default_policies(encode_admission=TokenBudget(max_tokens=20))
+    cluster = ModelCluster(sizes(), policies)
+    items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
+    cluster.submit(make_request("r", words(3), items, encoded=[b"brought", b"brought too"]))
+    assert [task.encoded for task in cluster.encode_log[0].tasks] == [True, False, True]
+    cluster.drain()
+    cluster.submit(make_request("again", words(3, start=50), items, encoded=[b"brought"]))
+    cluster.drain()
+    assert cluster.encoded == [[b"brought", b"raw", b"brought too"]]
+    statistics = encode_statistics(cluster)
+    assert (statistics["items_encoded"], statistics["tokens_encoded"]) == (1, 20)
+    assert statistics["items_copied"] == 2
+    assert_served(cluster, "r", "again")
+
+
 @pytest.mark.parametrize("culprit", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
     """F1: a failed batch is tried one by one, in order; only the culprit's requests fail."""
@@ -205,6 +268,17 @@ def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
     cluster.drain()
     assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
     assert_served(cluster, "r")
+
+
+def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
+    """A4: a policy is shown None for them, never a number, and they run alone."""
+    Watching.queues.clear()
+    cluster = ModelCluster(sizes(), default_policies(encode_admission=Watching(max_tokens=200)))
+    cluster.submit(image_request("r", (b"a", 10), (b"b", 20)))
+    cluster.run_encode(fail="out of memory")
+    cluster.drain()
+    assert Watching.queues == [[10, 20], [None, None], [None]]
+    assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
 
 
 def test_encode_failed_image_may_be_sent_again() -> None:

@@ -16,8 +16,9 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.blocks import chain_hashes
-from vsched.testing import ModelCluster, make_request
+from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import MediaItem, Request
+from vsched_policies.eviction import KeepNothing
 
 
 def next_turn(
@@ -57,6 +58,22 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
         assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
         assert_served(cluster, f"turn{turn}")
     assert encode_statistics(cluster)["items_encoded"] == 5
+
+
+def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
+    """D2: images whose KV is cached are not encoded again, though their embeddings are gone."""
+    policies = default_policies(embedding_eviction=KeepNothing())
+    cluster = ModelCluster(sizes(block_size=4), policies)
+    request = image_request("turn1", (b"image1", 30), max_tokens=4)
+    cluster.submit(request)
+    cluster.drain()
+    assert encode_statistics(cluster)["cache_entries"] == 0
+    for turn in range(2, 5):
+        request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20))
+        cluster.submit(request)
+        cluster.drain()
+        assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
+    assert_served(cluster, *cluster.requests)
 
 
 def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:

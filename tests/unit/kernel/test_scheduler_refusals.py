@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -15,8 +16,9 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel import Sizes
-from vsched.testing import ModelCluster, make_request
-from vsched.types import MediaItem, Request
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.types import Extent, MediaItem, Request
+from vsched_policies.encoding import Combined
 
 
 def with_items(*places: tuple[int, int]) -> Request:
@@ -130,6 +132,36 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
     assert_served(cluster, "r0", "r1", "again")
 
 
+def heavy(name: str, size: int) -> Request:
+    """Return a request whose pixels are so large; its three tokens take 12 bytes."""
+    request = image_request(name, (name.encode(), 2))
+    item = msgspec.structs.replace(request.items[0], pixels=Extent(0, size - 12))
+    return msgspec.structs.replace(request, items=(item,))
+
+
+def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
+    """G12: tokens and pixels count while a request waits; one alone may hold more than the limit."""
+    cluster = ModelCluster(sizes(slots=1, waiting_bytes=1000, generate_depth=1))
+    cluster.submit(heavy("running", 5000))
+    cluster.run_encode()
+    assert cluster.kernel.statistics()["running"] == 1
+    cluster.submit(heavy("first", 600))
+    cluster.submit(heavy("second", 400))
+    cluster.submit(make_request("one too many", words(1)))
+    refuse = cluster.refused["one too many"]
+    assert (refuse.code, refuse.status) == ("queue_full", 429)
+    assert refuse.retry_after_s is not None
+    assert refuse.retry_after_s > 0
+    assert "value 1004, limit 1000" in refuse.message
+    assert "generate.max_waiting_bytes" in refuse.message
+    cluster.abort("second")
+    cluster.submit(heavy("again", 400))
+    cluster.drain()
+    assert_served(cluster, "running", "first", "again")
+    assert list(cluster.refused) == ["one too many"]
+    assert cluster.kernel.statistics()["live_bytes"] == 0
+
+
 def test_scheduler_reports_everything_that_waits() -> None:
     """E9: the queue length counts who waits for an image, for a slot, and to settle."""
     cluster = ModelCluster(sizes(slots=1, generate_depth=1))
@@ -159,3 +191,12 @@ def test_scheduler_stuck_state_is_an_assertion() -> None:
     cluster.kernel.encode.plan = lambda now_ns: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="stuck: .*waiting for embeddings"):
         cluster.submit(image_request("r", (b"a", 8)))
+
+
+def test_refused_set_of_images_tells_a_value_above_the_limit() -> None:
+    """E18: images take whole pages, so their tokens alone may stay below a limit that they break."""
+    cluster = ModelCluster(sizes(pages=4, page_rows=4), default_policies(encoding=Combined()))
+    cluster.submit(image_request("r", *((b"%d" % number, 1) for number in range(5))))
+    message = cluster.refused["r"].message
+    value, limit = map(int, re.findall(r"(?:value|limit) (\d+)", message))
+    assert value > limit, message

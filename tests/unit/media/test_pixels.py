@@ -211,6 +211,20 @@ def test_own_pixels_stay_while_somebody_else_will_release() -> None:
     assert store.is_filled(b"b")
 
 
+def test_space_in_pieces_leaves_a_request_with_nothing() -> None:
+    """A22: where the second image finds no room, neither the first nor one that was there stays held."""
+    store = store_of(6)
+    leases = {name: take(store, **{name: 1}) for name in "abcdef"}
+    fill(store, leases["b"])
+    for name in "ace":
+        leases[name].release()
+    assert store.acquire_nowait({b"b": UNIT, b"g": UNIT, b"h": 2 * UNIT}) is None
+    assert store.statistics().bytes_held == 3 * UNIT
+    leases["b"].release()
+    assert store.statistics().bytes_held == 2 * UNIT
+    take(store, g=1, h=2).release()
+
+
 def test_clear_keeps_what_is_held() -> None:
     store = store_of(4)
     fill(store, take(store, a=1)).release()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.testing.device_memory import SimulatedMemory
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
 from vsched.worker.stress import Load
 
@@ -58,6 +58,7 @@ class SimulatedGenerator:
         self.events: list[str] = []
         self.batches: list[tuple[int, int, list[tuple[int, int, int]], int]] = []
         self.tables: list[int] = []
+        self.sampling: list[SamplingParams] = []
         self.held_bytes: list[int] = []
         self.requests: list[weakref.ref[RequestMark]] = []
         self.weights_bytes = 8 * MIB
@@ -85,6 +86,7 @@ class SimulatedGenerator:
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = RequestMark()
+        self.sampling.append(sequence.sampling)
         self.requests.append(weakref.ref(sequence.state))
 
     def step(self, batch: Batch) -> Sampled:

@@ -32,7 +32,8 @@ def run(load: Load, *, image: ImagePlan | None = None, blocks: int = 3) -> Simul
 
 def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
     """C3, C14: as many rows and slots as the kernel enforces, at the longest context, sampler included."""
-    prefill, decode, mixed = run(LOAD).batches
+    worker = run(LOAD)
+    prefill, decode, mixed = worker.batches
     longest = LOAD.context_tokens - 3
     assert [stop for _, stop, _ in prefill[2]] == [longest] * LOAD.slots
     assert sum(stop - start for start, stop, _ in prefill[2]) == LOAD.batch_tokens
@@ -40,6 +41,7 @@ def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
     rows = mixed[0] + sum(stop - start for start, stop, _ in mixed[2])
     assert rows == LOAD.batch_tokens
     assert [special for *_, special in (prefill, decode, mixed)] == [LOAD.slots] * 3
+    assert all(one.temperature and one.top_p < 1 and one.logprobs for one in worker.sampling)
 
 
 def test_stress_reads_the_names_that_the_kernel_enforces() -> None:

@@ -1,0 +1,98 @@
+"""Ways to configure admission, encoding and caching: the whole product where they meet, all pairs of the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations, product
+
+from vsched.types import ModelInfo
+
+FAMILIES = ("nano25", "nano3")
+THRASHING_PAGES = 4
+"""Embedding pages when thrashing: what the images of the largest request need, and not a page more."""
+PAGE_ROWS = 64
+
+CORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "encoding": {
+        "chunk-aware": (),
+        "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
+        "eager": ("encode.encoding.use=eager",),
+        "combined": ("encode.encoding.use=combined",),
+    },
+    "eviction": {
+        "lru": (),
+        "s3-fifo": ("encode.eviction.use=s3-fifo",),
+        "none": ("encode.eviction.use=none",),
+    },
+    "embeddings": {"roomy": (), "thrashing": ()},
+    "prefix": {"on": (), "off": ("generate.prefix_cache=false",)},
+}
+"""Factor, its values, and the settings of each: every combination of these is tried."""
+
+
+def admissions(stage: str) -> dict[str, tuple[str, ...]]:
+    """Return the admission policies of a stage with settings small enough to bind."""
+    chosen = {
+        "fifo": ("look_ahead=1",),
+        "token-budget": ("max_tokens=128", "max_items=3", "look_ahead=2"),
+        "gathered": ("max_tokens=160", "max_items=3", "deadline_s=0.003"),
+        "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
+        "deadline": ("max_items=2", "default_target_ms=30", "lead_ms=5", "starvation_s=0.2"),
+    }
+    return {
+        name: tuple(f"{stage}.admission.{each}" for each in (f"use={name}", *fields))
+        for name, fields in chosen.items()
+    }
+
+
+PAIRED: dict[str, dict[str, tuple[str, ...]]] = {
+    "encode_admission": admissions("encode"),
+    "generate_admission": admissions("generate"),
+    "prefix_eviction": {
+        "lru": (),
+        "s3-fifo": ("generate.eviction.use=s3-fifo",),
+        "none": ("generate.eviction.use=none",),
+    },
+    "features": {"raw": (), "brought": ("media.allow_embeddings=true",)},
+    "family": dict.fromkeys(FAMILIES, ()),
+}
+"""Each pair of values of any two factors, of these and the core, is tried in some combination."""
+
+FACTORS = CORE | PAIRED
+Combination = dict[str, str]
+
+
+def pairs(combination: Combination) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Yield every two (factor, value) of a combination."""
+    return combinations(combination.items(), 2)
+
+
+def all_combinations() -> list[Combination]:
+    """Return the whole product of the core, each with those other values that add most pairs, then the rarest."""
+    seen: Counter[tuple[tuple[str, str], tuple[str, str]]] = Counter()
+    rest = [dict(zip(PAIRED, values, strict=True)) for values in product(*PAIRED.values())]
+    chosen = []
+    for values in product(*CORE.values()):
+        core = dict(zip(CORE, values, strict=True))
+
+        def gain(other: Combination, core: Combination = core) -> tuple[int, int]:
+            counts = [seen[pair] for pair in pairs(core | other)]
+            return counts.count(0), -sum(counts)
+
+        chosen.append(core | max(rest, key=gain))
+        seen.update(pairs(chosen[-1]))
+    return chosen
+
+
+def settings_of(combination: Combination, info: ModelInfo) -> list[str]:
+    """Return the settings of a combination."""
+    found = [line for factor, value in combination.items() for line in FACTORS[factor][value]]
+    if combination["embeddings"] == "thrashing":
+        size = THRASHING_PAGES * PAGE_ROWS * info.embedding_row_bytes
+        found.append(f"arena.embedding_bytes={size}")
+    return found
+
+
+def name_of(combination: Combination) -> str:
+    return " ".join(combination.values())

@@ -1,0 +1,96 @@
+"""An engine whose ranks live in its own process: it starts in milliseconds, so a test can have a hundred of them.
+
+Everything else is the real thing: media pipeline, arena, kernel, policies, decision log, rank state, models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+
+from vsched import Engine
+from vsched.aio.crew import Crew, CrewEvents
+from vsched.assembly import rank_roles
+from vsched.config import Config, resolve_policies
+from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
+from vsched.wire import EncodeResult, FollowerLog, GenerateResult, LeaderLog, Ready
+from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.generate_rank import GenerateRank
+from vsched_workers.plugin import plugin
+
+
+class InProcessEngine(Engine):
+    """Serves as `Engine` does, without rank processes."""
+
+    def _crews(self, events: CrewEvents) -> list[Crew]:
+        assert self._arena is not None
+        return [InProcessCrew(self.config, self.info, self._arena, events)]
+
+
+ENCODE_SHARE = 0.8
+"""How often the encode group has the turn when both could: it runs ahead of generate steps that are out."""
+
+
+class InProcessCrew(Crew):
+    """Carries decisions out on the event loop, one a turn: those of a group in order, the groups at their own pace."""
+
+    def __init__(self, config: Config, info: ModelInfo, arena: Arena, events: CrewEvents) -> None:
+        self.groups = ["encode", "generate"]
+        self._config = config
+        self._info = info
+        self._arena = arena
+        self._events = events
+        self._logs = {group: (LeaderLog(), FollowerLog()) for group in self.groups}
+        self._sent: dict[str, deque[list[bytes]]] = {group: deque() for group in self.groups}
+        self._pace = random.Random(1)
+
+    async def start(self) -> dict[str, list[Ready]]:
+        info, embeddings = self._info, self._arena.embeddings
+        roles = rank_roles(self._config, info, resolve_policies(self._config))
+        encode = next(role for role, _ in roles if role is not None)
+        generate = next(role for _, role in roles if role is not None)
+        encoder = plugin.load_encoder(info, encode.settings, lambda _what, _fraction: None)
+        generator = plugin.load_generator(info, generate.settings, lambda _what, _fraction: None)
+        blocks = self._config.generate.memory["tokens"] // generate.load.block_size
+        generator.build_kv(blocks=blocks, block_size=generate.load.block_size)
+        self._encoder = EncodeRank(
+            encoder, embeddings, self._arena.read, patch_values=info.patch_values
+        )
+        self._generator = GenerateRank(
+            generator,
+            embeddings,
+            slots=generate.load.slots,
+            context_tokens=generate.load.context_tokens,
+            block_size=generate.load.block_size,
+        )
+        return {"encode": [Ready(0, {})], "generate": [Ready(blocks, {})]}
+
+    def decide(self, group: str, decision: Decision) -> None:
+        self._sent[group].append(self._logs[group][0].append(decision))
+        asyncio.get_running_loop().call_soon(self._carry_out)
+
+    def _carry_out(self) -> None:
+        waiting = [group for group in self.groups if self._sent[group]]
+        group = waiting[0 if self._pace.random() < ENCODE_SHARE else -1]
+        result: EncodeResult | GenerateResult
+        match self._logs[group][1].accept(self._sent[group].popleft()):
+            case EncodeDecision() as decision:
+                result = self._encoder.apply(decision)
+            case GenerateDecision() as decision:
+                result = self._generator.apply(decision)
+            case entry:
+                raise AssertionError(f"no decision: {entry}")
+        self._events.on_result(group, result)
+
+    async def stop(self, *, grace_s: float = 0.0) -> None:
+        """There is nothing to stop."""
+
+    @property
+    def pids(self) -> list[int]:
+        return []
+
+    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
+        return {}

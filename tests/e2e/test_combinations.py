@@ -1,0 +1,286 @@
+"""However admission, encoding and caching are configured, each client gets the tokens of `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tests.e2e.asking import TEXTS, WAIT_S, Ask, data_url, drawn_image, read
+from tests.e2e.combinations import (
+    FACTORS,
+    FAMILIES,
+    Combination,
+    all_combinations,
+    name_of,
+    pairs,
+    settings_of,
+)
+from tests.e2e.conftest import assert_idle
+from tests.e2e.in_process import InProcessEngine
+from tests.e2e.tower import Tower
+from tests.workers.reference import Reference
+from vsched import Config, Engine, SamplingParams
+from vsched.media import ImageReference
+from vsched.types import ModelInfo
+from vsched.worker.contract import SequenceState
+from vsched_workers.plugin import plugin
+from vsched_workers.sampling import SpecialRow, sample
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+
+KV_TOKENS = 336
+"""So few that three of the requests do not fit."""
+WIDE = drawn_image(900, (300, 250))
+IMAGES = [drawn_image(901 + number, size) for number, size in enumerate([(90, 60), (140, 100)] * 3)]
+DRAWS = SamplingParams(temperature=1.1, top_p=0.9, seed=11, max_tokens=22, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0.8, top_k=40, repetition_penalty=1.2, seed=12, max_tokens=26, ignore_eos=True
+)
+
+
+@dataclass(frozen=True)
+class Conversation(Ask):
+    """The turns of a chat so far: an image and a text each, and what was answered."""
+
+    texts: Sequence[str] = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        for text, image in zip(self.texts, self.images, strict=True):
+            if said:
+                said.append({"role": "assistant", "content": "The first image is brighter."})
+            said += Ask(text, [image]).messages
+        return said
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request; the images at `brought` come as embeddings where that is allowed."""
+
+    ask: Ask
+    sampling: SamplingParams | None = None
+    brought: tuple[int, ...] = ()
+    priority: int = 0
+    ttft_target_ms: int | None = None
+
+    @property
+    def chosen(self) -> SamplingParams:
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.ask.count)
+        return self.sampling or greedy
+
+
+def clients() -> list[list[Question]]:
+    """Return what each client asks, one after the other; the clients ask at the same time."""
+    turns = [
+        Question(Conversation(images=IMAGES[: turn + 1], count=14, texts=TEXTS[: turn + 1]))
+        for turn in range(3)
+    ]
+    return [
+        [Question(Ask(TEXTS[1], count=26)), Question(Ask(TEXTS[3], [IMAGES[3]], count=14))],
+        [Question(Ask(TEXTS[0], [WIDE], count=24), priority=2), Question(Ask(TEXTS[4], [WIDE]))],
+        [Question(Ask(TEXTS[2], IMAGES[3:6], count=26), ttft_target_ms=50)],
+        [Question(Ask(TEXTS[2], [IMAGES[0], IMAGES[0], IMAGES[4]], count=22))],
+        turns,
+        [Question(Ask(TEXTS[4], [IMAGES[1], IMAGES[5], WIDE], count=16), brought=(0, 2))],
+        [Question(Ask(TEXTS[1], IMAGES[2:4]), DRAWS, priority=1)],
+        [Question(Ask(TEXTS[3]), PENALISED), Question(Ask(TEXTS[0], [IMAGES[2]]), DRAWS)],
+    ]
+
+
+class Drawn(LogitsProcessor):
+    """Lets `generate` take the token that a seed draws from its logits."""
+
+    def __init__(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._prompt_length = len(prompt)
+        self._sampling = sampling
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        tokens = input_ids[0].numpy().astype(np.int32)
+        state = SequenceState(
+            number=0,
+            tokens=tokens,
+            length=len(tokens),
+            prompt_length=self._prompt_length,
+            items=[],
+            sampling=self._sampling,
+            stop_token_ids=frozenset(),
+        )
+        [token] = sample(scores, [SpecialRow(0, len(tokens), state)]).tokens
+        only = torch.full_like(scores, -torch.inf)
+        only[0, int(token)] = 0.0
+        return only
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a client sends, made once for all engines, and the answer that `generate` gives."""
+
+    question: Question
+    prompt: str
+    raw: list[ImageReference]
+    brought: list[ImageReference]
+    answer: list[int]
+
+
+class Model:
+    """A checkpoint and what the clients ask it."""
+
+    def __init__(self, path: Path) -> None:
+        self.info: ModelInfo = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+        self._tower, self._reference = Tower.load(str(path)), Reference(path)
+        self.clients = [[self._sent(each) for each in client] for client in clients()]
+
+    def distinct(self, *, brought: bool) -> tuple[int, int]:
+        """Return how many images, and how many embeddings, differ from each other."""
+        sent = [sent for client in self.clients for sent in client]
+        references = {one for each in sent for one in (each.brought if brought else each.raw)}
+        urls = sum(isinstance(one, str) for one in references)
+        return urls, len(references) - urls
+
+    def _sent(self, question: Question) -> Sent:
+        ask, sampling, preprocessor = question.ask, question.chosen, self._tower.preprocessor
+        prompt = ask.prompt(preprocessor)
+        drawn = [Drawn(prompt, sampling)] if question.sampling else []
+        answer = self._reference.generate(
+            prompt, ask.images, sampling.max_tokens, logits_processor=LogitsProcessorList(drawn)
+        )
+        raw: list[ImageReference] = [data_url(image) for image in ask.images]
+        brought = list(raw)
+        for index in question.brought:
+            brought[index] = self._tower.embed(ask.images[index])
+        return Sent(question, preprocessor.render(ask.messages), raw, brought, answer)
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints: Callable[[str], Path]) -> Callable[[str], Model]:
+    """Return the model of a family."""
+    return functools.cache(lambda family: Model(checkpoints(family)))
+
+
+async def check_answers(engine: Engine, model: Model, *, brought: bool) -> None:
+    """Let all clients ask at the same time, and compare each answer."""
+
+    async def ask(number: int, client: Sequence[Sent]) -> None:
+        for turn, sent in enumerate(client):
+            generation = await engine.generate(
+                prompt=sent.prompt,
+                images=sent.brought if brought else sent.raw,
+                sampling=sent.question.chosen,
+                request_id=f"{number}-{turn}",
+                priority=sent.question.priority,
+                ttft_target_ms=sent.question.ttft_target_ms,
+            )
+            assert (await read(generation)).token_ids == sent.answer, (number, turn)
+
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        for number, client in enumerate(model.clients):
+            group.create_task(ask(number, client))
+
+
+def check_statistics(combination: Combination, counts: dict[str, Any], model: Model) -> None:
+    """Fail where a combination did not do what its name says."""
+    encode, generate = counts["encode"], counts["generate"]
+    items = combination["encoding"] != "combined"
+    keeps = combination["eviction"] != "none"
+    raw, brought = model.distinct(brought=combination["features"] == "brought")
+    if combination["embeddings"] == "thrashing":
+        assert (encode["cache_evictions"] > 0) == keeps
+        assert encode["items_encoded"] > raw, "no image was encoded again"
+    elif items and keeps:
+        assert (encode["items_encoded"], encode["items_copied"]) == (raw, brought)
+    elif keeps:
+        assert encode["items_encoded"] > raw, "sets share nothing with each other"
+    assert (encode["items_copied"] > 0) == (brought > 0)
+    assert (encode["cache_steals"] > 0) <= (combination["embeddings"] == "thrashing")
+    assert (generate["tokens_cached"] > 0) <= (combination["prefix"] == "on")
+    assert (generate["prefix_evictions"] > 0) <= (combination["prefix"] == "on")
+
+
+async def test_combinations_cover_every_pair() -> None:
+    seen = {pair for combination in all_combinations() for pair in pairs(combination)}
+    wanted = [
+        ((one, value), (other, another))
+        for one, other in combinations(FACTORS, 2)
+        for value in FACTORS[one]
+        for another in FACTORS[other]
+    ]
+    assert seen == set(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_combination_of_policies_equals_generate(
+    family: str, models: Callable[[str], Model], configure: Callable[..., Config]
+) -> None:
+    """D2, D7, D8, E1, E16, F4, F5: cached, thrashing, preempted, sampled, brought, whatever the policies are."""
+    model = models(family)
+    preemptions: Counter[str] = Counter()
+    steals: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
+    served = [each for each in all_combinations() if each["family"] == family]
+    for combination in served:
+        try:
+            counts = await serve(InProcessEngine, combination, model, configure)
+        except BaseException as error:
+            error.add_note(name_of(combination))
+            raise
+        for factor, value in combination.items():
+            preemptions[f"{factor} {value}"] += counts["generate"]["preemptions"]
+            steals[f"{factor} {value}"] += counts["encode"]["cache_steals"]
+            cached[f"{factor} {value}"] += counts["generate"]["tokens_cached"]
+    names = {f"{factor} {value}" for one in served for factor, value in one.items()}
+    assert not names - preemptions.keys(), "a value was never put to the test"
+    assert all(preemptions[name] for name in names), preemptions
+    assert steals["embeddings thrashing"] > 0, "nobody lost an embedding to an older request"
+    assert cached["prefix on"] > 0
+    assert cached["prefix_eviction none"] < cached["prefix_eviction lru"]
+
+
+async def serve(
+    kind: type[Engine],
+    combination: Combination,
+    model: Model,
+    configure: Callable[..., Config],
+    *further: str,
+) -> dict[str, Any]:
+    """Check the answers of an engine of one combination; return its statistics."""
+    memory = f"generate.memory.tokens={KV_TOKENS}"
+    settings = settings_of(combination, model.info)
+    async with kind(configure(combination["family"], memory, *settings, *further)) as engine:
+        await check_answers(engine, model, brought=combination["features"] == "brought")
+        await assert_idle(engine)
+        counts = engine.statistics()
+    check_statistics(combination, counts, model)
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_combination_with_rank_processes_equals_generate(
+    family: str, models: Callable[[str], Model], configure: Callable[..., Config]
+) -> None:
+    """The same, with encoder and generator in processes of their own, at their own pace."""
+    hostile = {
+        "encoding": "combined" if family == "nano25" else "eager",
+        "eviction": "s3-fifo",
+        "embeddings": "thrashing",
+        "prefix": "on",
+        "encode_admission": "priority",
+        "generate_admission": "deadline",
+        "prefix_eviction": "s3-fifo",
+        "features": "brought",
+        "family": family,
+    }
+    await serve(Engine, hostile, models(family), configure)

@@ -1,0 +1,105 @@
+"""Prefill beside decodes is cut to the time that a step has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vsched.kernel.pace import Pace, pairs_of
+
+DECODE_NS, TOKEN_NS, PAIR_NS = 5_000_000, 60_000, 40
+
+
+def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: bool = True) -> None:
+    budget = pace.start_step(1_000_000, decodes=decodes)
+    if tokens:
+        budget.take(start, tokens)
+    pace.note(step, budget, decodes=decodes)
+    true_ns = tokens * TOKEN_NS + pairs_of(start, tokens) * PAIR_NS + DECODE_NS * decodes
+    pace.learn(step, int(true_ns))
+
+
+def learned(target_ns: int) -> Pace:
+    pace = Pace(target_ns, block_size=16)
+    for step, start in enumerate([0, 0, 1000, 4000, 0, 9000]):
+        run_step(pace, 2 * step, 0, 0)
+        run_step(pace, 2 * step + 1, start, 64 + 16 * step)
+    return pace
+
+
+def test_pace_finds_both_costs() -> None:
+    token_ns, pair_ns = learned(25_000_000).costs()
+    assert token_ns == pytest.approx(TOKEN_NS, rel=0.01)
+    assert pair_ns == pytest.approx(PAIR_NS, rel=0.01)
+
+
+@pytest.mark.parametrize("start", [0, 2_000, 16_000])
+def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
+    target_ns = 40_000_000
+    tokens = learned(target_ns).start_step(100_000, decodes=True).tokens_at(start)
+    assert tokens % 16 == 0
+    for count, fits in ((tokens, True), (tokens + 16, False)):
+        step_ns = DECODE_NS + count * TOKEN_NS + pairs_of(start, count) * PAIR_NS
+        assert (step_ns <= target_ns * 1.01) == fits
+
+
+def test_pace_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
+    assert learned(25_000_000).start_step(5_000, decodes=False).tokens_at(16_000) == 5_000
+    assert learned(0).start_step(5_000, decodes=True).tokens_at(16_000) == 5_000
+
+
+def test_pace_allows_as_much_again_as_decoding_takes_when_the_target_is_below_it() -> None:
+    tokens = learned(1).start_step(5_000, decodes=True).tokens_at(0)
+    assert tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS == pytest.approx(DECODE_NS, rel=0.25)
+    assert tokens >= 16
+
+
+def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
+    """F5: a target that nothing fits in must not stop prefill."""
+    budget = learned(6_000_000).start_step(5_000, decodes=True)
+    assert budget.tokens_at(10_000_000) == 16
+    budget.take(10_000_000, 16)
+    assert budget.spent
+    assert budget.tokens_at(0) == 0
+
+
+def test_pace_shares_a_step_between_its_chunks() -> None:
+    budget = learned(40_000_000).start_step(5_000, decodes=True)
+    alone = budget.tokens_at(0)
+    budget.take(0, 128)
+    assert 0 < budget.tokens_at(0) < alone
+
+
+def test_pace_believes_new_times_after_some_steps() -> None:
+    pace = learned(40_000_000)
+    before = pace.start_step(5_000, decodes=True).tokens_at(0)
+    for step in range(100, 140):
+        budget = pace.start_step(5_000, decodes=True)
+        budget.take(0, 64)
+        pace.note(step, budget, decodes=True)
+        pace.learn(step, DECODE_NS + 64 * TOKEN_NS * 4)
+    assert pace.start_step(5_000, decodes=True).tokens_at(0) < before / 2
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 20_000), st.integers(0, 512), st.integers(0, 10**10), st.booleans()
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 20_000),
+)
+def test_pace_always_gives_something_whatever_it_was_told(
+    steps: list[tuple[int, int, int, bool]], start: int
+) -> None:
+    """F5: noise and nonsense in the times never stop prefill."""
+    pace = Pace(1_000_000, block_size=16)
+    for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
+        budget = pace.start_step(2_048, decodes=decodes)
+        budget.take(at, tokens)
+        pace.note(step, budget, decodes=decodes)
+        pace.learn(step, busy_ns)
+    assert min(pace.costs()) >= 0
+    assert 16 <= pace.start_step(2_048, decodes=True).tokens_at(start) <= 2_048

@@ -1,0 +1,133 @@
+"""How much prefill a step can bear while others decode: learned from the time that steps took.
+
+A prompt token costs a part that is the same for all (its way through the layers) and a part that grows with the tokens
+before it (attention): at 16,000 tokens of context, 64 tokens took 30 times what they take at none. A limit in tokens
+alone therefore either starves short prompts or stalls decoders beside long ones. So both parts are fitted to what ranks
+report, by least squares that forget, and a chunk is cut to the time that is left in its step.
+
+The times come in with events, so the kernel stays a function of its events.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from vsched.kernel.decisions import ChunkPlan, Join
+
+FORGET = 0.9
+"""What an observation still counts after the next one: about the last ten steps with prefill decide."""
+
+
+class Pace:
+    """Knows what decoding and prefill cost here; `target_ns` is how long a step with both may take, 0 for no limit.
+
+    Twice the time of decoding alone is always allowed, or a target below it would starve prefill.
+    """
+
+    def __init__(self, target_ns: int, block_size: int) -> None:
+        self._target_ns = target_ns
+        self._block_size = block_size
+        self._decode_ns = 0.0
+        self._planned: dict[int, tuple[bool, int, float]] = {}
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def start_step(self, tokens: int, *, decodes: bool) -> StepBudget:
+        """Return what a step may prefill that has room for so many tokens beside its decodes."""
+        if not (self._target_ns and decodes):
+            return StepBudget(self, tokens, math.inf)
+        return StepBudget(self, tokens, max(self._target_ns - self._decode_ns, self._decode_ns, 1))
+
+    def note(self, step: int, budget: StepBudget, *, decodes: bool) -> None:
+        """Remember what a step consists of until its time is known."""
+        if self._target_ns:
+            self._planned[step] = (decodes, budget.prefilled, budget.pairs)
+
+    def learn(self, step: int, busy_ns: int) -> None:
+        """Take the time that a step took on the ranks; 0 where it was not measured."""
+        decodes, tokens, pairs = self._planned.pop(step, (False, 0, 0.0))
+        if busy_ns <= 0:
+            return
+        if not tokens:
+            if decodes:
+                self._decode_ns += (busy_ns - self._decode_ns) * (
+                    (1 - FORGET) if self._decode_ns else 1
+                )
+            return
+        cost = max(busy_ns - self._decode_ns * decodes, 0.0)
+        new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * cost, pairs * cost)
+        self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+
+    def lose(self) -> None:
+        """The steps that are out will not come back."""
+        self._planned.clear()
+
+    def costs(self) -> tuple[float, float]:
+        """Return ns a token, and ns a pair of a token and one before it; neither is below 0."""
+        tt, tp, pp, tc, pc = self._sums
+        whole = tt * pp - tp * tp
+        if whole > 1e-6 * tt * pp:
+            token_ns, pair_ns = (tc * pp - pc * tp) / whole, (pc * tt - tc * tp) / whole
+            if token_ns >= 0 and pair_ns >= 0:
+                return token_ns, pair_ns
+        # The last steps were too much alike to tell the two apart, or noise won: one of them explains it all.
+        return (0.0, pc / pp) if pp and pc * tt > tc * tp else (tc / tt if tt else 0.0, 0.0)
+
+    def tokens_within(self, left_ns: float, start: int) -> float:
+        """Return how many tokens from position `start` on take so long; a block at least."""
+        token_ns, pair_ns = self.costs()
+        first_ns = token_ns + pair_ns * start
+        if not first_ns or left_ns == math.inf:
+            return math.inf
+        # first_ns * n + pair_ns * n² / 2 = left_ns
+        tokens = 2 * left_ns / (first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * left_ns))
+        return max(tokens - tokens % self._block_size, self._block_size)
+
+    def nanoseconds(self, start: int, tokens: int) -> float:
+        """Return what tokens from `start` on should take."""
+        token_ns, pair_ns = self.costs()
+        return tokens * token_ns + pairs_of(start, tokens) * pair_ns
+
+
+class StepBudget:
+    """What one step may still prefill, in tokens and in time, and what it has been given."""
+
+    def __init__(self, pace: Pace, tokens: int, left_ns: float) -> None:
+        self.tokens = tokens
+        self.prefilled = 0
+        self.pairs = 0.0
+        self._pace = pace
+        self._left_ns = left_ns
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing more fits."""
+        return self.tokens <= 0 or self._left_ns <= 0
+
+    def tokens_at(self, start: int) -> int:
+        """Return how many tokens of a prompt, from position `start` on, fit: a block at least, while any is left."""
+        if self.spent:
+            return 0
+        return int(min(self.tokens, self._pace.tokens_within(self._left_ns, start)))
+
+    def take(self, start: int, tokens: int) -> None:
+        """A chunk of so many tokens from `start` on is in the step."""
+        self.tokens -= tokens
+        self._left_ns -= self._pace.nanoseconds(start, tokens)
+        self.prefilled += tokens
+        self.pairs += pairs_of(start, tokens)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step while it is formed."""
+
+    step: int
+    budget: StepBudget
+    joined: list[Join] = field(default_factory=list)
+    chunks: list[ChunkPlan] = field(default_factory=list)
+
+
+def pairs_of(start: int, tokens: int) -> float:
+    """Return the pairs of a token and one before it that attention visits for tokens from `start` on."""
+    return tokens * (start + tokens / 2)
