@@ -39,7 +39,7 @@ SETTINGS = (
     "generate.max_batch_tokens=256",
     f"generate.max_waiting={WAITING_MAX}",
     f"generate.context_tokens={CONTEXT_TOKENS}",
-    f"generate.memory.tokens={KV_TOKENS}",
+    f'generate.memory={{use="pinned", tokens={KV_TOKENS}}}',
     "arena.pixel_bytes=33554432",
     "arena.embedding_bytes=8388608",
     f"media.images_max={IMAGES_MAX}",

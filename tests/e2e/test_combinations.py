@@ -256,7 +256,7 @@ async def serve(
     *further: str,
 ) -> dict[str, Any]:
     """Check the answers of an engine of one combination; return its statistics."""
-    memory = f"generate.memory.tokens={KV_TOKENS}"
+    memory = f'generate.memory={{use="pinned", tokens={KV_TOKENS}}}'
     settings = settings_of(combination, model.info)
     async with kind(configure(combination["family"], memory, *settings, *further)) as engine:
         await check_answers(engine, model, brought=combination["features"] == "brought")

@@ -244,12 +244,12 @@ def test_config_order_of_a_policys_name_and_fields_does_not_matter() -> None:
     assert load_config(None, sets=sets, environ={}).config.encode.admission == table
 
 
-def test_config_memory_size_in_bytes_replaces_the_default_in_tokens() -> None:
-    sets = ["generate.memory.bytes=1000", "generate.memory.mem_fraction=0.5"]
-    config = load_config(None, sets=sets, environ={}).config
-    assert config.generate.memory == {"use": "pinned", "bytes": 1000, "mem_fraction": 0.5}
+def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
+    environ = {"VSCHED__GENERATE__MEMORY": '{use="pinned", tokens=64}'}
+    config = load_config(None, sets=["generate.memory.bytes=1000"], environ=environ).config
+    assert config.generate.memory == {"use": "pinned", "bytes": 1000}
     config = load_config(None, sets=["generate.memory.mem_fraction=0.5"], environ={}).config
-    assert config.generate.memory["tokens"] == 65536
+    assert config.generate.memory == {"use": "auto-profile", "mem_fraction": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,8 @@ class FrugalSteps(Protocol):
     """A generate worker that can show the peak of its longest steps in a fraction of their time.
 
     Attributes:
-        frugal: Every layer gives back all that it took, to the device and not to a cache, and takes what grows with a
-            sequence for one sequence after the other. So two layers need what all need, and the sequence that needs
-            most stands for any number of them.
+        frugal: Every layer gives back all that it took, and takes what grows with a sequence for one sequence after
+            the other. So two layers need what all need, and the longest sequence stands for any number of them.
     """
 
     @property

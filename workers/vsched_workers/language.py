@@ -134,7 +134,7 @@ class LanguageWorker:
 
     @property
     def frugal(self) -> bool:
-        """Whether what a layer takes is gone before the next: not where torch's allocator caches."""
+        """Whether a layer takes no more than the one before it gave back: on a CPU, but for what the heap scatters."""
         return self._device == "cpu"
 
     @contextmanager
