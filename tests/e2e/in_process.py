@@ -46,6 +46,8 @@ class InProcessCrew(Crew):
         self._logs = {group: (LeaderLog(), FollowerLog()) for group in self.groups}
         self._sent: dict[str, deque[list[bytes]]] = {group: deque() for group in self.groups}
         self._pace = random.Random(1)
+        self._encoder: EncodeRank | None = None
+        self._generator: GenerateRank | None = None
 
     async def start(self) -> dict[str, list[Ready]]:
         info, embeddings = self._info, self._arena.embeddings
@@ -73,6 +75,8 @@ class InProcessCrew(Crew):
         asyncio.get_running_loop().call_soon(self._carry_out)
 
     def _carry_out(self) -> None:
+        if self._encoder is None or self._generator is None:
+            return  # stopped meanwhile
         waiting = [group for group in self.groups if self._sent[group]]
         group = waiting[0 if self._pace.random() < ENCODE_SHARE else -1]
         result: EncodeResult | GenerateResult
@@ -86,7 +90,8 @@ class InProcessCrew(Crew):
         self._events.on_result(group, result)
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
-        """There is nothing to stop."""
+        """Let go of the arena, which closes next."""
+        self._encoder = self._generator = None
 
     @property
     def pids(self) -> list[int]:

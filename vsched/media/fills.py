@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -180,9 +181,11 @@ class Fills:
         fill.outcome.set_result(outcome)
         if not self._fills and not self._is_trim_due:
             self._is_trim_due = True
-            asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+            # A weak reference: the timer must not keep a closed pipeline, and with it the arena.
+            asyncio.get_running_loop().call_later(IDLE_S, _trim, weakref.ref(self))
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Have a thread give freed memory back, unless there is work again."""
         self._is_trim_due = False
         if not self._fills:
             # The pool may be gone by now, and its memory with it.
@@ -202,3 +205,9 @@ class Fills:
 def stopping() -> RequestFailed:
     """Word the failure of what a pool that is gone will not do."""
     return RequestFailed("the server is stopping", code="stopping", status=503)
+
+
+def _trim(reference: weakref.ref[Fills]) -> None:
+    fills = reference()
+    if fills is not None:
+        fills.trim()
