@@ -42,11 +42,15 @@ class PackedWeight:
         self.size_bytes = weight.numel() * weight.element_size()
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
         self._sizes = sizes
+        self._exact = frozenset(sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
+        count, block = rows.numel() // self.shape[1], self._sizes[-1]
+        if count in self._exact:
+            exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
+            return exact
         flat = rows.reshape(-1, self.shape[1])
-        count, block = len(flat), self._sizes[-1]
         if count <= block:
             result = self._product(flat)
         else:
