@@ -188,8 +188,16 @@ def memory_limit(config: Config, encode: EncodeRole | None, generate: GenerateRo
         if section.memory_limit != "auto":
             limits.append(size_bytes(section.memory_limit, path=path))
         else:
-            limits.append(host_available() // 4 if section.device == "cpu" else 0)
+            limits.append(default_limit(host_available()) if section.device == "cpu" else 0)
     return sum(limits) if all(limits) else 0
+
+
+def default_limit(available_bytes: int) -> int:
+    """Return the share of a host's free memory that a rank may take unless the operator says.
+
+    An eighth, or 2 GiB where an eighth is less, but never above a quarter: there may be two ranks, and other programs.
+    """
+    return min(max(available_bytes // 8, 2 << 30), available_bytes // 4)
 
 
 def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:

@@ -15,7 +15,7 @@ import msgspec
 from vsched.aio.leader import Leader
 from vsched.memory import Accepted, KvNegotiation, Ledger, LedgerLine, Rebuild, Reservations
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory
-from vsched.wire import SizeKv
+from vsched.wire import Sized, SizeKv
 
 
 class SizingLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +78,18 @@ class Sizing:
         """
         ranks = await generate.loaded.complete
         await self._published.wait()
+        reservations = self._reservations.complete()
+        if self._together:
+            # The same processes: what their encoders need comes in with the votes, see below.
+            reservations = [msgspec.structs.replace(one, held=True) for one in reservations]
+        growth = {one.rank: one.growth_bytes for one in reservations if self._together}
+        loaded = {rank.rank: rank.reserved_bytes for rank in ranks}
         policy = self._policy if self._accepted is None else Rebuild(tokens=self._accepted.tokens)
         negotiation = KvNegotiation(
             policy,
             MemoryView(
                 ranks=ranks,
-                reservations=self._reservations.complete(),
+                reservations=reservations,
                 attempts=[],
                 tokens_min=self._limits.block_size,
                 **msgspec.structs.asdict(self._limits),
@@ -101,8 +107,24 @@ class Sizing:
                 votes = await generate.size(
                     SizeKv(order.tokens, stress, canary_bytes, probe=isinstance(order, Probe))
                 )
-                order = negotiation.take(votes)
+                order = negotiation.take(
+                    [_covering_encoder(vote, loaded[vote.memory.rank], growth) for vote in votes]
+                )
         finally:
             self.ledger = negotiation.ledger()
         self._accepted = order
         generate.accept(order.blocks)
+
+
+def _covering_encoder(vote: Sized, loaded_bytes: int, growth: dict[int, int]) -> Sized:
+    """Raise the peak of a process that encodes, too, to that of its worst batch beside the same KV cache.
+
+    Its two stages take turns, so the larger of the two peaks is what it needs, not their sum.
+    """
+    memory = vote.memory
+    peak_bytes = loaded_bytes + memory.kv_bytes + growth.get(memory.rank, 0)
+    if memory.rank not in growth or peak_bytes <= memory.peak_bytes:
+        return vote
+    return msgspec.structs.replace(
+        vote, memory=msgspec.structs.replace(memory, peak_bytes=peak_bytes)
+    )

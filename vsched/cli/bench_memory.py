@@ -112,7 +112,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         title=f"{report['seconds']:g} s under a limit of {size_text(report['limit_bytes'])}"
     )
     table.add_column("memory policy")
-    for name in ("KV tokens", "start s", "served", "refused", "lost", "ranks lost"):
+    for name in ("KV tokens", "start s", "served", "refused", "lost", "ranks lost", "promise"):
         table.add_column(name, justify="right")
     for run in report["runs"]:
         table.add_row(
@@ -123,6 +123,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             str(sum(run.refusals.values())),
             str(sum(run.lost.values())),
             str(run.losses),
+            "kept" if run.kept_its_promise else "BROKEN",
         )
     console.print(table)
     for run in report["runs"]:

@@ -125,8 +125,8 @@ Size = int | str
 """Bytes: a number, or text such as `4GiB`."""
 Threads = Annotated[int, Meta(ge=1)] | None
 MEMORY_LIMIT = (
-    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is a quarter of what the host has "
-    "available at start for a rank on `cpu`, and none for others."
+    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is an eighth of what the host has "
+    "available at start, or 2 GiB where a quarter allows it, for a rank on `cpu`, and none for others."
 )
 THREADS = "Threads that a rank computes with; by default half of the machine's, at least 1."
 

@@ -1,0 +1,62 @@
+"""What was measured at start holds under the most that is legal, with a real limit on the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vsched.bench.memory import measure_memory
+from vsched.config import load_config
+from vsched.engine import Engine
+from vsched.errors import DeviceOutOfMemory
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="package")]
+
+LIMIT_BYTES = 1 << 30
+LOAD_S = 30.0
+SETTINGS = (
+    "placement=together",
+    "encode.memory_limit=1MiB",  # one process, and the limits add up
+    "generate.context_tokens=2048",
+    "generate.max_batch_tokens=1024",
+    "generate.slots=12",
+    "generate.step_target_ms=0",
+)
+
+
+@pytest.mark.timeout(150)
+async def test_adversarial_load_within_a_hard_limit_loses_nothing(
+    checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """C3, C14, B1: largest images, full contexts and all slots at once, for half a minute."""
+    run = await measure_memory(
+        [*SETTINGS, f"model.path={checkpoints('nano25')}"],
+        policy="auto-profile",
+        overrides=['generate.memory={use="auto-profile"}'],
+        limit_bytes=LIMIT_BYTES,
+        seconds=LOAD_S,
+        advanced=lambda _seconds: None,
+    )
+    assert run.kept_its_promise, run
+    assert run.refusals == {}
+    assert run.kv_tokens > 2048
+    assert "out of memory" not in capfd.readouterr().err
+    # The limit was real, and near: more than half of it was in use.
+    assert LIMIT_BYTES / 2 < max(sample.bytes for sample in run.samples) <= LIMIT_BYTES + (1 << 20)
+
+
+async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    """B5, B7, C16: a typed error with the knobs and the ledger, and nothing is left behind."""
+    sets = [f"model.path={checkpoints('nano25')}", "generate.memory_limit=560MiB"]
+    engine = Engine(load_config(None, sets=sets, environ={}).config)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        await engine.start()
+    message = str(caught.value)
+    assert all(word in message for word in ("value ", "limit ", "Remedy: "))
+    assert "headroom" in message
+    assert engine.state == "stopped"
+    assert engine.rank_pids == []
