@@ -1,0 +1,111 @@
+"""Sizes as operators write them, and the limit that a rank gets."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vsched import assembly
+from vsched.assembly import default_limit, memory_limit, rank_roles
+from vsched.config import Config, load_config, resolve_policies
+from vsched.config.byte_sizes import size_bytes
+from vsched.errors import ConfigError
+from vsched.types import ModelInfo
+
+GIB = 1 << 30
+INFO = ModelInfo(
+    family="fake",
+    path="",
+    dtype="float32",
+    hidden_size=4,
+    embedding_levels=1,
+    vocab_size=100,
+    context_tokens=1000,
+    kv_bytes_per_token=8,
+    patch_values=4,
+    item_tokens_max=32,
+    image_token_id=5,
+    stop_token_ids=(),
+)
+
+
+def config_of(*sets: str) -> Config:
+    return load_config(None, sets=sets, environ={}).config
+
+
+def limits(*sets: str) -> list[int]:
+    config = config_of(*sets)
+    return [
+        memory_limit(config, *roles) for roles in rank_roles(config, INFO, resolve_policies(config))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("4GiB", 4 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("7MiB", 7 << 20),
+    ],
+)
+def test_size_bytes_reads_numbers_and_units(written: int | str, expected: int) -> None:
+    assert size_bytes(written, path="x") == expected
+
+
+@pytest.mark.parametrize("written", ["4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan"])
+@pytest.mark.parametrize("key", ["encode.memory_limit", "generate.memory_limit", "encode.reserved"])
+def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> None:
+    """B6: a wrong setting is found at load, with its path, the value and what is right."""
+    if key == "encode.reserved" and not written:
+        return  # empty: measure
+    with pytest.raises(ConfigError, match=rf"{key}: not a size: value .* limit .* Remedy: "):
+        config_of(f'{key}="{written}"')
+
+
+def test_reserved_cannot_be_auto() -> None:
+    """B6: only the limits have an automatic value; an empty reservation is measured."""
+    with pytest.raises(ConfigError, match=r"encode\.reserved: not a size"):
+        config_of('encode.reserved="auto"')
+
+
+@pytest.mark.parametrize(
+    ("available_gib", "expected_gib"), [(4, 1.0), (8, 2.0), (12, 2.0), (16, 2.0), (64, 8.0)]
+)
+def test_default_limit_leaves_the_host_room(available_gib: int, expected_gib: float) -> None:
+    assert default_limit(available_gib * GIB) == expected_gib * GIB
+
+
+def test_memory_limit_is_per_process_and_adds_up_where_one_process_does_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly, "host_available", lambda: 64 * GIB)
+    assert limits() == [8 * GIB, 8 * GIB]
+    assert limits("generate.memory_limit=3GiB", "encode.memory_limit=0") == [0, 3 * GIB]
+    assert limits("generate.memory_limit=3GiB", "placement=together") == [11 * GIB]
+    assert limits("generate.memory_limit=0", "placement=together") == [0]
+
+
+def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
+    """A GPU rank's private memory holds what the driver maps, of whatever size."""
+    config = config_of()
+    gpu = msgspec.structs.replace(
+        config, generate=msgspec.structs.replace(config.generate, device="cuda:0")
+    )
+    roles = rank_roles(gpu, INFO, resolve_policies(gpu))
+    assert memory_limit(gpu, *roles[1]) == 0
+
+
+def test_reserved_size_goes_to_the_encode_rank() -> None:
+    """B6: the override arrives in bytes; without one the rank measures."""
+    for sets, expected in (
+        ((), None),
+        (('encode.reserved="2GiB"',), 2 * GIB),
+        (("encode.reserved=0",), 0),
+    ):
+        config = config_of(*sets)
+        encode, _ = rank_roles(config, INFO, resolve_policies(config))[0]
+        assert encode is not None
+        assert encode.reserved_bytes == expected
