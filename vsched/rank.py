@@ -50,7 +50,7 @@ from vsched.wire import (
 )
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import limit_process_memory
+from vsched.worker.memory import limit_process_memory, memory_errors
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.sizing import KvSizing
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -92,7 +92,8 @@ class GenerateSide:
         """Carry out a decision of the generate group."""
         if not isinstance(entry, GenerateDecision):
             raise RankDesync("a generate rank heard a decision of an encode group")
-        return self._rank.apply(entry)
+        with memory_errors("running a step"):
+            return self._rank.apply(entry)
 
 
 class Member:
