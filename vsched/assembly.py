@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 
 from vsched.aio.leader import Deadlines
@@ -10,6 +13,7 @@ from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, Sizes
+from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
 from vsched.transport.arena import Arena
@@ -204,7 +208,8 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
     """Return what leads the generate group to the size of its KV cache."""
     layout = arena_layout(config, info)
     host = [
-        LedgerLine("host", "engine", "arena", layout.pixel_bytes + layout.embedding_bytes),
+        LedgerLine("host", "engine", "arena", layout.pixel_bytes),
+        LedgerLine("host", "engine", "embeddings in flight", layout.embedding_bytes),
         LedgerLine("host", "engine", "image preprocessing", config.media.decode_bytes),
     ]
     return Sizing(
@@ -220,3 +225,25 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
         together=config.placement == "together",
         more=host,
     )
+
+
+def memory_in_use(
+    replicas: Sequence[Mapping[str, Any]],
+    media: MediaStatistics | None,
+    config: Config,
+    info: ModelInfo,
+) -> dict[str, int]:
+    """Return what is used now, in bytes, of the lines of the ledger that are set aside for requests."""
+    block_bytes = config.generate.block_size * info.kv_bytes_per_token
+    page_bytes = PAGE_ROWS * info.embedding_row_bytes
+    used = {"kv": 0, "embeddings in flight": 0, "arena": 0, "image preprocessing": 0}
+    for replica in replicas:
+        if replica:
+            encode = replica["encode"]
+            pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
+            used["kv"] += replica["generate"]["blocks_held"] * block_bytes
+            used["embeddings in flight"] += pages * page_bytes
+    if media is not None:
+        used["arena"] = media.pixels.bytes_held
+        used["image preprocessing"] = media.decode.bytes_used
+    return used

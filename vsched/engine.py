@@ -32,6 +32,7 @@ from vsched.assembly import (
     kv_sizing,
     leader_deadlines,
     media_settings,
+    memory_in_use,
     rank_specs,
 )
 from vsched.config import Config, resolve_policies
@@ -354,13 +355,15 @@ class Engine:
         """Return counters, gauges and memory; `recent` holds the timelines of the last requests."""
         replicas = [replica.statistics() for replica in self._replicas]
         first = replicas[0] if replicas else {}
+        media = self._media.statistics() if self._media else None
+        used = memory_in_use(replicas, media, self.config, self.info) if replicas else {}
         return {
             "state": self.state,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **first,
-            "media": msgspec.to_builtins(self._media.statistics()) if self._media else {},
+            "media": msgspec.to_builtins(media) if media else {},
             "memory": self._memory(),
-            "ledger": self.ledger.as_dict() if self.ledger else {},
+            "ledger": {**self.ledger.as_dict(), "in_use": used} if self.ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
 

@@ -16,6 +16,7 @@ from tests.e2e.asking import (  # noqa: E402
     TEXTS,
     Ask,
     answer,
+    begin,
     drawn_image,
     held,
     in_flight,
@@ -273,3 +274,19 @@ async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
         await client.chat.completions.create(
             model="nano25", messages=[{"role": "user", "content": content}]
         )
+
+
+async def test_statistics_hold_the_ledger_and_what_of_it_is_in_use(engine: Engine) -> None:
+    """B7, B13: every pool adds up to its total, and what requests take of it shows while they run."""
+    generation = await begin(engine, Ask(TEXTS[1], [drawn_image(6400)], count=60))
+    async for delta in generation:
+        if delta.token_ids:
+            break
+    ledger = engine.statistics()["ledger"]
+    generation.abort()
+    for pool in ledger["pools"]:
+        assert sum(line["bytes"] for line in pool["lines"]) == pool["total"]
+    named = {line["line"] for pool in ledger["pools"] for line in pool["lines"]}
+    assert {"weights", "kv", "encoder activations", "arena", "image preprocessing"} <= named
+    assert ledger["in_use"]["kv"] >= generation.prompt_tokens * engine.info.kv_bytes_per_token
+    assert ledger["in_use"]["arena"] > 0

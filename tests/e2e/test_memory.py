@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from vsched.errors import DeviceOutOfMemory
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="package")]
 
 LIMIT_BYTES = 1 << 30
-LOAD_S = 30.0
+LOAD_S = float(os.environ.get("VSCHED_LOAD_S", "30"))
+"""`VSCHED_LOAD_S=600 pytest tests/e2e/test_memory.py` is the long run."""
 SETTINGS = (
     "placement=together",
     "encode.memory_limit=1MiB",  # one process, and the limits add up
@@ -26,7 +28,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(LOAD_S + 120)
 async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:

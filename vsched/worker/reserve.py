@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
@@ -65,15 +66,31 @@ def reserve_encoder(
         reserved_bytes=memory.reserved(),
         weights_bytes=worker.weights_bytes,
     )
-    if role.reserved_bytes is not None:
-        _take(memory, role.reserved_bytes)
-        growth = role.reserved_bytes
-    else:
-        for batch in _candidates(plugin, info, role):
-            _run(worker, info, batch)
-        growth = max(0, memory.peak() - loaded.reserved_bytes)
+    try:
+        if role.reserved_bytes is not None:
+            _take(memory, role.reserved_bytes)
+            growth = role.reserved_bytes
+        else:
+            for batch in _candidates(plugin, info, role):
+                _run(worker, info, batch)
+            growth = max(0, memory.peak() - loaded.reserved_bytes)
+    except DeviceOutOfMemory as error:
+        summary = _ledger(loaded, memory.peak()).summary()
+        raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
     held = memory.reserved() - loaded.reserved_bytes >= growth > 0
     return loaded, Reservation(rank=rank, pool=memory.pool, growth_bytes=growth, held=held)
+
+
+def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:
+    """Return where the memory was when it ran out."""
+    owner, pool = f"encode rank {loaded.rank}", loaded.pool
+    others = loaded.total_bytes - loaded.available_bytes - loaded.reserved_bytes
+    lines = [
+        LedgerLine(pool, owner, "weights", loaded.weights_bytes),
+        LedgerLine(pool, owner, "encoder activations", max(peak_bytes - loaded.weights_bytes, 0)),
+        LedgerLine(pool, "others", "peers", max(others, 0)),
+    ]
+    return Ledger.balanced({pool: loaded.total_bytes}, lines)
 
 
 def _candidates(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> list[list[ImagePlan]]:

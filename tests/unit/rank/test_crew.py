@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running
+from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from tests.unit.rank.fake_plugin import Behaviour
 from vsched.aio.leader import Deadlines
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
@@ -66,6 +66,15 @@ async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     assert pids
     assert not any(is_running(pid) for pid in pids)
     assert heard.lost == []
+
+
+async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: Place) -> None:
+    """B8: the KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
+    sizing = kv_sizing([["encode"], ["generate"]])
+    crew = place.crew(Heard().events, limits=limits(ready_s=3), sizing=sizing)
+    with pytest.raises(GroupLost, match=r"not ready after 3 s .*encode rank 0 has not told"):
+        await crew.start()
+    assert crew.pids == []
 
 
 @pytest.mark.parametrize(

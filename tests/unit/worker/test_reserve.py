@@ -106,6 +106,7 @@ def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
         "encode.reserved",
     ):
         assert knob in message
+    assert "45.0 MiB = encode rank 2 weights" in message, "B7: the ledger is quoted"
 
 
 def test_reserve_takes_the_override_and_holds_it() -> None:
