@@ -137,7 +137,8 @@ def _first_probe(view: MemoryView) -> Probe | Fail:
                 f"generate.memory: no room for a KV cache is left on {tightest.pool} after loading",
                 value=f"{free} tokens",
                 limit=f"at least {least} tokens ({size_text(least * view.bytes_per_token)})",
-                remedy="in this order: free the device of other processes, lower encode.admission.max_tokens, "
+                remedy="in this order: raise generate.memory_limit where that is the limit, free the device of other "
+                "processes, lower encode.admission.max_tokens, "
                 "or take a larger device",
             )
         )

@@ -49,7 +49,8 @@ def lower_activations(view: MemoryView) -> str:
     """Name what makes the rest of the memory smaller, the cheapest first."""
     return (
         f"lower generate.max_batch_tokens (now {view.batch_tokens}), generate.slots (now {view.slots}) or "
-        "encode.admission.max_tokens, free the device of other processes, or take a larger one"
+        "encode.admission.max_tokens, raise generate.memory_limit where that is the limit, free the device of other "
+        "processes, or take a larger one"
     )
 
 
