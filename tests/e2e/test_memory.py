@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import DeviceOutOfMemory
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="package")]
+pytestmark = pytest.mark.slow
+on_one_loop = pytest.mark.asyncio(loop_scope="package")
 
 LIMIT_BYTES = 1 << 30
 LOAD_S = float(os.environ.get("VSCHED_LOAD_S", "30"))
@@ -28,6 +32,7 @@ SETTINGS = (
 )
 
 
+@on_one_loop
 @pytest.mark.timeout(LOAD_S + 120)
 async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
@@ -49,6 +54,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     assert LIMIT_BYTES / 2 < max(sample.bytes for sample in run.samples) <= LIMIT_BYTES + (1 << 20)
 
 
+@on_one_loop
 async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     checkpoints: Callable[[str], Path],
 ) -> None:
@@ -62,3 +68,31 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     assert "headroom" in message
     assert engine.state == "stopped"
     assert engine.rank_pids == []
+
+
+@pytest.mark.timeout(60)
+def test_profile_shows_writes_and_draws_the_ledger(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """B7: the procedure without serving; the table, the JSON and the picture tell the same."""
+    pytest.importorskip("matplotlib")
+    program = "from vsched.cli.main import main; main()"
+    arguments = ["profile", str(checkpoints("nano25")), "--set", "generate.memory_limit=1GiB"]
+    files = ["--json", str(tmp_path / "ledger.json"), "--plot", str(tmp_path / "ledger.png")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, *files],
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ledger = json.loads((tmp_path / "ledger.json").read_text())
+    limited = next(pool for pool in ledger["pools"] if pool["total"] == 1 << 30)
+    kv_bytes = next(line["bytes"] for line in limited["lines"] if line["line"] == "kv")
+    assert kv_bytes % ledger["kv_tokens"] == 0
+    assert f"{ledger['kv_tokens']} tokens of KV cache" in done.stdout
+    assert f"{limited['pool']}  total" in done.stdout
+    assert "█" in done.stdout
+    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
