@@ -50,7 +50,7 @@ from vsched.wire import (
 )
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import limit_process_memory, memory_errors
+from vsched.worker.memory import limit_process_memory, memory_errors, status_bytes
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.sizing import KvSizing
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -140,12 +140,7 @@ class Member:
 
 def process_memory() -> dict[str, int]:
     """Return this process's resident bytes, now and at their peak."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        fields = dict(line.split(":", 1) for line in status if line.startswith("Vm"))
-    return {
-        "resident": int(fields["VmRSS"].split()[0]) * 1024,
-        "peak": int(fields["VmHWM"].split()[0]) * 1024,
-    }
+    return {"resident": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
 
 
 def run(spec: RankSpec) -> None:

@@ -5,28 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
 from vsched.assembly import default_limit, memory_limit, rank_roles
 from vsched.config import Config, load_config, resolve_policies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError
-from vsched.types import ModelInfo
 
 GIB = 1 << 30
-INFO = ModelInfo(
-    family="fake",
-    path="",
-    dtype="float32",
-    hidden_size=4,
-    embedding_levels=1,
-    vocab_size=100,
-    context_tokens=1000,
-    kv_bytes_per_token=8,
-    patch_values=4,
-    item_tokens_max=32,
-    image_token_id=5,
-    stop_token_ids=(),
-)
+INFO = model_info()
 
 
 def config_of(*sets: str) -> Config:

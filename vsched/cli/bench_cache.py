@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from vsched.cli.config_commands import SetOption
+from vsched.cli.report import JsonOption, PlotOption, new_figure, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +24,8 @@ def cache(
     sizes: Annotated[str, typer.Option(help="Image sides in pixels, by commas.")] = "448,672,896",
     turns: Annotated[int, typer.Option(min=2, help="Turns a conversation.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Conversations a case.")] = 3,
-    out: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
-    ] = None,
+    out: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Compare `combined` with `chunk-aware`: encode time a turn, images until refusal, stalls of decoders."""
     from rich.console import Console
@@ -40,7 +36,7 @@ def cache(
     report = asyncio.run(_measure(settings, pixels, turns, repeats, console))
     _show(report, console)
     if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_json(out, report)
     if plot is not None:
         _plot(report["conversations"], plot)
         console.print(f"Plot: {plot}")
@@ -134,11 +130,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _plot(conversations: list[Conversation], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     axes = figure.subplots(1, 2)
     for one in conversations:
         style = "--" if one.encoding == "combined" else "-"

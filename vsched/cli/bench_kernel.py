@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from vsched.cli.config_commands import ConfigOption, SetOption, load
+from vsched.cli.report import write_json
 
 
 def kernel(
@@ -45,5 +45,4 @@ def kernel(
         table.add_row(row.case, running, *(f"{number:.1f}" for number in numbers))
     console.print(table)
     if out is not None:
-        report = {"load": os.getloadavg()[0], "rows": rows}
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_json(out, {"load": os.getloadavg()[0], "rows": rows})

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from vsched.cli.config_commands import SetOption
+from vsched.cli.report import JsonOption, PlotOption, new_figure, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,12 +43,8 @@ def memory(
     limit: Annotated[str, typer.Option(help="Hard limit on a rank, as in 2GiB.")] = "1.25GiB",
     seconds: Annotated[float, typer.Option(min=1, help="Time under load, each.")] = 30,
     bisect: Annotated[bool, typer.Option(help="Also find the largest size by bisection.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
-    ] = None,
+    out: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Load two servers with the most that is legal under a hard limit: one measured its memory, one took a fraction."""
     from rich.console import Console
@@ -61,7 +57,7 @@ def memory(
     report = asyncio.run(_measure(settings, limit_bytes, seconds, console, bisect=bisect))
     _show(report, console)
     if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_json(out, report)
     if plot is not None:
         _plot(report["runs"], limit_bytes, plot)
         console.print(f"Plot: {plot}")
@@ -140,11 +136,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _plot(runs: list[MemoryRun], limit_bytes: int, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     axes = figure.subplots(1, len(runs), sharey=True)
     for axis, run in zip(axes, runs, strict=True):
         seconds = [sample.seconds for sample in run.samples]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from vsched.cli import app
 from vsched.cli.config_commands import ConfigOption, SetOption, load
+from vsched.cli.report import JsonOption, PlotOption, new_figure, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,12 +29,8 @@ def profile(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
     config: ConfigOption = None,
     assignments: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", help="Write the ledger.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
-    ] = None,
+    out: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Size the memory as `vsched serve` would, and show where every byte goes."""
     from rich.console import Console
@@ -48,8 +44,7 @@ def profile(
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
     if out is not None:
-        found = {"kv_tokens": tokens, **ledger.as_dict()}
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        write_json(out, {"kv_tokens": tokens, **ledger.as_dict()})
         console.print(f"JSON: {out}")
     if plot is not None:
         _draw_png(ledger, plot)
@@ -93,12 +88,8 @@ def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLin
 
 def _draw_png(ledger: Ledger, path: Path) -> None:
     """Draw one stacked bar a pool, in shares of its total."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
     pools = list(ledger.totals)
-    figure = Figure(figsize=(10, 1.5 + 1.1 * len(pools)), layout="constrained")
+    figure = new_figure(10, 1.5 + 1.1 * len(pools))
     axes = figure.subplots()
     for row, pool in enumerate(pools):
         left = 0.0

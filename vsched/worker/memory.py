@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.policy import RankMemory
 
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
@@ -70,6 +71,18 @@ class DeviceMemory(Protocol):
             DeviceOutOfMemory: When they cannot be had.
         """
         ...
+
+
+def measure_rank(memory: DeviceMemory, *, rank: int, weights_bytes: int) -> RankMemory:
+    """Return what a rank holds of its device now, and what is free there."""
+    return RankMemory(
+        rank=rank,
+        pool=memory.pool,
+        total_bytes=memory.total(),
+        available_bytes=memory.available(),
+        reserved_bytes=memory.reserved(),
+        weights_bytes=weights_bytes,
+    )
 
 
 @contextmanager

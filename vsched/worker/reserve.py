@@ -26,7 +26,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorstCaseBuilder,
 )
-from vsched.worker.memory import DeviceMemory, memory_errors
+from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
 from vsched.worker.spec import EncodeRole
 
 logger = logging.getLogger(__name__)
@@ -58,14 +58,7 @@ def reserve_encoder(
     gc.collect()
     memory.release()
     memory.reset_peak()
-    loaded = RankMemory(
-        rank=rank,
-        pool=memory.pool,
-        total_bytes=memory.total(),
-        available_bytes=memory.available(),
-        reserved_bytes=memory.reserved(),
-        weights_bytes=worker.weights_bytes,
-    )
+    loaded = measure_rank(memory, rank=rank, weights_bytes=worker.weights_bytes)
     try:
         if role.reserved_bytes is not None:
             _take(memory, role.reserved_bytes)

@@ -16,7 +16,7 @@ from vsched.policy import RankMemory
 from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
 from vsched.worker.contract import GenerateWorker, ImagePlan
-from vsched.worker.memory import memory_errors
+from vsched.worker.memory import measure_rank, memory_errors
 from vsched.worker.stress import Load, stress
 
 LEAK_SLACK_BYTES = 1 << 20
@@ -126,15 +126,9 @@ class KvSizing:
         return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)
 
     def _measured(self, *, peak_bytes: int, released_bytes: int) -> RankMemory:
-        memory = self._memory
-        return RankMemory(
-            rank=self._rank,
-            pool=memory.pool,
-            total_bytes=memory.total(),
-            available_bytes=memory.available(),
-            reserved_bytes=memory.reserved(),
-            weights_bytes=self._worker.weights_bytes,
-            peak_bytes=peak_bytes,
-            kv_bytes=self.kv_bytes,
-            released_bytes=released_bytes,
+        measured = measure_rank(
+            self._memory, rank=self._rank, weights_bytes=self._worker.weights_bytes
+        )
+        return msgspec.structs.replace(
+            measured, peak_bytes=peak_bytes, kv_bytes=self.kv_bytes, released_bytes=released_bytes
         )
