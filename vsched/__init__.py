@@ -1,20 +1,27 @@
 """vsched serves vision-language models: a deterministic scheduler with interchangeable policies.
 
-The names here are the library's public face; the command line is `vsched`.
+The names here are the library's public face; the command line is `vsched`. A name is loaded when it is first used, so
+that a policy or a simulation does not wait for the engine to be imported.
 """
 
-from vsched.config import Config
-from vsched.engine import Engine
-from vsched.errors import (
-    ConfigError,
-    DeviceOutOfMemory,
-    GroupLost,
-    MemoryLeak,
-    RankDesync,
-    RequestRefused,
-    VschedError,
-)
-from vsched.types import MediaItem, Request, SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vsched.config import Config
+    from vsched.engine import Engine
+    from vsched.errors import (
+        ConfigError,
+        DeviceOutOfMemory,
+        GroupLost,
+        MemoryLeak,
+        RankDesync,
+        RequestRefused,
+        VschedError,
+    )
+    from vsched.types import MediaItem, Request, SamplingParams
 
 __all__ = [
     "Config",
@@ -30,3 +37,17 @@ __all__ = [
     "SamplingParams",
     "VschedError",
 ]
+_MODULES = {
+    "Config": "config",
+    "Engine": "engine",
+    "MediaItem": "types",
+    "Request": "types",
+    "SamplingParams": "types",
+}
+"""Where a name comes from; all others are errors."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from vsched.aio.crew import Crew, CrewEvents, rank_device
+from vsched.aio.launcher import Launcher
 from vsched.aio.leader import Deadlines
 from vsched.aio.sizing import Sizing, SizingLimits
 from vsched.config import Config, ConfiguredPolicies
@@ -16,10 +18,11 @@ from vsched.kernel import KernelPolicies, Sizes
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
+from vsched.plugins import load_worker
 from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, ModelInfo
+from vsched.types import ArenaLayout, ModelInfo, group_names
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.memory import host_available
+from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 from vsched.worker.stress import Load
 
@@ -36,6 +39,7 @@ def kernel_policies(policies: ConfiguredPolicies) -> KernelPolicies:
         embedding_eviction=policies.encode_eviction,
         prefix_eviction=policies.generate_eviction,
         preemption=policies.preemption,
+        routing=policies.routing,
     )
 
 
@@ -107,6 +111,9 @@ def kernel_sizes(
         waiting=generate.max_waiting,
         waiting_bytes=generate.max_waiting_bytes,
         prefix_cache=generate.prefix_cache,
+        waiting_ns=int(config.deadlines.waiting_s * 1e9),
+        encoders=config.encode.replicas,
+        generators=generate.replicas,
     )
 
 
@@ -118,132 +125,227 @@ def leader_deadlines(config: Config) -> Deadlines:
         step_s=limits.step_s,
         heartbeat_s=limits.heartbeat_s,
         rank_timeout_s=limits.rank_timeout_s,
+        hooks_s=config.generate.hooks_s,
     )
 
 
-def rank_roles(
-    config: Config, info: ModelInfo, policies: ConfiguredPolicies
-) -> list[tuple[EncodeRole | None, GenerateRole | None]]:
-    """Return the roles of each crew: one crew a group, or one for both; addresses come later."""
-    pixels_max = config.media.image_pixels_max if config.media.images_max else 0
-    encode = EncodeRole(
-        address="",
-        plugin=config.encode.plugin,
-        settings=WorkerSettings(device=config.encode.device, threads=config.encode.threads_used),
-        items=policies.encode_items_max,
-        tokens=policies.item_tokens_max or 0,
-        pixels_max=pixels_max,
-        reserved_bytes=size_bytes(config.encode.reserved, path="encode.reserved")
-        if config.encode.reserved != ""
-        else None,
-    )
-    generate = GenerateRole(
-        address="",
-        plugin=config.generate.plugin,
-        settings=WorkerSettings(
-            device=config.generate.device,
-            threads=config.generate.threads_used,
-            attention=config.generate.attention,
-        ),
-        load=Load(
-            slots=config.generate.slots,
-            batch_tokens=config.generate.max_batch_tokens,
-            chunk_tokens=config.generate.chunk_tokens,
-            context_tokens=context_tokens(config, info),
-            block_size=config.generate.block_size,
-        ),
-        pixels_max=pixels_max,
-    )
+def check_parallel(config: Config, info: ModelInfo) -> None:
+    """Ask the plug-ins whether the model can be shared by as many ranks as configured.
+
+    Raises:
+        CheckpointError: When it cannot.
+    """
+    for stage, section in (("encode", config.encode), ("generate", config.generate)):
+        if section.tensor_parallel > 1:
+            plugin = load_worker(section.plugin, path=f"{stage}.plugin")
+            plugin.check_parallel(info, stage=stage, ranks=section.tensor_parallel)
+
+
+class CrewPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes of one replica of one stage, or of both: their groups and roles; addresses come later."""
+
+    groups: list[str]
+    ranks: int
+    encode: EncodeRole | None = None
+    generate: GenerateRole | None = None
+
+
+def crew_plans(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> list[CrewPlan]:
+    """Return what each crew does, the encoders first."""
+    encoders = group_names("encode", config.encode.replicas)
+    generators = group_names("generate", config.generate.replicas)
+    encode = [_encode_role(config, policies, replica) for replica in range(len(encoders))]
+    generate = [_generate_role(config, info, replica) for replica in range(len(generators))]
     if config.placement == "together":
-        return [(encode, generate)]
-    return [(encode, None), (None, generate)]
-
-
-def rank_specs(
-    config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, arena: Arena, run_dir: str
-) -> list[RankSpec]:
-    """Return what a rank of each crew is told; rank, secret and addresses come with each start."""
+        ranks = config.generate.tensor_parallel
+        return [
+            CrewPlan(groups=list(names), ranks=ranks, encode=encoder, generate=generator)
+            for names, encoder, generator in zip(
+                zip(encoders, generators, strict=True), encode, generate, strict=True
+            )
+        ]
     return [
-        RankSpec(
-            rank=0,
-            secret="",
-            run_dir=run_dir,
-            arena_fd=arena.fd,
-            layout=arena.layout,
-            info=info,
-            timeout_s=config.deadlines.rank_timeout_s,
-            memory_limit_bytes=memory_limit(config, encode, generate),
-            encode=encode,
-            generate=generate,
-        )
-        for encode, generate in rank_roles(config, info, policies)
+        *(
+            CrewPlan(groups=[name], ranks=config.encode.tensor_parallel, encode=role)
+            for name, role in zip(encoders, encode, strict=True)
+        ),
+        *(
+            CrewPlan(groups=[name], ranks=config.generate.tensor_parallel, generate=role)
+            for name, role in zip(generators, generate, strict=True)
+        ),
     ]
 
 
-def memory_limit(config: Config, encode: EncodeRole | None, generate: GenerateRole | None) -> int:
+def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> EncodeRole:
+    section = config.encode
+    device = rank_device(section.device, replica * section.tensor_parallel)
+    reserved = section.reserved
+    return EncodeRole(
+        address="",
+        plugin=section.plugin,
+        settings=WorkerSettings(device=device, threads=config.threads("encode")),
+        items=policies.encode_items_max,
+        tokens=policies.item_tokens_max or 0,
+        pixels_max=_pixels_max(config),
+        reserved_bytes=size_bytes(reserved, path="encode.reserved") if reserved != "" else None,
+    )
+
+
+def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRole:
+    section = config.generate
+    return GenerateRole(
+        address="",
+        plugin=section.plugin,
+        settings=WorkerSettings(
+            device=rank_device(section.device, replica * section.tensor_parallel),
+            threads=config.threads("generate"),
+            attention=section.attention,
+        ),
+        load=Load(
+            slots=section.slots,
+            batch_tokens=section.max_batch_tokens,
+            chunk_tokens=section.chunk_tokens,
+            context_tokens=context_tokens(config, info),
+            block_size=section.block_size,
+        ),
+        pixels_max=_pixels_max(config),
+    )
+
+
+def _pixels_max(config: Config) -> int:
+    return config.media.image_pixels_max if config.media.images_max else 0
+
+
+def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
+    """Return the share of one rank in the KV cache of a token."""
+    return info.kv_bytes_per_token // config.generate.tensor_parallel
+
+
+def rank_spec(
+    config: Config, info: ModelInfo, plan: CrewPlan, *, arena: Arena, run_dir: str
+) -> RankSpec:
+    """Return what the ranks of a crew are told; what differs between ranks comes with each start."""
+    kv_bytes = rank_kv_bytes_per_token(config, info)
+    return RankSpec(
+        rank=0,
+        secret="",
+        run_dir=run_dir,
+        arena_fd=arena.fd,
+        layout=arena.layout,
+        info=msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes),
+        timeout_s=config.deadlines.rank_timeout_s,
+        memory_limit_bytes=memory_limit(config, plan),
+        encode=plan.encode,
+        generate=plan.generate,
+    )
+
+
+def make_crews(
+    config: Config,
+    plans: Sequence[CrewPlan],
+    specs: Sequence[RankSpec],
+    *,
+    launcher: Launcher,
+    events: CrewEvents,
+    sizing: Sizing,
+) -> list[Crew]:
+    """Return the crews of these plans, which have not started."""
+    return [
+        Crew(
+            spec,
+            launcher,
+            groups=plan.groups,
+            ranks=plan.ranks,
+            deadlines=leader_deadlines(config),
+            events=events,
+            sizing=sizing,
+        )
+        for plan, spec in zip(plans, specs, strict=True)
+    ]
+
+
+def memory_limit(config: Config, plan: CrewPlan) -> int:
     """Return the limit on the memory of a process with these roles, in bytes; 0 for none."""
     limits = []
     for role, section, path in (
-        (encode, config.encode, "encode.memory_limit"),
-        (generate, config.generate, "generate.memory_limit"),
+        (plan.encode, config.encode, "encode.memory_limit"),
+        (plan.generate, config.generate, "generate.memory_limit"),
     ):
         if role is None:
             continue
         if section.memory_limit != "auto":
             limits.append(size_bytes(section.memory_limit, path=path))
+        elif section.device != "cpu":
+            limits.append(0)
         else:
-            limits.append(default_limit(host_available()) if section.device == "cpu" else 0)
+            limits.append(default_limit(host_available(), ranks=config.ranks))
     return sum(limits) if all(limits) else 0
 
 
-def default_limit(available_bytes: int) -> int:
+def default_limit(available_bytes: int, *, ranks: int) -> int:
     """Return the share of a host's free memory that a rank may take unless the operator says.
 
-    An eighth, or 2 GiB where an eighth is less, but never above a quarter: there may be two ranks, and other programs.
+    An eighth, or 2 GiB where an eighth is less; but never above a quarter, nor so much that all `ranks` together would
+    leave nothing: there are other programs.
     """
-    return min(max(available_bytes // 8, 2 << 30), available_bytes // 4)
+    return min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1))
 
 
 def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:
-    """Return what leads the generate group to the size of its KV cache."""
+    """Return what leads the generate groups to the sizes of their KV caches."""
     layout = arena_layout(config, info)
     host = [
         LedgerLine("host", "engine", "arena", layout.pixel_bytes),
         LedgerLine("host", "engine", "embeddings in flight", layout.embedding_bytes),
         LedgerLine("host", "engine", "image preprocessing", config.media.decode_bytes),
     ]
+    encoders = group_names("encode", config.encode.replicas)
+    generators = group_names("generate", config.generate.replicas)
+    beside = encoders if config.placement == "together" else [""] * len(generators)
     return Sizing(
         policies.memory,
         SizingLimits(
-            bytes_per_token=info.kv_bytes_per_token,
+            bytes_per_token=rank_kv_bytes_per_token(config, info),
             block_size=config.generate.block_size,
             context_tokens=context_tokens(config, info),
             batch_tokens=config.generate.max_batch_tokens,
             slots=config.generate.slots,
         ),
-        encode_ranks=1,
-        together=config.placement == "together",
+        encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
+        generate=dict(zip(generators, beside, strict=True)),
         more=host,
     )
 
 
 def memory_in_use(
-    replicas: Sequence[Mapping[str, Any]],
+    statistics: Mapping[str, Any],
     media: MediaStatistics | None,
     config: Config,
     info: ModelInfo,
 ) -> dict[str, int]:
-    """Return what is used now, in bytes, of the lines of the ledger that are set aside for requests."""
+    """Return what is used now, in bytes, of the lines of the ledger that are set aside for requests.
+
+    That of all groups and ranks together: `info` speaks of the whole model.
+    """
+    encode = statistics["encode"]
+    pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
     block_bytes = config.generate.block_size * info.kv_bytes_per_token
-    page_bytes = PAGE_ROWS * info.embedding_row_bytes
-    used = {"kv": 0, "embeddings in flight": 0, "arena": 0, "image preprocessing": 0}
-    for replica in replicas:
-        if replica:
-            encode = replica["encode"]
-            pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
-            used["kv"] += replica["generate"]["blocks_held"] * block_bytes
-            used["embeddings in flight"] += pages * page_bytes
+    used = {
+        "kv": statistics["generate"]["blocks_held"] * block_bytes,
+        "embeddings in flight": pages * PAGE_ROWS * info.embedding_row_bytes,
+        "arena": 0,
+        "image preprocessing": 0,
+    }
     if media is not None:
         used["arena"] = media.pixels.bytes_held
         used["image preprocessing"] = media.decode.bytes_used
     return used
+
+
+def engine_memory(layout: ArenaLayout) -> dict[str, int]:
+    """Return what the engine's own process has in memory, in bytes."""
+    return {
+        "engine_resident": status_bytes("VmRSS"),
+        "arena_pixels": layout.pixel_bytes,
+        "arena_embeddings": layout.embedding_bytes,
+    }

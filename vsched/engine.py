@@ -1,6 +1,7 @@
 """The engine: a checkpoint and a configuration in, generations out.
 
-It owns the arena, the media pipeline and the replicas, and is all that the HTTP layer and the command line know.
+It owns the arena, the media pipeline and the shell with its ranks, and is all that the HTTP layer and the command line
+know.
 """
 
 from __future__ import annotations
@@ -8,46 +9,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 import msgspec
-import zmq
 
-from vsched.aio.bounds import check_numbers
+from vsched.aio.bounds import check_numbers, check_stop_tokens
 from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
-from vsched.aio.replica import Replica
+from vsched.aio.launcher import Launcher
+from vsched.aio.shell import Shell
 from vsched.aio.sizing import Sizing
 from vsched.aio.stream import Generation
+from vsched.aio.surroundings import Surroundings
 from vsched.aio.timeline import Timeline, timeline_of
 from vsched.assembly import (
     arena_layout,
+    check_parallel,
     context_tokens,
+    crew_plans,
+    engine_memory,
     kernel_policies,
     kernel_sizes,
     kv_sizing,
-    leader_deadlines,
+    make_crews,
     media_settings,
     memory_in_use,
-    rank_specs,
+    rank_spec,
 )
 from vsched.config import Config, resolve_policies
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.media import ImageReference
 from vsched.media.pipeline import MediaPipeline, Prepared
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.plugins import load_worker
-from vsched.policy import ReplicaView, RoutingView
+from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import make_socket_folder
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
-from vsched.worker.slots import STOP_TOKENS_MAX
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
@@ -61,19 +62,24 @@ class Engine:
     Use it as `async with Engine(config) as engine:`, or call `start` and `stop`.
     """
 
-    def __init__(self, config: Config, *, on_progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_progress: Progress | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         self.config = config
+        self._surroundings = surroundings or Surroundings()
         self._policies = resolve_policies(config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
         self._recent: deque[Timeline] = deque(maxlen=RECENT_MAX)
-        self._routed = 0
-        self._replicas: list[Replica] = []
+        self._shell: Shell | None = None
         self._media: MediaPipeline | None = None
         self._arena: Arena | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._launcher: Launcher | None = None
         self._sizing: Sizing | None = None
-        self._run_dir = ""
         self._started_s = time.monotonic()
         self.info: ModelInfo
         self.preprocessor: Preprocessor
@@ -96,6 +102,7 @@ class Engine:
             CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When it cannot serve; nothing is left behind.
         """
         config = self.config
+        check_record_path(config)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
             info = plugin.inspect(
@@ -103,6 +110,7 @@ class Engine:
                 dtype=config.model.dtype,
                 item_tokens_max=self._policies.item_tokens_max or 0,
             )
+            check_parallel(config, info)
             # What is configured is what everybody is told and checks against.
             limit = context_tokens(config, info)
             self.info = msgspec.structs.replace(info, context_tokens=limit)
@@ -115,22 +123,24 @@ class Engine:
     async def _start_parts(self, load_preprocessor: Callable[[ModelInfo], Preprocessor]) -> None:
         layout = arena_layout(self.config, self.info)
         self._arena = Arena.create(layout)
-        self._run_dir = make_socket_folder()
-        self._context = zmq.Context()
-        replica = Replica(
+        around = self._surroundings
+        self._launcher = around.make_launcher()
+        shell = self._shell = Shell(
             self._crews,
             size=lambda blocks: kernel_sizes(self.config, self.info, self._policies, blocks=blocks),
             policies=kernel_policies(self._policies),
             on_progress=self._on_progress,
+            drain_s=self.config.deadlines.drain_s,
+            record=lambda kernel: around.open_record(self.config, kernel),
+            now_ns=around.now_ns,
         )
-        self._replicas = [replica]
         loading = asyncio.get_running_loop().run_in_executor(None, load_preprocessor, self.info)
-        outcomes = await asyncio.gather(replica.start(), loading, return_exceptions=True)
+        outcomes = await asyncio.gather(shell.start(), loading, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         self.preprocessor = outcomes[1]  # type: ignore[assignment]
-        self._media = MediaPipeline(
+        self._media = around.make_media(
             self.preprocessor, PixelStore(self._arena.pixels), media_settings(self.config)
         )
 
@@ -140,9 +150,10 @@ class Engine:
         Blocks: up to `deadlines.drain_s`.
         """
         self._state = "draining"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.deadlines.drain_s):
-                await asyncio.gather(*(replica.wait_idle() for replica in self._replicas))
+        if self._shell is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.deadlines.drain_s):
+                    await self._shell.wait_idle()
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every request, stop every rank and give everything back; may be called twice.
@@ -150,9 +161,10 @@ class Engine:
         Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
         """
         self._state = "stopped"
-        replicas, self._replicas = self._replicas, []
+        shell, self._shell = self._shell, None
         try:
-            await asyncio.gather(*(replica.stop(grace_s=grace_s) for replica in replicas))
+            if shell is not None:
+                await shell.stop(grace_s=grace_s)
         finally:
             await self._give_back()
 
@@ -162,15 +174,12 @@ class Engine:
             # It waits for the images being processed: in a thread, so that the loop goes on.
             await asyncio.to_thread(self._media.close)
             self._media = None
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        if self._run_dir:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-            self._run_dir = ""
 
     # --- requests ---
 
@@ -223,13 +232,15 @@ class Engine:
         preprocess_ms: float,
     ) -> Generation:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
-        replica = self._route(prepared)
+        shell = self._shell
+        assert shell is not None, "only a started engine is serving"
         prompt_tokens = len(prepared.token_ids)
         if not sampling.max_tokens:
-            sizes = replica.sizes
+            sizes = shell.sizes
             room = min(sizes.context_tokens, sizes.blocks * sizes.block_size) - prompt_tokens
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-        stop_token_ids = self._stop_tokens(sampling)
+        own = () if sampling.ignore_eos else self.info.stop_token_ids
+        stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prepared.token_ids,
@@ -251,10 +262,10 @@ class Engine:
             stop=sampling.stop,
             stop_token_ids=frozenset(stop_token_ids),
             logprobs=sampling.logprobs is not None,
-            on_stop=replica.end,
+            on_stop=shell.end,
             on_end=on_end,
         )
-        replica.submit(request, stop_token_ids, generation)
+        shell.submit(request, stop_token_ids, generation)
         return generation
 
     async def stream(self, **request: Any) -> AsyncIterator[str]:
@@ -265,39 +276,6 @@ class Engine:
                 yield delta.text
         finally:
             generation.abort()
-
-    def _stop_tokens(self, sampling: SamplingParams) -> tuple[int, ...]:
-        own = () if sampling.ignore_eos else self.info.stop_token_ids
-        stops = tuple(sorted({*sampling.stop_token_ids, *own}))
-        if len(stops) > STOP_TOKENS_MAX:
-            message = limit_message(
-                "too many stop tokens, the checkpoint's own included",
-                value=len(stops),
-                limit=STOP_TOKENS_MAX,
-                remedy="send fewer stop_token_ids",
-            )
-            raise RequestRefused(message, code="too_many_stop_tokens")
-        return stops
-
-    def _route(self, prepared: Prepared) -> Replica:
-        views = [
-            ReplicaView(index=index, load_tokens=replica.load_tokens(), healthy=replica.healthy)
-            for index, replica in enumerate(self._replicas)
-        ]
-        view = RoutingView(
-            replicas=views,
-            prompt_tokens=len(prepared.token_ids),
-            item_keys=[item.key for item in prepared.items],
-            routed=self._routed,
-        )
-        try:
-            index = self._policies.routing.choose(view)
-            replica = self._replicas[range(len(views))[index]]
-        except Exception:
-            logger.exception("the routing policy failed; the first replica takes the request")
-            replica = self._replicas[0]
-        self._routed += 1
-        return replica
 
     def _check_serving(self) -> None:
         if self.state in ("ready", "degraded"):
@@ -312,24 +290,61 @@ class Engine:
 
     async def clear(self) -> dict[str, int]:
         """Interrupt every running and waiting request, and forget cached pixels (E20)."""
-        for replica in self._replicas:
-            replica.clear()
+        if self._shell is not None:
+            self._shell.clear()
         if self._media is not None:
             self._media.clear()
-        statistics = [replica.statistics() for replica in self._replicas]
-        return {
-            name: sum(one.get(name, 0) for one in statistics) for name in ("running", "waiting")
-        }
+        statistics = self._shell.statistics() if self._shell is not None else {}
+        return {name: statistics.get(name, 0) for name in ("running", "waiting")}
+
+    # --- upkeep of single groups ---
+
+    async def drain_group(self, group: str) -> bool:
+        """Give a group nothing new, and wait until nothing runs there; return whether that came in time.
+
+        Blocks: up to `deadlines.drain_s`; the group goes on draining after it.
+
+        Raises:
+            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is.
+        """
+        return await self._serving().upkeep.drain(group)
+
+    async def restart_group(self, group: str) -> bool:
+        """Drain a group and replace its ranks; return whether it is back.
+
+        Blocks: up to `deadlines.drain_s`, then as long as the ranks take to load.
+
+        Raises:
+            RequestRefused: When there is no such group, or it is not up.
+        """
+        return await self._serving().upkeep.restart(group)
+
+    def resume_group(self, group: str) -> None:
+        """Give a drained group work again.
+
+        Raises:
+            RequestRefused: When there is no such group, or nobody drained it.
+        """
+        self._serving().upkeep.resume(group)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return every group: name, stage, state, ranks, what runs and waits, restarts, the last loss."""
+        return self._shell.groups() if self._shell is not None else []
+
+    def _serving(self) -> Shell:
+        self._check_serving()
+        assert self._shell is not None
+        return self._shell
 
     # --- views ---
 
     @property
     def state(self) -> str:
         """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
-        if self._state == "ready" and all(replica.given_up for replica in self._replicas):
-            return "failed"
-        if self._state == "ready" and not all(replica.healthy for replica in self._replicas):
-            return "degraded"
+        if self._state == "ready" and self._shell is not None:
+            if self._shell.given_up:
+                return "failed"
+            return "ready" if self._shell.healthy else "degraded"
         return self._state
 
     @property
@@ -340,60 +355,42 @@ class Engine:
     @property
     def rank_pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return [pid for replica in self._replicas for pid in replica.pids]
+        return self._shell.pids if self._shell is not None else []
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words; empty when it is not here."""
-        return next(filter(None, (one.explain(request_id) for one in self._replicas)), "")
+        return self._shell.explain(request_id) if self._shell is not None else ""
 
     @property
     def ledger(self) -> Ledger | None:
-        """Where the memory went, at the peak of the last attempt to size the KV cache; None before there was one."""
+        """Where the memory went, at the peaks of the last attempts to size KV caches; None before there was one."""
         return self._sizing.ledger if self._sizing is not None else None
 
     def statistics(self) -> dict[str, Any]:
         """Return counters, gauges and memory; `recent` holds the timelines of the last requests."""
-        replicas = [replica.statistics() for replica in self._replicas]
-        first = replicas[0] if replicas else {}
+        served = self._shell.statistics() if self._shell is not None else {}
         media = self._media.statistics() if self._media else None
-        used = memory_in_use(replicas, media, self.config, self.info) if replicas else {}
+        used = memory_in_use(served, media, self.config, self.info) if served else {}
+        ledger = self.ledger
         return {
             "state": self.state,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
-            **first,
+            **served,
             "media": msgspec.to_builtins(media) if media else {},
-            "memory": self._memory(),
-            "ledger": {**self.ledger.as_dict(), "in_use": used} if self.ledger else {},
+            "memory": engine_memory(self._arena.layout) if self._arena is not None else {},
+            "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
-        }
-
-    def _memory(self) -> dict[str, int]:
-        if self._arena is None:
-            return {}
-        layout = self._arena.layout
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return {
-            "engine_resident": resident,
-            "arena_pixels": layout.pixel_bytes,
-            "arena_embeddings": layout.embedding_bytes,
         }
 
     def _crews(self, events: CrewEvents) -> list[Crew]:
         assert self._arena is not None
-        assert self._context is not None
-        self._sizing = kv_sizing(self.config, self.info, self._policies)
-        templates = rank_specs(
-            self.config, self.info, self._policies, arena=self._arena, run_dir=self._run_dir
-        )
-        return [
-            Crew(
-                template,
-                self._context,
-                ranks=1,
-                deadlines=leader_deadlines(self.config),
-                events=events,
-                sizing=self._sizing,
-            )
-            for template in templates
+        assert self._launcher is not None
+        config, info, arena, launcher = self.config, self.info, self._arena, self._launcher
+        self._sizing = kv_sizing(config, info, self._policies)
+        plans = crew_plans(config, info, self._policies)
+        specs = [
+            rank_spec(config, info, plan, arena=arena, run_dir=launcher.run_dir) for plan in plans
         ]
+        return make_crews(
+            config, plans, specs, launcher=launcher, events=events, sizing=self._sizing
+        )

@@ -28,6 +28,10 @@ class CheckpointError(VschedError):
     """A checkpoint that is missing, unsupported, incomplete or corrupt."""
 
 
+class RecordError(VschedError):
+    """A record of the scheduler's decisions that cannot be written or read."""
+
+
 class RequestRefused(VschedError):
     """A request that is refused before any work is done for it.
 
@@ -48,13 +52,24 @@ class RequestRefused(VschedError):
 
 
 class RequestFailed(VschedError):
-    """An accepted request that ended in an error; its message is safe to show to the client."""
+    """An accepted request that ended in an error; its message is safe to show to the client.
 
-    def __init__(self, message: str, *, code: str = "internal_error", status: int = 500) -> None:
+    `retry_after_s` is given with a status of 503: trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "internal_error",
+        status: int = 500,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class DeviceOutOfMemory(VschedError):
@@ -71,3 +86,7 @@ class RankDesync(VschedError):
 
 class GroupLost(VschedError):
     """A group of ranks is gone: a process exited, a deadline passed, or a rank diverged."""
+
+
+class PeerLost(GroupLost):
+    """A rank misses another one of its group; that one's own word tells more."""

@@ -311,25 +311,39 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one replica, in tokens: not yet pulled, waiting and running."""
+    """One generate replica, as a request finds it.
+
+    Attributes:
+        load_tokens: Prompt and output tokens of every request that it has: not yet pulled, waiting and running (E9).
+        healthy: Whether it takes requests: up, and not draining.
+        prefix_tokens: Tokens at the front of the request's prompt that its KV cache holds.
+        items_seen: Items of the request that were last sent to this replica, as far as that is remembered.
+    """
 
     index: int
     load_tokens: int
     healthy: bool
+    prefix_tokens: int = 0
+    items_seen: int = 0
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a routing policy sees: the replicas, the request, and how many requests were routed before it."""
+    """What a routing policy sees: the replicas, the request, and how many requests were routed before it.
+
+    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache.
+    """
 
     replicas: Sequence[ReplicaView]
     prompt_tokens: int
     item_keys: Sequence[bytes]
     routed: int
+    load_limit_tokens: int = 0
 
 
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
-    """Decides the replica of a request."""
+    """Decides the replica of a request; asked again for a waiting request whose replica went down."""
 
+    api_version: ClassVar[int] = 2
     kind: ClassVar[str] = "routing"
     method: ClassVar[str] = "choose"
 

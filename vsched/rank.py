@@ -2,7 +2,8 @@
 
 Its specification comes as one line on standard input, which then stays open: when it ends, the engine is gone, however
 it went, and the rank exits. Between decisions a rank blocks; if it hears nothing for the timeout, not even a heartbeat,
-it stops with an error. It computes nothing that a checked log entry did not tell it to.
+it stops with an error. It computes nothing that a checked log entry did not tell it to. The first rank of a group
+reports what a step yielded, the others what their result is to be compared with.
 """
 
 from __future__ import annotations
@@ -14,133 +15,21 @@ import shutil
 import signal
 import sys
 import threading
-import time
-from typing import Protocol
 
 import msgspec
 
-from vsched.errors import (
-    CheckpointError,
-    DeviceOutOfMemory,
-    GroupLost,
-    RankDesync,
-    VschedError,
-)
-from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.plugins import load_worker
+from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.transport.arena import Arena
+from vsched.transport.pulse import PulseThread
 from vsched.transport.zmq_link import RankLink, wait_readable
-from vsched.wire import (
-    AcceptKv,
-    Beat,
-    EncodeResult,
-    Failure,
-    FollowerLog,
-    GenerateResult,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Loading,
-    Ready,
-    Report,
-    Reserved,
-    SizeKv,
-    Stop,
-    encode_report,
-)
-from vsched.worker.encode_rank import EncodeRank
-from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import limit_process_memory, memory_errors, status_bytes
-from vsched.worker.reserve import reserve_encoder
-from vsched.worker.sizing import KvSizing
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
-from vsched.worker.stress import image_for
+from vsched.worker.loading import RankLoading
+from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member
+from vsched.worker.memory import limit_process_memory
+from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger("vsched.rank")
 SIZING_POLL_S = 60.0
 """How long a rank sleeps at most while it waits to hear the size of its KV cache."""
-
-
-class Role(Protocol):
-    """One group that this process belongs to."""
-
-    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> Report:
-        """Carry out a decision."""
-        ...
-
-
-class EncodeSide:
-    """The encode group's part of this process."""
-
-    def __init__(self, rank: EncodeRank) -> None:
-        self._rank = rank
-
-    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> EncodeResult:
-        """Carry out a decision of the encode group."""
-        if not isinstance(entry, EncodeDecision):
-            raise RankDesync("an encode rank heard a decision of a generate group")
-        return self._rank.apply(entry)
-
-
-class GenerateSide:
-    """The generate group's part of this process."""
-
-    def __init__(self, rank: GenerateRank) -> None:
-        self._rank = rank
-
-    def carry_out(self, entry: GenerateDecision | EncodeDecision) -> GenerateResult:
-        """Carry out a decision of the generate group."""
-        if not isinstance(entry, GenerateDecision):
-            raise RankDesync("a generate rank heard a decision of an encode group")
-        with memory_errors("running a step"):
-            return self._rank.apply(entry)
-
-
-class Member:
-    """A link to one leader, the log heard over it, and the side that carries it out."""
-
-    def __init__(self, spec: RankSpec, address: str) -> None:
-        self.link = RankLink(address, spec.rank)
-        self.log = FollowerLog()
-        self.side: Role | None = None
-        self.heard_s: float | None = None  # the timeout runs from the first entry on
-        self.link.send(encode_report(Hello(spec.rank, spec.secret)))
-
-    def report(self, report: Report) -> None:
-        """Send a report to the leader."""
-        self.link.send(encode_report(report))
-
-    def progress(self, what: str, fraction: float) -> None:
-        """Report progress of loading."""
-        self.report(Loading(what, fraction))
-
-    def turn(self) -> bool | None:
-        """Carry out the next entry: True when there was one, None when it was the last."""
-        frames = self.link.receive()
-        if frames is None:
-            return False
-        self.heard_s = time.monotonic()
-        match self.log.accept(frames):
-            case Heartbeat():
-                self.report(Beat(self.log.seq, process_memory()))
-            case Stop():
-                return None
-            case SizeKv() | AcceptKv():
-                raise RankDesync("an order about the KV cache came after one was accepted")
-            case entry:
-                assert self.side is not None
-                start_ns = time.perf_counter_ns()
-                result = self.side.carry_out(entry)
-                busy_ns = time.perf_counter_ns() - start_ns
-                self.report(msgspec.structs.replace(result, busy_ns=busy_ns))
-        # A step can take longer than the timeout: what came meanwhile was heard, only not read.
-        self.heard_s = time.monotonic()
-        return True
-
-
-def process_memory() -> dict[str, int]:
-    """Return this process's resident bytes, now and at their peak."""
-    return {"resident": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
 
 
 def run(spec: RankSpec) -> None:
@@ -152,113 +41,60 @@ def run(spec: RankSpec) -> None:
         DeviceOutOfMemory: When a generate step ran out of memory.
     """
     arena = Arena(spec.arena_fd, spec.layout)
-    members: list[Member] = []
+    members: list[Member[RankLink]] = []
     try:
         if spec.encode is not None:
-            members.append(Member(spec, spec.encode.address))
+            members.append(Member(spec, RankLink(spec.encode.address, spec.rank)))
         if spec.generate is not None:
-            members.append(Member(spec, spec.generate.address))
+            members.append(Member(spec, RankLink(spec.generate.address, spec.rank)))
+        every_s = spec.timeout_s / PULSES_PER_TIMEOUT
+        pulse = PulseThread(members[0].link, spec.rank, spec.secret, every_s=every_s)
         try:
             limit_process_memory(spec.memory_limit_bytes)  # before a plug-in imports its libraries
-            ready = _load(spec, arena, members)
-            for member, report in zip(members, ready, strict=True):
-                member.report(report)
+            _load(RankLoading(spec, arena, members))
             gc.collect()
             gc.freeze()  # what loading left behind lives for ever: no collection need look at it
-            _follow(members, spec.timeout_s)
+            follow(members, spec.timeout_s)
         except Exception as error:
             for member in members:
-                member.report(Failure(type(error).__name__, str(error)))
+                member.fail(error)
             raise
+        finally:
+            pulse.close()
     finally:
         for member in members:
             member.link.close()
 
 
-def _load(spec: RankSpec, arena: Arena, members: list[Member]) -> list[Ready]:
-    """Load what the roles need; a generate rank also carries out orders until its KV cache stands."""
-    ready: list[Ready] = []
-    sides = iter(members)
-    if spec.encode is not None:
-        ready.append(_load_encoder(spec, spec.encode, arena, next(sides)))
-    if spec.generate is not None:
-        ready.append(_load_generator(spec, spec.generate, arena, next(sides)))
-    return ready
+def _load(loading: RankLoading[RankLink]) -> None:
+    """See a rank through to its readiness."""
+    loading.begin()
+    while (member := loading.ordered) is not None:
+        frame = member.link.receive(SIZING_POLL_S)  # the lifeline ends a rank whose engine is gone
+        if frame is not None:
+            loading.take(frame)
 
 
-def _load_encoder(spec: RankSpec, role: EncodeRole, arena: Arena, member: Member) -> Ready:
-    plugin = load_worker(role.plugin)
-    worker = plugin.load_encoder(spec.info, role.settings, member.progress)
-    member.progress("the largest batch of images", 0.0)
-    loaded, reservation = reserve_encoder(plugin, worker, spec.info, role, rank=spec.rank)
-    member.report(Reserved(loaded, reservation))
-    patch_values = spec.info.patch_values
-    member.side = EncodeSide(
-        EncodeRank(worker, arena.embeddings, arena.read, patch_values=patch_values)
-    )
-    memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
-    return Ready(0, {**memory, **process_memory()})
+def follow(members: list[Member[RankLink]], timeout_s: float) -> None:
+    """Carry out the entries of all logs, steps in the order of their turns, until one log says stop."""
+    following = Following(members, timeout_s)
+    while not following.over:
+        if not following.advance():
+            _listen(following, timeout_s)
 
 
-def _load_generator(spec: RankSpec, role: GenerateRole, arena: Arena, member: Member) -> Ready:
-    plugin = load_worker(role.plugin)
-    worker = plugin.load_generator(spec.info, role.settings, member.progress)
-    image = image_for(plugin, spec.info, role.load, pixels_max=role.pixels_max)
-    sizing = KvSizing(worker, spec.info, role.load, rank=spec.rank, image=image)
-    member.report(Loaded(sizing.measure()))
-    blocks = _follow_orders(sizing, member)
-    rank = GenerateRank(
-        worker,
-        arena.embeddings,
-        slots=role.load.slots,
-        context_tokens=role.load.context_tokens,
-        block_size=role.load.block_size,
-    )
-    member.side = GenerateSide(rank)
-    kv_bytes = blocks * role.load.block_size * spec.info.kv_bytes_per_token
-    return Ready(blocks, {"weights": worker.weights_bytes, "kv": kv_bytes, **process_memory()})
-
-
-def _follow_orders(sizing: KvSizing, member: Member) -> int:
-    """Build, prove and drop KV caches as told; return the blocks of the one that is accepted."""
-    while True:
-        wait_readable([member.link], SIZING_POLL_S)  # the lifeline ends a rank whose engine is gone
-        frames = member.link.receive()
-        if frames is None:
-            continue
-        match member.log.accept(frames):
-            case SizeKv() as order:
-                member.progress(f"a KV cache of {order.tokens} tokens", 0.0)
-                member.report(sizing.carry_out(order))
-            case AcceptKv(blocks):
-                if blocks != sizing.blocks:
-                    raise RankDesync(
-                        f"{blocks} KV blocks are accepted, {sizing.blocks} stand on this rank"
-                    )
-                return blocks
-            case Heartbeat():
-                pass
-            case entry:
-                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
-
-
-def _follow(members: list[Member], timeout_s: float) -> None:
-    """Take turns between the logs until one says stop."""
-    while True:
-        turns = [member.turn() for member in members]
-        if None in turns:
-            return
-        if any(turns):
-            continue
-        heard_s = [member.heard_s for member in members if member.heard_s is not None]
-        # The leader is silent until every rank of the group is ready, and its deadline bounds that.
-        left_s = min(heard_s) + timeout_s - time.monotonic() if heard_s else timeout_s
-        waited = left_s > 0 and wait_readable([member.link for member in members], left_s)
-        if not waited and heard_s:
-            raise GroupLost(
-                f"heard nothing from the engine for {timeout_s:g} s (deadlines.rank_timeout_s); "
-                "a living engine sends a heartbeat every deadlines.heartbeat_s"
-            )
+def _listen(following: Following[RankLink], timeout_s: float) -> None:
+    """Block until one of these logs that can have the next turn was heard."""
+    awaited = following.awaited()
+    if len(awaited) == 1:
+        awaited[0].listen(timeout_s)
+        heard = awaited[0].entry is not None
+    else:
+        heard = wait_readable([member.link for member in awaited], following.left_s())
+        for member in awaited:
+            member.listen(0)
+    if not heard:
+        following.heard_nothing()
 
 
 def _exit_with_parent(run_dir: str) -> None:

@@ -95,6 +95,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
+def group_names(stage: str, replicas: int) -> list[str]:
+    """Return the names of the groups of a stage: the stage's own where there is one, else numbered."""
+    return [stage] if replicas == 1 else [f"{stage}-{index}" for index in range(replicas)]
+
+
+def stage_of(group: str) -> str:
+    """Return the stage, `encode` or `generate`, of a group."""
+    return group.partition("-")[0]
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended; the first two are what OpenAI clients know."""
 

@@ -1,16 +1,21 @@
 """What travels between a group's leader and its ranks, and the numbered log that carries decisions.
 
-Leader to rank: two frames, a header (sequence number, rolling digest) and a msgpack body. Each entry's digest covers
-the digest before it, so equal digests mean that everything decided so far is equal, in the same order. A follower that
-sees a gap or another digest stops; it never computes on.
+Leader to rank: one frame, a header (sequence number, rolling digest, turn) and a msgpack body. Each entry's digest
+covers the digest before it, so equal digests mean that everything decided so far is equal, in the same order. A
+follower that sees a gap or another digest stops; it never computes on.
 
-Rank to leader: one msgpack frame, a tagged union. Nothing is ever pickled.
+Processes that serve two groups follow two logs. Turns, which both leaders draw from one counter, say in which order the
+steps of the two are to be carried out: else one rank would wait in a collective of the one group for a peer that waits
+in a collective of the other.
+
+Rank to leader: one frame, a checksum and a msgpack body, which is a tagged union. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from zlib import crc32
 
 import msgspec
 
@@ -19,7 +24,9 @@ from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Finished
 from vsched.policy import Outcome, RankMemory, Reservation
 
-_HEADER = struct.Struct("<Q16s")
+_HEADER = struct.Struct("<Q16sQ")
+_COVERED = 24  # from the turn on, a digest covers the frame
+_CHECKSUM_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20
 """A frame larger than this is not one of ours."""
 
@@ -35,13 +42,15 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
     """Drop the KV cache that stands, build one of so many tokens, and run the stress while a canary is held.
 
-    The stress of a probe runs sequences of any length; that of another size those that the cache could hold.
+    The stress of a probe runs sequences of any length; that of another size those that the cache could hold. With
+    `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone (C18).
     """
 
     tokens: int
     stress: bool
     canary_bytes: int
     probe: bool = False
+    renew: bool = False
 
 
 class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -50,7 +59,13 @@ class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     blocks: int
 
 
-Entry = GenerateDecision | EncodeDecision | Heartbeat | Stop | SizeKv | AcceptKv
+class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """Run a worker's periodic collective work, by name; every rank at the same place of its log (E10)."""
+
+    name: str
+
+
+Entry = GenerateDecision | EncodeDecision | Heartbeat | Stop | SizeKv | AcceptKv | RunHook
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -89,10 +104,14 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank can take work. `memory` is its part of the memory table, in bytes by name."""
+    """A rank can take work. `memory` is its part of the memory table, in bytes by name.
+
+    `hooks` are the worker's periodic works and their intervals in seconds; see `vsched.worker.abilities.PeriodicWork`.
+    """
 
     kv_blocks: int
     memory: dict[str, int]
+    hooks: dict[str, float] = {}
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -107,7 +126,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     """A generate step is done.
 
     Shape: `tokens` and `numbers` are little-endian int32 by slot: the token that the slot yielded, or -1, and the
-    request that it belongs to.
+    request that it belongs to. `wanted` are the hooks that the worker asks for.
     """
 
     step: int
@@ -116,6 +135,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     finished: list[Finished]
     logprobs: list[TokenLogprob]
     busy_ns: int
+    wanted: list[str] = []
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):
@@ -124,10 +144,22 @@ class EncodeResult(msgspec.Struct, frozen=True, tag=True):
     step: int
     error: str
     busy_ns: int
+    wanted: list[str] = []
+
+
+class StepCheck(msgspec.Struct, frozen=True, tag=True):
+    """What a rank other than the first says of a step: `check` is equal where the results are (A7)."""
+
+    step: int
+    check: bytes
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process runs, whatever it is doing; from a thread beside the one that follows the log."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a heartbeat: alive and up to this entry. `memory` as in `Ready`."""
+    """A rank's answer to a heartbeat or a hook: alive and up to this entry. `memory` as in `Ready`."""
 
     seq: int
     memory: dict[str, int]
@@ -149,6 +181,8 @@ Report = (
     | Ready
     | GenerateResult
     | EncodeResult
+    | StepCheck
+    | Pulse
     | Beat
     | Failure
 )
@@ -159,65 +193,93 @@ _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Repor
 
 
 def encode_report(report: Report) -> bytes:
-    """Return the frame of a rank's report."""
-    return _encoder.encode(report)
+    """Return the frame of a rank's report: a checksum, and the body."""
+    body = _encoder.encode(report)
+    return crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body
 
 
 def decode_report(frame: bytes) -> Report:
     """Read a rank's report.
 
     Raises:
-        msgspec.DecodeError: When the frame is not one.
+        msgspec.DecodeError: When the frame is not one, or was damaged.
     """
-    return _report_decoder.decode(frame)
+    body = memoryview(frame)[_CHECKSUM_BYTES:]
+    if frame[:_CHECKSUM_BYTES] != crc32(body).to_bytes(_CHECKSUM_BYTES, "little"):
+        raise msgspec.DecodeError("the checksum of a report is wrong")
+    return _report_decoder.decode(body)
+
+
+def check_of(result: GenerateResult | EncodeResult) -> bytes:
+    """Return what is equal on all ranks of a group where a step had the same outcome (A7).
+
+    Of a failed encode step only that it failed: the peers of the rank where it did know less about why.
+    """
+    if isinstance(result, GenerateResult):
+        return blake2b(result.tokens + result.numbers, digest_size=8).digest()
+    return b"failed" if result.error else b""
+
+
+class Turns:
+    """Counts the steps of all logs that the same processes follow."""
+
+    def __init__(self) -> None:
+        self.last = 0
 
 
 class LeaderLog:
-    """Numbers decisions and keeps the rolling digest."""
+    """Numbers decisions and keeps the rolling digest; leaders of the same processes share `turns`."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
         self.seq = 0
         self.digest = bytes(16)
+        self._turns = turns or Turns()
 
-    def append(self, entry: Entry) -> list[bytes]:
-        """Return the frames of the next entry, the same for every rank."""
+    def append(self, entry: Entry) -> bytes:
+        """Return the frame of the next entry, the same for every rank."""
         body = _encoder.encode(entry)
+        turn = 0
+        if isinstance(entry, GenerateDecision | EncodeDecision | RunHook):
+            turn = self._turns.last = self._turns.last + 1
+        covered = turn.to_bytes(8, "little") + body
         self.seq += 1
-        self.digest = _roll(self.digest, body)
-        return [_HEADER.pack(self.seq, self.digest), body]
+        self.digest = blake2b(self.digest + covered, digest_size=16).digest()
+        return self.seq.to_bytes(8, "little") + self.digest + covered
 
 
 class FollowerLog:
-    """Checks that what a rank hears is the leader's log, without gap or difference."""
+    """Checks that what a rank hears is the leader's log, without gap or difference.
+
+    `turn` is that of the last entry: its number among the steps of all logs of this process, 0 for other entries.
+    """
 
     def __init__(self) -> None:
         self.seq = 0
+        self.turn = 0
         self.digest = bytes(16)
 
-    def accept(self, frames: list[bytes]) -> Entry:
-        """Return the entry of these frames.
+    def accept(self, frame: bytes) -> Entry:
+        """Return the entry of this frame.
 
         Raises:
-            RankDesync: On a gap, another digest, or frames that are no entry.
+            RankDesync: On a gap, another digest, or a frame that is no entry.
         """
-        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            raise RankDesync(f"after entry {self.seq}: {len(frames)} frames that are no log entry")
-        seq, digest = _HEADER.unpack(frames[0])
+        if len(frame) < _HEADER.size:
+            raise RankDesync(
+                f"after entry {self.seq}: a frame of {len(frame)} bytes is no log entry"
+            )
+        seq, digest, turn = _HEADER.unpack_from(frame)
         if seq != self.seq + 1:
             raise RankDesync(f"heard entry {seq} of the decision log, expected {self.seq + 1}")
-        expected = _roll(self.digest, frames[1])
+        expected = blake2b(self.digest + frame[_COVERED:], digest_size=16).digest()
         if digest != expected:
             raise RankDesync(
                 f"entry {seq} of the decision log has digest {digest.hex()}, here it is "
                 f"{expected.hex()}: leader and rank decided differently before it"
             )
         try:
-            entry = _entry_decoder.decode(frames[1])
+            entry = _entry_decoder.decode(memoryview(frame)[_HEADER.size :])
         except msgspec.DecodeError as error:
             raise RankDesync(f"entry {seq} of the decision log cannot be read: {error}") from error
-        self.seq, self.digest = seq, expected
+        self.seq, self.turn, self.digest = seq, turn, expected
         return entry
-
-
-def _roll(digest: bytes, body: bytes) -> bytes:
-    return blake2b(digest + body, digest_size=16).digest()

@@ -174,14 +174,25 @@ def test_routing_chooses_a_healthy_replica_where_there_is_one(registered: Regist
     for routed in range(ROUNDS):
         replicas = [
             ReplicaView(
-                index=index, load_tokens=rng.randrange(99), healthy=rng.choice([True, False])
+                index=index,
+                load_tokens=rng.randrange(99),
+                healthy=rng.choice([True, False]),
+                prefix_tokens=rng.randrange(9),
+                items_seen=rng.randrange(2),
             )
             for index in range(rng.randrange(1, 5))
         ]
-        view = RoutingView(replicas=replicas, prompt_tokens=9, item_keys=[b"a"], routed=routed)
+        view = RoutingView(
+            replicas=replicas,
+            prompt_tokens=9,
+            item_keys=rng.choice([[], [b"a"]]),
+            routed=routed,
+            load_limit_tokens=rng.choice([0, 200]),
+        )
         chosen = policy.choose(view)
         assert 0 <= chosen < len(replicas)
         assert replicas[chosen].healthy or not any(replica.healthy for replica in replicas)
+        assert policy.choose(view) == chosen, "the same view, the same answer"
 
 
 @every("preemption")

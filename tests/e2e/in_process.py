@@ -11,7 +11,7 @@ from collections import deque
 
 from vsched import Engine
 from vsched.aio.crew import Crew, CrewEvents
-from vsched.assembly import rank_roles
+from vsched.assembly import crew_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.transport.arena import Arena
@@ -44,16 +44,16 @@ class InProcessCrew(Crew):
         self._arena = arena
         self._events = events
         self._logs = {group: (LeaderLog(), FollowerLog()) for group in self.groups}
-        self._sent: dict[str, deque[list[bytes]]] = {group: deque() for group in self.groups}
+        self._sent: dict[str, deque[bytes]] = {group: deque() for group in self.groups}
         self._pace = random.Random(1)
         self._encoder: EncodeRank | None = None
         self._generator: GenerateRank | None = None
 
     async def start(self) -> dict[str, list[Ready]]:
         info, embeddings = self._info, self._arena.embeddings
-        roles = rank_roles(self._config, info, resolve_policies(self._config))
-        encode = next(role for role, _ in roles if role is not None)
-        generate = next(role for _, role in roles if role is not None)
+        plans = crew_plans(self._config, info, resolve_policies(self._config))
+        encode = next(plan.encode for plan in plans if plan.encode is not None)
+        generate = next(plan.generate for plan in plans if plan.generate is not None)
         encoder = plugin.load_encoder(info, encode.settings, lambda _what, _fraction: None)
         generator = plugin.load_generator(info, generate.settings, lambda _what, _fraction: None)
         blocks = self._config.generate.memory["tokens"] // generate.load.block_size

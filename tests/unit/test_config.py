@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from vsched.config import Config, config_schema, keys_table, load_config, to_toml
-from vsched.config.policies import resolve_policies
-from vsched.config.sections import POLICY_TABLES, EncodeConfig, config_keys
+from vsched.config.sections import POLICY_TABLES, config_keys
 from vsched.errors import ConfigError
 from vsched.plugins import load_policy_class
 
@@ -141,20 +140,16 @@ def test_config_later_set_wins() -> None:
             "encode.plugin: 'nope' is unknown. Known in vsched.workers: transformers",
         ),
         (
-            "encode.replicas=2",
-            "encode.replicas: more replicas are not supported yet: value 2, limit 1. Remedy:",
+            "encode.replicas=0",
+            "encode.replicas (from command line) is not valid: value 0, limit int, 1 to 64.",
         ),
         (
-            "generate.replicas=2",
-            "generate.replicas: more replicas are not supported yet: value 2, limit 1. Remedy:",
+            "generate.tensor_parallel=65",
+            "generate.tensor_parallel (from command line) is not valid: value 65, limit int, 1 to 64.",
         ),
         (
-            "encode.tensor_parallel=2",
-            "encode.tensor_parallel: tensor parallelism is not supported yet: value 2, limit 1.",
-        ),
-        (
-            "generate.tensor_parallel=2",
-            "generate.tensor_parallel: tensor parallelism is not supported yet: value 2, limit 1.",
+            "generate.hooks_s=-1",
+            "generate.hooks_s (from command line) is not valid: value -1,",
         ),
         (
             "generate.chunk_tokens=4096",
@@ -278,14 +273,6 @@ def test_config_default_item_limit_is_the_one_that_is_told() -> None:
         assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == tokens
 
 
-@pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
-def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
-    """A11: max(batch // replicas, 1), as the policies are resolved."""
-    admission = {"use": "token-budget", "max_items": items}
-    encode = EncodeConfig(replicas=replicas, admission=admission)
-    assert resolve_policies(Config(encode=encode)).encode_items_max == each
-
-
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [([], 8), (["encode.admission.max_items=3"], 3), (["encode.admission.use=fifo"], 8)],
@@ -358,12 +345,6 @@ def _default(field: msgspec.structs.FieldInfo) -> dict[str, object] | None:
     made = field.default_factory()
     assert isinstance(made, dict)
     return made
-
-
-def test_config_threads_default_to_half_of_the_machine() -> None:
-    config = load_config(None, sets=["generate.threads=5"], environ={}).config
-    assert config.generate.threads_used == 5
-    assert config.encode.threads_used >= 1
 
 
 def test_config_documentation_is_current() -> None:

@@ -242,7 +242,7 @@ def serve_one(config: Path) -> list[GenerateDecision]:
                 for join in decisions[-1].joined
             ]
             commands += kernel.handle(Stepped(decisions[-1].step, array("i", [7, 7]), ended), 2)
-    assert kernel.finished["length"] == 2
+    assert kernel.statistics()["finished"]["length"] == 2
     assert kernel.statistics()["policy_faults"] == {}
     return decisions
 

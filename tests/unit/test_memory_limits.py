@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
-from vsched.assembly import default_limit, memory_limit, rank_roles
+from vsched.assembly import CrewPlan, crew_plans, default_limit, memory_limit
 from vsched.config import Config, load_config, resolve_policies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError
@@ -20,11 +20,13 @@ def config_of(*sets: str) -> Config:
     return load_config(None, sets=sets, environ={}).config
 
 
+def plans(config: Config) -> list[CrewPlan]:
+    return crew_plans(config, INFO, resolve_policies(config))
+
+
 def limits(*sets: str) -> list[int]:
     config = config_of(*sets)
-    return [
-        memory_limit(config, *roles) for roles in rank_roles(config, INFO, resolve_policies(config))
-    ]
+    return [memory_limit(config, plan) for plan in plans(config)]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +61,24 @@ def test_reserved_cannot_be_auto() -> None:
 
 
 @pytest.mark.parametrize(
-    ("available_gib", "expected_gib"), [(4, 1.0), (8, 2.0), (12, 2.0), (16, 2.0), (64, 8.0)]
+    ("available_gib", "ranks", "expected_gib"),
+    [
+        (4, 2, 1.0),
+        (8, 2, 2.0),
+        (12, 2, 2.0),
+        (16, 2, 2.0),
+        (64, 2, 8.0),
+        (64, 7, 8.0),
+        (63, 8, 7.0),
+        (18, 8, 2.0),
+        (9, 8, 1.0),
+    ],
 )
-def test_default_limit_leaves_the_host_room(available_gib: int, expected_gib: float) -> None:
-    assert default_limit(available_gib * GIB) == expected_gib * GIB
+def test_default_limit_leaves_the_host_room(
+    available_gib: int, ranks: int, expected_gib: float
+) -> None:
+    """All ranks together leave the share of one; two of them half of the host."""
+    assert default_limit(available_gib * GIB, ranks=ranks) == expected_gib * GIB
 
 
 def test_memory_limit_is_per_process_and_adds_up_where_one_process_does_both(
@@ -81,8 +97,7 @@ def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
     gpu = msgspec.structs.replace(
         config, generate=msgspec.structs.replace(config.generate, device="cuda:0")
     )
-    roles = rank_roles(gpu, INFO, resolve_policies(gpu))
-    assert memory_limit(gpu, *roles[1]) == 0
+    assert memory_limit(gpu, plans(gpu)[1]) == 0
 
 
 def test_reserved_size_goes_to_the_encode_rank() -> None:
@@ -93,6 +108,6 @@ def test_reserved_size_goes_to_the_encode_rank() -> None:
         (("encode.reserved=0",), 0),
     ):
         config = config_of(*sets)
-        encode, _ = rank_roles(config, INFO, resolve_policies(config))[0]
+        encode = plans(config)[0].encode
         assert encode is not None
         assert encode.reserved_bytes == expected

@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.workers.driver import Stage  # noqa: E402
+from tests.workers.ranks import Ranks  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched_workers.make_checkpoint import make_checkpoint  # noqa: E402
 
@@ -56,6 +57,14 @@ def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Reference]
         return Reference(checkpoints(size))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Return processes that stand in for up to four ranks."""
+    made = Ranks(4, tmp_path_factory.mktemp("groups"))
+    yield made
+    made.stop()
 
 
 @pytest.fixture(params=SIZES)

@@ -6,10 +6,12 @@ dealt in a shuffled order, so that nothing works by being contiguous or alone.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -78,10 +80,16 @@ class Stage:
     generator: GenerateWorker
 
     @classmethod
-    def load(cls, path: str, *, attention: str, dtype: str) -> Stage:
+    def load(
+        cls, path: str, *, attention: str, dtype: str, settings: WorkerSettings | None = None
+    ) -> Stage:
         info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
-        settings = WorkerSettings(threads=1, attention=attention)
-        generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+        settings = settings or WorkerSettings(threads=1)
+        settings = dataclasses.replace(settings, attention=attention)
+        share = msgspec.structs.replace(
+            info, kv_bytes_per_token=info.kv_bytes_per_token // settings.ranks
+        )
+        generator = plugin.load_generator(share, settings, lambda _label, _fraction: None)
         generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
         encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
         return cls(info, plugin.load_preprocessor(info), encoder, generator)
@@ -101,7 +109,15 @@ class Stage:
 class Driver:
     """Runs questions to their end; `run` returns them in order."""
 
-    def __init__(self, stage: Stage, *, chunk: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        chunk: int,
+        seed: int = 0,
+        embeddings: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Prepare for a stage; `embeddings` is what ranks share, where there are several."""
         self.stage = stage
         self.chunk = chunk
         shuffle = random.Random(seed)
@@ -109,9 +125,9 @@ class Driver:
         self.pages = shuffle.sample(range(PAGES), PAGES)
         self.slots = shuffle.sample(range(32), 32)
         self.tables = np.full((32, TABLE_BLOCKS), -1, dtype=np.int32)
-        self.embeddings = np.zeros(
-            (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes), dtype=np.uint8
-        )
+        shape = (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes)
+        self.embeddings = np.zeros(shape, np.uint8) if embeddings is None else embeddings
+        assert self.embeddings.shape == shape
 
     def run(
         self, questions: Sequence[Question], *, arrivals: int = 0, preempts: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import SamplingParams
+from vsched.worker.slots import STOP_TOKENS_MAX
 
 _INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
@@ -33,6 +34,24 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     _within("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3)
     _within("presence_penalty", sampling.presence_penalty, -1e6, 1e6)
     _within("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6)
+
+
+def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+    """Return the stop tokens of a request, in order: those it asks for and the checkpoint's own.
+
+    Raises:
+        RequestRefused: When they are too many.
+    """
+    stops = tuple(sorted({*asked, *own}))
+    if len(stops) > STOP_TOKENS_MAX:
+        message = limit_message(
+            "too many stop tokens, the checkpoint's own included",
+            value=len(stops),
+            limit=STOP_TOKENS_MAX,
+            remedy="send fewer stop_token_ids",
+        )
+        raise RequestRefused(message, code="too_many_stop_tokens")
+    return stops
 
 
 def _within(what: str, value: float, low: float, high: float) -> None:

@@ -1,27 +1,28 @@
-"""The processes behind one or two groups: they start, fail and stop together.
+"""The processes of one replica: they start, fail and stop together, and take no other replica with them.
 
 With `placement = "separate"` each group has a crew of its own, so a lost encoder leaves the generate ranks alone. With
-`"together"` one crew serves both groups, in the same processes.
+`"together"` one crew serves an encode and a generate group, in the same processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import os
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
+from vsched.aio.launcher import LaunchedRank, Launcher
 from vsched.aio.leader import Deadlines, Leader, Presence
-from vsched.aio.process import RankProcess
 from vsched.aio.sizing import Sizing
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
 from vsched.kernel.decisions import Decision
+from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -38,33 +39,36 @@ class CrewEvents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crew:
-    """The ranks of the groups that `template` has roles for; the template's addresses are filled in at each start."""
+    """The ranks of one replica: of `groups`, which `template` has roles for.
+
+    What differs between ranks and between starts is filled into the template: numbers, secret, addresses, devices, and
+    the place where ranks that share a model find each other.
+    """
 
     def __init__(
         self,
         template: RankSpec,
-        context: zmq.Context[zmq.Socket[bytes]],
+        launcher: Launcher,
         *,
+        groups: Sequence[str],
         ranks: int,
         deadlines: Deadlines,
         events: CrewEvents,
         sizing: Sizing,
     ) -> None:
-        self.groups = [
-            name
-            for name, role in (("encode", template.encode), ("generate", template.generate))
-            if role is not None
-        ]
+        roles = {"encode": template.encode, "generate": template.generate}
+        served = [stage for stage, role in roles.items() if role is not None]
+        assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
+        self.groups = list(groups)
         self._template = template
-        self._context = context
+        self._launcher = launcher
         self._ranks = ranks
-        roles = [role for role in (template.encode, template.generate) if role is not None]
-        self._threads = max(role.settings.threads for role in roles)
+        self._threads = max(role.settings.threads for role in roles.values() if role is not None)
         self._deadlines = deadlines
         self._events = events
         self._sizing = sizing
         self._leaders: dict[str, Leader] = {}
-        self._processes: list[RankProcess] = []
+        self._processes: list[LaunchedRank] = []
         self._starts = 0
         self._failure = ""
         self._up = False
@@ -83,24 +87,25 @@ class Crew:
         """
         self._starts += 1
         self._failure = ""
-        # A long-lived server's folder may have been swept from the temporary directory.
-        os.makedirs(self._template.run_dir, mode=0o700, exist_ok=True)
         self._lost.clear()
+        for group in self.groups:
+            self._events.on_progress(group, "starting", 0.0)
         secret = secrets.token_hex(16)
         presence = Presence()
         self._leaders = {name: self._lead(name, secret, presence) for name in self.groups}
-        self._processes = [
-            RankProcess(
-                self._spec(rank, secret), threads=self._threads, on_exit=self._exit_handler(rank)
-            )
-            for rank in range(self._ranks)
-        ]
+        self._processes = []
+        for rank in range(
+            self._ranks
+        ):  # one by one: should a later one fail, `stop` ends the others
+            spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
+            process = self._launcher.launch(spec, threads=self._threads, on_exit=on_exit)
+            self._processes.append(process)
         loop = asyncio.get_running_loop()
         stages = [loop.create_task(self._bring_up(name)) for name in self.groups]
         lost = loop.create_task(self._lost.wait())
         try:
             async with asyncio.timeout(self._deadlines.ready_s):
-                await _first_failure([*stages, lost], until=stages)
+                await first_failure([*stages, lost], until=stages)
         except TimeoutError:
             self._failure = self._not_ready()
         finally:
@@ -120,15 +125,15 @@ class Crew:
     async def _bring_up(self, group: str) -> None:
         """See a group through to its readiness."""
         leader = self._leaders[group]
-        if group == "encode":
-            await self._sizing.publish(leader)
+        if stage_of(group) == "encode":
+            await self._sizing.publish(group, leader)
         else:
-            await self._sizing.lead(leader)
+            await self._sizing.lead(group, leader)
         await asyncio.shield(leader.ready)
 
     def _not_ready(self) -> str:
-        waiting = self._sizing.missing() if "generate" in self.groups else []
-        reason = f"; {', '.join(waiting)} has not told what it reserves" if waiting else ""
+        waited_for = self._sizing.waited_for(self.groups)
+        reason = f"; {waited_for}" if waited_for else ""
         return (
             f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
             f"(deadlines.ready_s){reason}"
@@ -179,8 +184,7 @@ class Crew:
     def _lead(self, group: str, secret: str, presence: Presence) -> Leader:
         return Leader(
             group,
-            self._context,
-            self._address(group),
+            partial(self._launcher.open_link, self._address(group)),
             secret=secret,
             ranks=self._ranks,
             deadlines=self._deadlines,
@@ -192,20 +196,31 @@ class Crew:
 
     def _spec(self, rank: int, secret: str) -> RankSpec:
         template = self._template
-        encode: EncodeRole | None = template.encode
-        generate: GenerateRole | None = template.generate
-        if encode is not None:
-            encode = msgspec.structs.replace(encode, address=self._address("encode"))
-        if generate is not None:
-            generate = msgspec.structs.replace(generate, address=self._address("generate"))
-        return msgspec.structs.replace(
-            template, rank=rank, secret=secret, encode=encode, generate=generate
-        )
+        changes: dict[str, Any] = {}
+        for group in self.groups:
+            stage = stage_of(group)
+            role: EncodeRole | GenerateRole = getattr(template, stage)
+            settings = dataclasses.replace(
+                role.settings,
+                device=rank_device(role.settings.device, rank),
+                ranks=self._ranks,
+                rank=rank,
+                rendezvous=self._rendezvous(group) if self._ranks > 1 else "",
+            )
+            changes[stage] = msgspec.structs.replace(
+                role, address=self._address(group), settings=settings
+            )
+        return msgspec.structs.replace(template, rank=rank, secret=secret, **changes)
+
+    def _rendezvous(self, group: str) -> str:
+        """Return a path that no earlier start has used: what it left there would be taken for this one's."""
+        return str(Path(self._template.run_dir) / f"{group}-{self._starts}-collective")
 
     def _exit_handler(self, rank: int) -> Callable[[int], None]:
         def on_exit(code: int) -> None:
             if not self._stopping:
-                self._lose(f"rank {rank} exited with code {code}")
+                names = " and ".join(self.groups)
+                self._lose(f"{names}: rank {rank} exited with code {code}")
 
         return on_exit
 
@@ -220,7 +235,13 @@ class Crew:
             self._events.on_lost(self.groups, reason)
 
 
-async def _first_failure(
+def rank_device(device: str, index: int) -> str:
+    """Return the device that lies so many behind this one; only `cuda` has several."""
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
+
+
+async def first_failure(
     tasks: Sequence[asyncio.Task[Any]], *, until: Sequence[asyncio.Task[Any]]
 ) -> None:
     """Wait until one of the tasks ends by itself that is not in `until`, one fails, or all of `until` are done."""

@@ -1,8 +1,11 @@
 """The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
 
-One timer serves all of it, due one interval after the last entry was sent. When it fires, the leader sends a heartbeat
-if nothing was sent meanwhile, and looks whether a deadline has passed: of a step that is out, or of a rank that owes an
-answer. So a gap is never longer than one interval, whatever the leader was doing.
+One timer serves all of it, due a little less than one interval after the last entry was sent. When it fires, the leader
+sends a heartbeat if nothing was sent meanwhile, and asks the watch whether a rank is late. So a gap is never longer
+than one interval, whatever the leader was doing.
+
+The first rank speaks for the group: its results are taken at once. What the others computed is compared with it when
+they say so; a difference is the end of the group.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
-import zmq
 
+from vsched.aio.hooks import HookTimes
+from vsched.aio.launcher import LeaderEnd
+from vsched.aio.watch import Checks, Deadlines, Presence, Watch
+from vsched.errors import PeerLost
 from vsched.kernel.decisions import Decision
 from vsched.policy import RankMemory
-from vsched.transport.zmq_link import LeaderLink, rank_identity
+from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+from vsched.types import stage_of
 from vsched.wire import (
     AcceptKv,
     Beat,
@@ -32,45 +38,30 @@ from vsched.wire import (
     LeaderLog,
     Loaded,
     Loading,
+    Pulse,
     Ready,
     Report,
     Reserved,
+    RunHook,
     Sized,
     SizeKv,
+    StepCheck,
     Stop,
+    check_of,
     decode_report,
 )
+
+__all__ = ["Deadlines", "Leader", "Presence"]
+
+EARLY = 0.9
+"""A heartbeat goes out after this part of the interval: timers fire late, and what was sent has a way to go."""
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to wait for ranks, in seconds; see the configuration section of the same name."""
-
-    ready_s: float
-    step_s: float
-    heartbeat_s: float
-    rank_timeout_s: float
-
-
-class StepOut(NamedTuple):
-    """A step whose result is due, and since when the ranks could have been working on it."""
-
-    step: int
-    since_s: float
-
-
-class Presence:
-    """When each rank was last heard, and the steps that are out: shared by the leaders of the same processes.
-
-    A process that serves two groups answers one leader while the other waits: what either hears proves that it lives,
-    and while a step of either is out, that step's deadline is the one that counts.
-    """
-
-    def __init__(self) -> None:
-        self.heard_s: dict[int, float] = {}
-        self.steps_out = 0
+OTHERS_WORD_S = 0.5
+"""How long what another rank says is waited for, when one says that it misses it."""
 
 
 class _Roll(Generic[Answer]):
@@ -98,8 +89,7 @@ class Leader:
     def __init__(
         self,
         name: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        open_link: Callable[[OnFrame], LeaderEnd],
         *,
         secret: str,
         ranks: int,
@@ -123,14 +113,19 @@ class Leader:
         self._on_lost = on_lost
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
-        self._log = LeaderLog()
-        self._link = LeaderLink(context, address, self._on_frame)
-        self._known = {rank_identity(rank): rank for rank in range(ranks)}
         self._presence = presence or Presence()
-        self._proved: set[int] = set()
+        self._log = LeaderLog(self._presence.turns)
+        self._link = open_link(self._on_frame)
+        self._known = {rank_identity(rank): rank for rank in range(ranks)}
+        self._pulses = {pulse_identity(rank): rank for rank in range(ranks)}
+        self._proved: set[bytes] = set()
+        self._disagreed = False
+        self._watch = Watch(ranks, deadlines, self._presence)
+        self._checks = Checks(ranks)
+        self._hooks = HookTimes({}, self._loop.time())
+        self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
-        self._steps_out: deque[StepOut] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
@@ -138,9 +133,19 @@ class Leader:
 
     def decide(self, decision: Decision) -> None:
         """Append a decision to the log and send it to every rank."""
-        self._steps_out.append(StepOut(decision.step, self._loop.time()))
-        self._presence.steps_out += 1
+        self._run_hooks()
+        self._hooks.stepped()
+        self._watch.owe(decision.step, self._loop.time())
         self._append(decision)
+        deaf = self._watch.deaf()
+        if deaf is not None:
+            self.lose(f"rank {deaf} is more steps behind than its queue is long")
+
+    def _run_hooks(self) -> None:
+        """Have every rank do the periodic work that is due."""
+        for name in self._hooks.take_due(self._loop.time()):
+            self._append(RunHook(name))
+            self._watch.owe(self._log.seq, self._loop.time(), hook=name)
 
     async def size(self, order: SizeKv) -> list[Sized]:
         """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
@@ -148,8 +153,10 @@ class Leader:
         Blocks: as long as the slowest takes; whoever waits for the ranks to be ready has the deadline.
         """
         self._votes = _Roll[Sized](self._ranks)
-        self._append(order)
-        return await self._votes.complete
+        self._append(msgspec.structs.replace(order, renew=self._disagreed))
+        votes = await self._votes.complete
+        self._disagreed = len({vote.outcome for vote in votes}) > 1
+        return votes
 
     def accept(self, blocks: int) -> None:
         """Tell the ranks to serve with the KV cache that stands."""
@@ -161,11 +168,12 @@ class Leader:
             self._append(Stop())
 
     def _append(self, entry: Entry) -> None:
-        frames = self._log.append(entry)
+        frame = self._log.append(entry)
         self._sent_s = self._loop.time()
         for rank in range(self._ranks):
-            if not self._link.send(rank, frames):
-                self.lose(f"rank {rank} does not read its decisions")
+            if not self._link.send(rank, frame):
+                self._link.read()  # its last word may lie there, and tell more
+                self.lose(f"rank {rank} is gone or does not read its decisions")
                 return
 
     def close(self) -> None:
@@ -186,34 +194,36 @@ class Leader:
     # --- hearing ---
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
-        rank = self._known.get(identity)
+        pulse = identity in self._pulses
+        rank = self._pulses.get(identity) if pulse else self._known.get(identity)
         if rank is None or self._over:
             return
         try:
             report = decode_report(frame)
         except (msgspec.DecodeError, ValueError):
-            if rank in self._proved:
+            if identity in self._proved:
                 self.lose(f"rank {rank} sent a frame that is no report")
             return
         if isinstance(report, Hello):
             said, secret = report.secret.encode(), self._secret.encode()
             if report.rank == rank and hmac.compare_digest(said, secret):
-                self._proved.add(rank)
-                self._presence.heard_s[rank] = self._loop.time()
+                self._proved.add(identity)
+                self._presence.hear(rank, self._loop.time(), follows=not pulse)
             return
-        if rank not in self._proved:
+        if identity not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return
-        self._presence.heard_s[rank] = self._loop.time()
-        self._on_report(rank, report)
+        self._presence.hear(rank, self._loop.time(), follows=not pulse)
+        if not pulse:
+            self._on_report(rank, report)
 
     def _on_report(self, rank: int, report: Report) -> None:
         match report:
-            case GenerateResult() | EncodeResult():
-                if rank == 0:  # all ranks compute the same; the first speaks for the group
-                    self._take_result(report)
-            case Beat(_, memory):
+            case GenerateResult() | EncodeResult() | StepCheck():
+                self._take_answer(rank, report)
+            case Beat(seq, memory):
                 self.memory[rank] = {**self.memory.get(rank, {}), **memory}
+                self._take_beat(rank, seq)
             case Loading(what, fraction):
                 if rank == 0:
                     self._on_progress(what, fraction)
@@ -229,50 +239,84 @@ class Leader:
                 if len(self._ready) == self._ranks and not self.ready.done():
                     self._begin()
             case Failure(kind, message):
-                self.lose(f"rank {rank} stopped with {kind}: {message}")
+                # A rank that misses another one is not taken at its word at once: the other's is on its way.
+                delay_s = OTHERS_WORD_S if kind == PeerLost.__name__ else 0.0
+                self._lose_after(delay_s, f"rank {rank} stopped with {kind}: {message}")
+            case Hello() | Pulse():  # of the peer's life, which is noted already
+                pass
+
+    def _lose_after(self, delay_s: float, reason: str) -> None:
+        if delay_s:
+            self._loop.call_later(delay_s, self.lose, reason)
+        else:
+            self.lose(reason)
 
     def _rolls(self) -> tuple[_Roll[Any], ...]:
         return self.loaded, self.reserved, self._votes
 
     def _begin(self) -> None:
         """All ranks are ready: from now on they owe answers, however early they were."""
-        self._presence.heard_s.update(dict.fromkeys(self._proved, self._loop.time()))
-        self._timer = self._loop.call_later(self._deadlines.heartbeat_s, self._tick)
+        first = self._ready[0]
+        for rank, one in self._ready.items():
+            if (one.kv_blocks, one.hooks) != (first.kv_blocks, first.hooks):
+                self.lose(
+                    f"rank {rank} is ready with {one.kv_blocks} KV blocks and hooks {one.hooks}, rank 0 with "
+                    f"{first.kv_blocks} and {first.hooks} (RankDesync)"
+                )
+                return
+        now_s = self._loop.time()
+        for rank in range(self._ranks):
+            self._presence.hear(rank, now_s, follows=True)
+        self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
+        self._timer = self._loop.call_later(self._beat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
-    def _take_result(self, result: GenerateResult | EncodeResult) -> None:
-        wanted = GenerateResult if self.name == "generate" else EncodeResult
-        if not self._steps_out or not isinstance(result, wanted):
-            self.lose("rank 0 sent a result of no step that is out")
+    def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
+        """Take what a rank says of the step that it has to answer next."""
+        wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
+        due = self._watch.due(rank)
+        if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
+            self.lose(f"rank {rank} sent a result of no step that is out")
             return
-        out = self._steps_out.popleft()
-        self._presence.steps_out -= 1
-        if result.step != out.step:
-            self.lose(f"rank 0 sent the result of step {result.step}, due was {out.step}")
+        if answer.step != due.number:
+            self.lose(f"rank {rank} sent the result of step {answer.step}, due was {due.number}")
             return
-        if self._steps_out:
-            # The next begins when the one before it is done.
-            self._steps_out[0] = self._steps_out[0]._replace(since_s=self._loop.time())
-        self._on_result(result)
+        self._watch.answered(rank, self._loop.time())
+        if self._ranks > 1:
+            check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
+            other = self._checks.add(rank, answer.step, check)
+            if other is not None:
+                self.lose(
+                    f"rank {other} has another result of step {answer.step} than rank 0 (RankDesync)"
+                )
+                return
+        if isinstance(answer, StepCheck):
+            return
+        for name in answer.wanted:
+            if not self._hooks.ask(name):
+                self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
+                return
+        self._on_result(answer)
+        if answer.wanted and not self._over:
+            self._run_hooks()
+
+    def _take_beat(self, rank: int, seq: int) -> None:
+        due = self._watch.due(rank)
+        if due is not None and due.hook and due.number == seq:
+            self._watch.answered(rank, self._loop.time())
+            if rank == 0:
+                self._hooks.done(due.hook, self._loop.time())
 
     def _tick(self) -> None:
         if self._over:
             return
         now_s = self._loop.time()
-        limits = self._deadlines
-        if self._steps_out:
-            waited_s = now_s - self._steps_out[0].since_s
-            if waited_s > limits.step_s:
-                self.lose(
-                    f"a step took {waited_s:.0f} s, limit {limits.step_s:g} (deadlines.step_s)"
-                )
-                return
-        elif not self._presence.steps_out:
-            for rank, heard_s in self._presence.heard_s.items():
-                if now_s - heard_s > limits.rank_timeout_s + limits.heartbeat_s:
-                    self.lose(f"rank {rank} was silent for {now_s - heard_s:.0f} s")
-                    return
-        if now_s >= self._sent_s + limits.heartbeat_s:
+        complaint = self._watch.complaint(now_s)
+        if complaint:
+            self.lose(complaint)
+            return
+        self._run_hooks()
+        if now_s >= self._sent_s + self._beat_s:
             self._append(Heartbeat())
-        due_s = self._sent_s + limits.heartbeat_s
+        due_s = self._sent_s + self._beat_s
         self._timer = self._loop.call_later(due_s - now_s, self._tick)

@@ -33,8 +33,9 @@ class OutputDelta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-UNAVAILABLE = ("cleared", "stopping", "given_up")
+UNAVAILABLE = ("cleared", "stopping", "given_up", "expired")
 """Codes of ends that are the server's state, not the request's fault: trying elsewhere makes sense."""
+RETRY_AFTER_S = 5
 BROKEN = "the answer could not be turned into text"
 """What a client is told whose tokens the detokenizer cannot take."""
 
@@ -211,8 +212,11 @@ class Generation:
         if finish is not None:
             self._ended = True
             if finish.reason is FinishReason.ERROR or finish.message:
-                status = 503 if finish.code in UNAVAILABLE else 500
-                raise RequestFailed(finish.message, code=finish.code, status=status)
+                if finish.code in UNAVAILABLE:
+                    raise RequestFailed(
+                        finish.message, code=finish.code, status=503, retry_after_s=RETRY_AFTER_S
+                    )
+                raise RequestFailed(finish.message, code=finish.code)
         delta = OutputDelta(
             text="".join(self._text),
             token_ids=self._token_ids,

@@ -15,6 +15,7 @@ from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ErrorBody, ErrorEnvelope
 from vsched.api.metrics import ApiMetrics
 from vsched.api.operations import Operations, TokenizeEndpoint, json_response
+from vsched.api.replicas import ReplicasEndpoint
 
 
 def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
@@ -35,6 +36,8 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route("/metrics", operations.metrics),
         Route("/admin/statistics", operations.statistics),
         Route("/admin/clear", operations.clear, methods=["POST"]),
+        Route("/admin/replicas", operations.replicas),
+        Route("/admin/replicas", ReplicasEndpoint(engine, settings), methods=["POST"]),
     ]
     middleware = [Middleware(RequireKey, api_key=settings.api_key)] if settings.api_key else []
     app = Starlette(

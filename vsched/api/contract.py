@@ -140,3 +140,31 @@ class EngineContract(Protocol):
     async def clear(self) -> dict[str, int]:
         """Interrupt every running and waiting request; return what is left, which is 0 of each (E20)."""
         ...
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return every group as an operator sees it."""
+        ...
+
+    async def drain_group(self, group: str) -> bool:
+        """Give a group nothing new; return whether it had nothing to do any more within the deadline.
+
+        Raises:
+            RequestRefused: With the groups that there are, or the state that does not allow it.
+        """
+        ...
+
+    async def restart_group(self, group: str) -> bool:
+        """Replace the ranks of a group; return whether it is back.
+
+        Raises:
+            RequestRefused: With the groups that there are, or the state that does not allow it.
+        """
+        ...
+
+    def resume_group(self, group: str) -> None:
+        """Give a drained group work again.
+
+        Raises:
+            RequestRefused: With the groups that there are, or the state that does not allow it.
+        """
+        ...

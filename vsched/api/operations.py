@@ -1,4 +1,4 @@
-"""Everything that is not a completion: models, tokenize, health, metrics, statistics, clear."""
+"""Everything that is not a completion: models, tokenize, health, metrics, statistics, clear, groups."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ class Operations:
         """Interrupt every request."""
         del request
         return json_response(await self._engine.clear())
+
+    async def replicas(self, request: Request) -> Response:
+        """Return every group: its state, its ranks, what runs and waits, and its last loss."""
+        del request
+        return json_response({"state": self._engine.state, "groups": self._engine.groups()})
 
     def _model(self) -> Model:
         return Model(self._engine.model_name, self._created, self._engine.info.context_tokens)

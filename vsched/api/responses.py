@@ -152,3 +152,12 @@ class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
+
+
+class GroupAction(msgspec.Struct):
+    """The answer of POST /admin/replicas; `done` is false where a deadline passed before."""
+
+    group: str
+    action: str
+    done: bool
+    state: str

@@ -152,3 +152,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+
+
+class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /admin/replicas: what to do with which group."""
+
+    group: str
+    action: str

@@ -132,7 +132,7 @@ def measure_decode(
     drive = _Drive(_sizes(running, PROMPT_TOKENS + 16 + steps * repeats + 32), policies)
     for index in range(running):
         drive.submit(_request(index, rng, image=False, max_tokens=20_000))
-    while drive.kernel.statistics()["generate"]["decoding"] < running:  # type: ignore[index]
+    while drive.kernel.statistics()["generate"]["decoding"] < running:
         drive.step()
     drive.step()
     return _row("decode step", running, drive.step, steps=steps, repeats=repeats)

@@ -47,7 +47,7 @@ def demo(
 
 def _make_checkpoint(checkpoint: Path, console: Console) -> None:
     from vsched.plugins import load_worker
-    from vsched.worker.contract import CheckpointMaker
+    from vsched.worker.abilities import CheckpointMaker
 
     plugin = load_worker("transformers")
     assert isinstance(plugin, CheckpointMaker)

@@ -12,6 +12,7 @@ from vsched.cli import (
     demo_command,
     policy_commands,
     profile_command,
+    replay_command,
     serve_command,
 )
 from vsched.errors import VschedError
@@ -24,6 +25,7 @@ COMMANDS = (
     config_commands,
     policy_commands,
     profile_command,
+    replay_command,
 )
 """The modules whose import has added commands to `app`."""
 

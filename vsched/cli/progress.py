@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 def loading_bars(console: Console) -> Iterator[Callable[[str, str, float], None]]:
     """Show a bar for each group that reports progress; yields the callback to report to."""
     columns = (
-        TextColumn("{task.fields[group]:>8}"),
+        TextColumn("{task.fields[group]:>10}"),
         BarColumn(bar_width=30),
         TextColumn("{task.description:<28}"),
         TimeElapsedColumn(),
@@ -26,6 +26,4 @@ def loading_bars(console: Console) -> Iterator[Callable[[str, str, float], None]
                 tasks[group] = progress.add_task(what, total=1.0, group=group)
             progress.update(tasks[group], description=what, completed=fraction)
 
-        for group in ("encode", "generate"):
-            report(group, "starting", 0.0)
         yield report

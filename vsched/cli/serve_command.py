@@ -20,6 +20,9 @@ def serve(
         str, typer.Argument(help="Folder of the checkpoint; model.path.", show_default=False)
     ] = "",
     config: ConfigOption = None,
+    record: Annotated[
+        str, typer.Option(help="Record what the scheduler does into a file; record.path.")
+    ] = "",
     assignments: SetOption = None,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
@@ -34,6 +37,8 @@ def serve(
     overrides = [*(assignments or ())]
     if path:
         overrides.append(f"model.path={path}")
+    if record:
+        overrides.append(f"record.path={record}")
     settings = load(config, overrides).config
     console = Console(stderr=True)
     started_s = time.monotonic()

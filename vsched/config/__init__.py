@@ -11,6 +11,7 @@ from vsched.config.sections import (
     GenerateConfig,
     MediaConfig,
     ModelConfig,
+    RecordConfig,
     ServerConfig,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "LoadedConfig",
     "MediaConfig",
     "ModelConfig",
+    "RecordConfig",
     "ServerConfig",
     "config_schema",
     "keys_table",

@@ -104,23 +104,17 @@ def policy_table(config: Config, path: str) -> PolicyTable:
 
 
 def check_combinations(config: Config) -> None:
-    """Refuse values that are legal each, but not together, and what is not supported yet.
+    """Refuse values that are legal each, but not together.
 
     Raises:
         ConfigError: Starts with the path of the key to change.
     """
     check_decode_bytes(config.media)
+    check_together(config)
     generate = config.generate
     check_sizes(config)
     for stage, name in ((config.encode, "encode"), (generate, "generate")):
         check_worker_name(stage.plugin, path=f"{name}.plugin")
-        _at_most(f"{name}.replicas", stage.replicas, 1, "more replicas are not supported yet")
-        _at_most(
-            f"{name}.tensor_parallel",
-            stage.tensor_parallel,
-            1,
-            "tensor parallelism is not supported yet",
-        )
     _at_most(
         "generate.chunk_tokens",
         generate.chunk_tokens,
@@ -139,6 +133,23 @@ def check_combinations(config: Config) -> None:
         config.deadlines.rank_timeout_s / 2,
         "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
     )
+
+
+def check_together(config: Config) -> None:
+    """Refuse stages that are to share processes and differ in how many there are.
+
+    Raises:
+        ConfigError: With value, limit and remedy.
+    """
+    if config.placement != "together":
+        return
+    for key in ("replicas", "tensor_parallel"):
+        encode, generate = getattr(config.encode, key), getattr(config.generate, key)
+        if encode != generate:
+            what = f"encode.{key}: with placement = together both stages run in the same processes"
+            remedy = f"set encode.{key} and generate.{key} to the same, or placement to separate"
+            limit = f"generate.{key}, which is {generate}"
+            raise ConfigError(limit_message(what, value=encode, limit=limit, remedy=remedy))
 
 
 def check_sizes(config: Config) -> None:

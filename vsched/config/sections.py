@@ -117,18 +117,32 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     ] = 256 << 20
 
 
-Replicas = Annotated[int, Meta(ge=1, description="Replicas of the stage; only 1 as yet.")]
-TensorParallel = Annotated[int, Meta(ge=1, description="Ranks of a replica; only 1 as yet.")]
+Replicas = Annotated[
+    int,
+    Meta(ge=1, le=64, description="Replicas of the stage, each with its own copy of the model."),
+]
+TensorParallel = Annotated[
+    int, Meta(ge=1, le=64, description="Ranks that share the model of a replica (tensor parallel).")
+]
 Plugin = Annotated[str, Meta(description="Worker plug-in that runs the model.")]
-Device = Annotated[str, Meta(description="Device of the stage.")]
+Device = Annotated[
+    str,
+    Meta(
+        description="Device of the stage; from `cuda:N` on, every rank of every replica takes the next."
+    ),
+]
 Size = int | str
 """Bytes: a number, or text such as `4GiB`."""
 Threads = Annotated[int, Meta(ge=1)] | None
 MEMORY_LIMIT = (
-    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is an eighth of what the host has "
-    "available at start, or 2 GiB where a quarter allows it, for a rank on `cpu`, and none for others."
+    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is none but on `cpu`: there it is an "
+    "eighth of what the host has available at start, or 2 GiB where that is more; at most a quarter, and at most the "
+    "share of one rank where that of one more is left over."
 )
-THREADS = "Threads that a rank computes with; by default half of the machine's, at least 1."
+THREADS = (
+    "Threads that a rank computes with; by default the machine's, shared out among all ranks of both stages, "
+    "at least 1."
+)
 
 
 class EncodeConfig(Section, frozen=True, kw_only=True):
@@ -160,11 +174,6 @@ class EncodeConfig(Section, frozen=True, kw_only=True):
     eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings go.")] = (
         msgspec.field(default_factory=partial(dict, use="lru"))
     )
-
-    @property
-    def threads_used(self) -> int:
-        """The threads that a rank computes with."""
-        return self.threads or default_threads()
 
 
 class GenerateConfig(Section, frozen=True, kw_only=True):
@@ -206,6 +215,13 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     context_tokens: Annotated[
         int, Meta(ge=0, description="Longest prompt and output together; 0 for the checkpoint's.")
     ] = 0
+    hooks_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="Between two runs of a worker's periodic work, such as rebalancing experts; by default as "
+            "often as the worker says, and 0 only when it asks."
+        ),
+    ] = None
     prefix_cache: Annotated[
         bool, Meta(description="Whether finished requests leave their KV blocks for others.")
     ] = True
@@ -222,10 +238,17 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
         msgspec.field(default_factory=partial(dict, use="lru"))
     )
 
-    @property
-    def threads_used(self) -> int:
-        """The threads that a rank computes with."""
-        return self.threads or default_threads()
+
+class RecordConfig(Section, frozen=True, kw_only=True):
+    """The record of all that the scheduler heard and decided; `vsched replay` reads it."""
+
+    path: Annotated[str, Meta(description="File to record into; empty to record nothing.")] = ""
+    segment_bytes: Annotated[
+        int, Meta(ge=4096, description="Size at which the record goes on in a new segment.")
+    ] = 64 << 20
+    segments: Annotated[
+        int, Meta(ge=2, description="Segments that are kept; the oldest goes first.")
+    ] = 8
 
 
 class DeadlinesConfig(Section, frozen=True, kw_only=True):
@@ -241,8 +264,16 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     rank_timeout_s: Annotated[
         float, Meta(gt=0, description="Until a rank that hears nothing stops.")
     ] = 15.0
+    waiting_s: Annotated[
+        float,
+        Meta(ge=0, description="For a request to wait for its first step; 0 for no limit."),
+    ] = 0.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="For running requests to finish after the first Ctrl-C.")
+        float,
+        Meta(
+            ge=0,
+            description="For running requests to finish after the first Ctrl-C, or before a restart of their group.",
+        ),
     ] = 30.0
 
 
@@ -260,14 +291,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     encode: EncodeConfig = EncodeConfig()
     generate: GenerateConfig = GenerateConfig()
     routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
-        msgspec.field(default_factory=partial(dict, use="round-robin"))
+        msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    record: RecordConfig = RecordConfig()
 
+    @property
+    def ranks(self) -> int:
+        """The ranks of both stages, all replicas counted; one that serves both counts twice."""
+        stages = (self.encode, self.generate)
+        return sum(stage.replicas * stage.tensor_parallel for stage in stages)
 
-def default_threads() -> int:
-    """Half of the threads that this process may use: the two stages share the machine."""
-    return max(len(os.sched_getaffinity(0)) // 2, 1)
+    def threads(self, stage: Literal["encode", "generate"]) -> int:
+        """Return the threads that a rank of a stage computes with."""
+        given = self.encode.threads if stage == "encode" else self.generate.threads
+        return given or max(len(os.sched_getaffinity(0)) // self.ranks, 1)
 
 
 POLICY_TABLES = {

@@ -143,6 +143,16 @@ class BlockPool:
         del self._by_hash[block_hash]
         self._hash_of[block] = None
 
+    def statistics(self) -> dict[str, int]:
+        """Return counters and gauges; what is cached is available, too."""
+        return {
+            "blocks_total": self.count,
+            "blocks_held": self.held,
+            "blocks_available": self.available,
+            "blocks_cached": len(self._order),
+            "prefix_evictions": self.evictions,
+        }
+
     def check(self, held_by: Iterable[Sequence[int]]) -> None:
         """Assert that every block is in exactly one place and that counts match the holders given."""
         counted = [0] * self.count

@@ -74,10 +74,18 @@ class RestartGroup(msgspec.Struct, frozen=True):
     group: str
 
 
+class Drained(msgspec.Struct, frozen=True):
+    """A draining group has nothing to do any more; it may be stopped, restarted or resumed."""
+
+    group: str
+
+
 class Notice(msgspec.Struct, frozen=True):
     """Something an operator should read, such as a policy that raised."""
 
     message: str
 
 
-Command = Decide | Accept | Refuse | EmitTokens | Finish | SetTimer | RestartGroup | Notice
+Command = (
+    Decide | Accept | Refuse | EmitTokens | Finish | SetTimer | RestartGroup | Drained | Notice
+)

@@ -19,13 +19,14 @@ class EmbeddingEntry:
     """One item's embedding; also what an admission policy sees of it.
 
     `tainted`: everybody who wanted it left while it was being encoded. Its pixels may have been overwritten meanwhile,
-    so the result is thrown away.
+    so the result is thrown away. `cohort`: it is encoded again together with those of the same number and nobody else,
+    because a batch that it was in failed; 0 for none.
     """
 
     __slots__ = (
-        "alone",
         "arrived_ns",
         "attempts",
+        "cohort",
         "item",
         "order",
         "pages",
@@ -45,7 +46,7 @@ class EmbeddingEntry:
         self.users: dict[int, tuple[int, int]] = {state.number: self.order}
         self.readers = 0
         self.attempts = 0
-        self.alone = False
+        self.cohort = 0
         self.tainted = False
         self.arrived_ns = now_ns
         self.priority = state.request.priority
@@ -61,9 +62,9 @@ class EmbeddingEntry:
     def tokens(self) -> int | None:
         """Tokens that the encoder computes: none for an embedding that the client brought.
 
-        None (it runs alone) once it was part of a batch that failed.
+        None once it was part of a batch that failed: no policy decides what it runs with.
         """
-        if self.alone:
+        if self.cohort:
             return None
         return 0 if self.item.encoded else self.item.tokens
 

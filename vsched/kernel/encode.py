@@ -14,22 +14,24 @@ be taken for it. An item larger than the whole region is refused at submission.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.kernel.decisions import EncodeDecision
 from vsched.kernel.embedding import EmbeddingEntry, EntryPhase
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission
+from vsched.kernel.lane import EncodeLane
 from vsched.kernel.queue import OrderedQueue
 from vsched.kernel.request import RequestState
 from vsched.kernel.sizes import Sizes
 from vsched.policy import AdmissionPolicy, AdmissionView, EvictionPolicy
-from vsched.types import MediaItem
+from vsched.types import MediaItem, group_names
 
 ATTEMPTS_MAX = 2
-"""An item that fails this often when encoded alone is refused for good."""
+"""An item that fails this often is refused for good. What counts is an error alone, and a loss of the group."""
 
 
 class EncodeStage:
-    """Items waiting for the encoder, and the embedding cache in the arena."""
+    """Items waiting for an encoder, in one line for all encode groups, and the embedding cache in the arena."""
 
     def __init__(
         self,
@@ -46,9 +48,8 @@ class EncodeStage:
         self._order: GuardedOrder[bytes] = GuardedOrder(eviction, faults)
         self._free = list(range(sizes.pages - 1, -1, -1))
         self._evictable_pages = 0
-        self._flying: list[EmbeddingEntry] = []
-        self._step = 0
-        self.ready = False
+        self._cohorts = 0
+        self.lanes = [EncodeLane(name) for name in group_names("encode", sizes.encoders)]
         self.hold_until_ns: int | None = None
         self.items_encoded = 0
         self.items_copied = 0
@@ -136,9 +137,12 @@ class EncodeStage:
 
     # --- steps ---
 
-    def plan(self, now_ns: int) -> EncodeDecision | None:
-        """Form the next batch, if the group is free and something can be encoded."""
-        if not self.ready or self._flying or not self._queue:
+    def plan(self, now_ns: int) -> tuple[str, EncodeDecision] | None:
+        """Form the next batch, if a group is free and something can be encoded; return the group and its decision."""
+        if not self._queue:
+            return None
+        lane = next((lane for lane in self.lanes if lane.open and lane.idle), None)
+        if lane is None:
             return None
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return None
@@ -150,7 +154,7 @@ class EncodeStage:
             tokens_free=self._sizes.batch_tokens,
             entries_free=self._sizes.encode_items,
             blocks_free=0,
-            running=0,
+            running=self.in_flight,
             divisible=False,
             default_tokens=self._sizes.batch_tokens,
         )
@@ -161,35 +165,32 @@ class EncodeStage:
         if not batch and chosen:
             # The policy's first choice has no room. The front of the line can always make some.
             batch = self._take([waiting[0]])
-        if not batch:
-            return None
-        self._flying = batch
-        self._step += 1
-        return EncodeDecision(self._step, [_task(entry) for entry in batch])
+        return (lane.name, lane.send(batch)) if batch else None
 
     def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
-        """Move entries from the queue into a batch, as far as pages allow."""
+        """Move entries from the queue into a batch, as far as pages allow; a cohort goes by itself, and whole."""
+        cohort = chosen[0].cohort if chosen else 0
+        if cohort:
+            chosen = [entry for entry in self._queue if entry.cohort == cohort]
         batch: list[EmbeddingEntry] = []
         for entry in chosen:
-            if (entry.alone and batch) or not self._allocate(entry):
+            if entry.cohort != cohort or not self._allocate(entry):
                 break
             self._queue.remove(entry)
             entry.phase = EntryPhase.ENCODING
             batch.append(entry)
-            if entry.alone:
-                break
         return batch
 
-    def finish(self, step: int) -> list[int]:
+    def finish(self, lane: EncodeLane, step: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
-        batch = self._land(step)
+        batch = lane.land(step)
         waiting: set[int] = set()
         for entry in batch:
             if entry.tainted:
                 self._requeue(entry)
                 continue
             entry.phase = EntryPhase.READY
-            entry.alone = False
+            entry.cohort = 0
             if entry.item.encoded:
                 self.items_copied += 1
             else:
@@ -200,32 +201,41 @@ class EncodeStage:
                 self._idle(entry)
         return sorted(waiting)
 
-    def fail(self, step: int) -> list[int]:
-        """Take a failed batch: isolate the culprit, and return the requests that it fails."""
-        batch = self._land(step)
+    def fail(self, lane: EncodeLane, step: int) -> list[int]:
+        """Take a failed batch: halve it until the culprit is alone, and return the requests that it fails (F1)."""
+        batch = lane.land(step)
+        half = -(-len(batch) // 2)
+        self._set_apart(batch[:half])
+        self._set_apart(batch[half:])
         return self._retry(batch, blame=len(batch) == 1)
 
-    def lose(self) -> list[int]:
-        """The group is gone: its batch waits again, one by one; return the requests to fail."""
-        self.ready = False
-        batch, self._flying = self._flying, []
-        return self._retry(batch, blame=True)
+    def lose(self, lane: EncodeLane, *, blame: bool) -> list[int]:
+        """The group is gone: its batch waits again, one by one; return the requests to fail.
+
+        An error costs a step, a loss a restart: so here the culprit is isolated at once.
+        """
+        batch, lane.flying = lane.flying, []
+        for entry in batch:
+            self._set_apart([entry])
+        return self._retry(batch, blame=blame)
+
+    def _set_apart(self, entries: Iterable[EmbeddingEntry]) -> None:
+        self._cohorts += 1
+        for entry in entries:
+            entry.cohort = self._cohorts
 
     def _retry(self, batch: list[EmbeddingEntry], *, blame: bool) -> list[int]:
         failed: set[int] = set()
         for entry in batch:
             entry.attempts += blame
-            entry.alone = True
             if entry.attempts >= ATTEMPTS_MAX:
                 failed.update(entry.users)
             self._requeue(entry)
         return sorted(failed)
 
-    def _land(self, step: int) -> list[EmbeddingEntry]:
-        assert step == self._step, f"encode step {step} came back, {self._step} is out"
-        assert self._flying, f"encode step {step} came back, nothing is out"
-        batch, self._flying = self._flying, []
-        return batch
+    def users_waiting(self) -> list[int]:
+        """Return the requests that wait for an item that no group works on, oldest first."""
+        return sorted({user for entry in self._queue for user in entry.users})
 
     def _requeue(self, entry: EmbeddingEntry) -> None:
         self._free.extend(entry.pages)
@@ -319,20 +329,25 @@ class EncodeStage:
     # --- views ---
 
     @property
+    def ready(self) -> bool:
+        """Whether any group is there to work."""
+        return any(lane.open for lane in self.lanes)
+
+    @property
     def in_flight(self) -> int:
-        """Items in the encode step that is out."""
-        return len(self._flying)
+        """Items in the encode steps that are out."""
+        return sum(len(lane.flying) for lane in self.lanes)
 
     @property
     def waiting(self) -> int:
         """Items that wait for the encoder."""
         return len(self._queue)
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Return counters and sizes; pages are of `page_rows` embedding rows."""
         return {
             "waiting_items": len(self._queue),
-            "running_items": len(self._flying),
+            "running_items": self.in_flight,
             "items_encoded": self.items_encoded,
             "items_copied": self.items_copied,
             "tokens_encoded": self.tokens_encoded,
@@ -344,6 +359,14 @@ class EncodeStage:
             "pages_total": self._sizes.pages,
             "pages_free": len(self._free),
             "pages_evictable": self._evictable_pages,
+            "groups": {
+                lane.name: {
+                    "state": lane.status.value,
+                    "running_items": len(lane.flying),
+                    "steps": lane.step,
+                }
+                for lane in self.lanes
+            },
         }
 
     def check(self, live: Iterable[int]) -> None:
@@ -365,10 +388,3 @@ class EncodeStage:
 
     def __iter__(self) -> Iterator[EmbeddingEntry]:
         return iter(self._entries.values())
-
-
-def _task(entry: EmbeddingEntry) -> EncodeTask:
-    item = entry.item
-    assert item.pixels is not None, "an item without pixels reached the encode stage"
-    pages = list(entry.pages)
-    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, pages, item.encoded)

@@ -42,12 +42,14 @@ class Stepped(msgspec.Struct, frozen=True):
     tokens: array[int]
     finished: list[Finished] = []
     busy_ns: int = 0
+    group: str = "generate"
 
 
 class Encoded(msgspec.Struct, frozen=True):
     """An encode step is done; every item of it is in its pages."""
 
     step: int
+    group: str = "encode"
 
 
 class EncodeFailed(msgspec.Struct, frozen=True):
@@ -55,19 +57,43 @@ class EncodeFailed(msgspec.Struct, frozen=True):
 
     step: int
     message: str
+    group: str = "encode"
 
 
 class GroupReady(msgspec.Struct, frozen=True):
-    """All ranks of a group (`encode` or `generate`) are up, with nothing in them."""
+    """All ranks of a group are up, with nothing in them; see `vsched.types.group_names`."""
 
     group: str
 
 
 class GroupLost(msgspec.Struct, frozen=True):
-    """A group is gone, with all that it held."""
+    """A group is gone, with all that it held; `RestartGroup` answers it.
+
+    `planned` says that it was ended on purpose: nothing that ran there is to blame.
+    """
 
     group: str
     reason: str
+    planned: bool = False
+
+
+class GroupRetired(msgspec.Struct, frozen=True):
+    """A lost group will not come back: its requests go to the other groups of its stage."""
+
+    group: str
+    reason: str
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Give a group nothing new: what runs there ends, what waits goes elsewhere. `Drained` answers it."""
+
+    group: str
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Give a draining group work again."""
+
+    group: str
 
 
 class Timer(msgspec.Struct, frozen=True):
@@ -89,6 +115,9 @@ Event = (
     | EncodeFailed
     | GroupReady
     | GroupLost
+    | GroupRetired
+    | Drain
+    | Resume
     | Timer
     | Cleared
 )

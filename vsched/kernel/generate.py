@@ -2,8 +2,7 @@
 
 **Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel touches a decoding
 request only when something about it changes. The one thing that changes by itself is its length, and `RunningSet`
-knows in which step that needs a block. Tokens go into a log unread; ranks, which know their own last token, say who
-finished.
+knows in which step that needs a block. Tokens go into a log unread; ranks know their own last token, and who finished.
 
 **One step ahead.** A decision may go out while the step before is still running. So a request may have finished in a
 step that is out: the rank skips it by itself, and the kernel frees its slot when it hears. A preempted request has a
@@ -14,46 +13,54 @@ decoding grows. When blocks run out, a victim leaves (`PreemptionPolicy`), never
 the block, so the oldest always goes on.
 
 Prior art: iteration-level scheduling (Orca, OSDI 2022), paged KV (vLLM, SOSP 2023), chunked prefill (Sarathi-Serve,
-OSDI 2024). Rejected: planning every running request in every step (12 ms a step at 1,024 requests).
+OSDI 2024). Rejected: planning every running request in every step, which takes 12 ms at 1,024 requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsched.kernel.blocks import BlockPool
-from vsched.kernel.decisions import ChunkItem, ChunkPlan, GenerateDecision, Join
+from vsched.kernel.chunks import chunk_stop, read_items
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.events import Stepped
 from vsched.kernel.flight import Flight
+from vsched.kernel.groups import Group
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
+from vsched.kernel.line import Line, Load
 from vsched.kernel.pace import Draft, Pace, StepBudget
-from vsched.kernel.queue import OrderedQueue
-from vsched.kernel.request import Phase, ReadyEntry, RequestState
+from vsched.kernel.probation import Probation
+from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.running import RunningSet, order_of
 from vsched.kernel.sizes import KernelPolicies, Sizes
 from vsched.policy import Admission, AdmissionView, PreemptionView
 
+COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
 
-class GenerateStage:
-    """Requests from the moment their first chunk could run until they leave their slot."""
+
+class GenerateStage(Group):
+    """One generate group: its requests from the moment their first chunk could run until they leave their slot."""
 
     def __init__(
-        self, sizes: Sizes, policies: KernelPolicies, encode: EncodeStage, faults: PolicyFaults
+        self,
+        name: str,
+        sizes: Sizes,
+        policies: KernelPolicies,
+        encode: EncodeStage,
+        faults: PolicyFaults,
     ) -> None:
+        super().__init__(name)
         self._sizes = sizes
         self._policies = policies
         self._encode = encode
         self._faults = faults
-        self.ready = False
-        self.hold_until_ns: int | None = None
         self.flight = Flight(0)
         self.pace = Pace(sizes.step_target_ns, sizes.block_size)
-        self.tokens_prefilled = 0
-        self.tokens_decoded = 0
-        self.tokens_cached = 0
-        self.preemptions = 0
-        self.admitted_total = 0
-        self._queue: OrderedQueue[ReadyEntry] = OrderedQueue()
-        self._entries: dict[int, ReadyEntry] = {}
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.line = Line(sizes.block_size)
+        self.load = Load()
+        self._probation = Probation()
         self._reset()
 
     def _reset(self) -> None:
@@ -62,35 +69,39 @@ class GenerateStage:
         self.pool = BlockPool(self._sizes.blocks, order)
         self.running = RunningSet(self._sizes, self.pool)
         self.flight = Flight(self.flight.planned)
-        self._blocked = False
+        self.line.blocked = False
         self._front_first = False
         self.fallen: list[RequestState] = []
 
-    # --- the waiting line ---
+    # --- whose requests these are ---
 
-    def enqueue(self, state: RequestState) -> None:
-        """Put a request that could run its first chunk into the line, at its place."""
-        state.phase = Phase.READY
-        entry = ReadyEntry(state, self._sizes.block_size)
-        self._entries[state.number] = entry
-        self._queue.put(entry)
-        self._blocked = False
-        self.hold_until_ns = None  # the policy may find it worth going now
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.flight.out or self.flight.settling)
 
-    def dequeue(self, state: RequestState) -> None:
-        """Take a request out of the line."""
-        self._queue.remove(self._entries.pop(state.number))
-        self._blocked = False
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of all its requests, prompts and outputs, waiting and running (E9)."""
+        return self.load.known_tokens + self.running.decoded(self.flight.planned)
 
-    def stands_in_line(self, state: RequestState) -> bool:
-        """Return whether a request is in the waiting line."""
-        entry = self._entries.get(state.number)
-        return entry is not None and entry in self._queue
+    def let_go(self, state: RequestState) -> None:
+        """Give a request that holds no slot away."""
+        if state.phase is Phase.READY:
+            self.line.remove(state)
+        if state.known:
+            self.running.forget(state)
+            state.known = False
+        self.load.drop(state)
 
     def hash_tokens(self, state: RequestState) -> None:
         """Compute the block hashes of a request's known tokens that it does not have yet."""
         if self._sizes.prefix_cache:
             state.extend_hashes(self._sizes.block_size)
+
+    def _take_down(self, state: RequestState) -> None:
+        """A life ended, and its outputs became known tokens."""
+        self.load.recount(state)
+        self.hash_tokens(state)
 
     def cached_prefix(self, state: RequestState) -> list[int]:
         """Return the cached blocks that a request could start from; at least one token stays to compute."""
@@ -98,25 +109,8 @@ class GenerateStage:
         return self.pool.find(state.hashes[:usable])
 
     def chunk_stop(self, state: RequestState, start: int, budget: int) -> int:
-        """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
-
-        The chunk is cut before an item whose embedding is not ready. A little text before such an
-        item is not worth a step of its own, so the cut goes back to a block boundary; but never
-        across rows of another item: an item that is ready must be consumed as far as possible, or
-        its pages could keep out the very item that is waited for.
-        """
-        stop = min(len(state.tokens), start + self._sizes.chunk_tokens, start + budget)
-        consumed = start
-        for item in state.items:
-            if item.offset >= stop:
-                break
-            if item.end <= start:
-                continue
-            if not self._encode.is_ready(item.key):
-                cut = max(item.offset, start)
-                return max(consumed, cut - cut % self._sizes.block_size)
-            consumed = item.end
-        return stop
+        """Return where the next chunk from `start` ends: `start` when nothing can be done yet."""
+        return chunk_stop(state, start, budget, sizes=self._sizes, encode=self._encode)
 
     # --- planning a step ---
 
@@ -125,17 +119,17 @@ class GenerateStage:
         if not self.ready or self.flight.out >= self._sizes.generate_depth:
             return None
         running = self.running
-        if not (running.decoding or running.prefilling or self._queue):
+        if not (running.decoding or running.prefilling or self.line):
             return None
         step = self.flight.planned + 1
         grown = self._grow(step, now_ns)
         decoding = len(running.decoding)
         budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding > 0)
         draft = Draft(step, budget)
-        if running.prefilling or self._queue:
+        if running.prefilling or self.line:
             for state in sorted(running.prefilling.values(), key=order_of):
                 self._chunk(state, draft)
-            if self._queue and not (budget.spent or self._blocked):
+            if self.line and self.open and not (budget.spent or self.line.blocked):
                 self._admit(draft, now_ns)
         decodes = len(running.decoding) - self.flight.firsts(step)
         if not decodes and not draft.chunks:
@@ -143,7 +137,7 @@ class GenerateStage:
         self.pace.note(step, budget, decodes=decodes > 0)
         self._front_first = False
         self.flight.planned = step
-        self.tokens_decoded += decodes
+        self.counts["tokens_decoded"] += decodes
         forgotten, left = running.take_changes()
         return GenerateDecision(step, forgotten, left, draft.joined, grown, draft.chunks)
 
@@ -151,7 +145,7 @@ class GenerateStage:
         """Give a block to every decoding request that writes its next token into a new one."""
         grown: list[int] = []
         pool = self.pool
-        preempted = self.preemptions
+        preempted = self.counts["preemptions"]
         for state in self.running.due(step):
             if state.slot < 0:
                 continue  # preempted for one before it
@@ -161,7 +155,7 @@ class GenerateStage:
             state.blocks.append(block)
             grown.append(state.slot)
             grown.append(block)
-        if self.preemptions > preempted:
+        if self.counts["preemptions"] > preempted:
             # One that had grown already may have been preempted for one after it.
             pairs = zip(grown[::2], grown[1::2], strict=True)
             grown = [one for pair in pairs if not self.running.left_since(pair[0]) for one in pair]
@@ -188,11 +182,7 @@ class GenerateStage:
         if stop <= start:
             return
         draft.budget.take(start, stop - start)
-        items = [
-            ChunkItem(item.offset, item.tokens, list(self._encode.read(item.key)))
-            for item in state.items
-            if item.offset < stop and item.end > start
-        ]
+        items = read_items(state, start, stop, encode=self._encode)
         plan = ChunkPlan(state.slot, start, stop, items)
         draft.chunks.append(plan)
         if items:
@@ -202,21 +192,21 @@ class GenerateStage:
         first, last = start // size, stop // size
         if state.hashes:
             self.pool.publish(state.blocks[first:last], state.hashes[first:last])
-        self.tokens_prefilled += stop - start
+        self.counts["tokens_prefilled"] += stop - start
         if stop == len(state.tokens):
             self.running.start_decoding(state, step)
             self.flight.note_first(step, state)
 
     def _admit(self, draft: Draft, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
-        if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
+        if self.line.hold_until_ns is not None and now_ns < self.line.hold_until_ns:
             return
-        self._blocked = not self.running.slots_free
-        waiting, settling = self._queue.entries, self.flight.oldest_settling()
+        self.line.blocked = not self.running.slots_free
+        waiting, settling = self.line.entries, self.flight.oldest_settling()
         if settling is not None:
             # It comes back next step: what it gave up is not for those behind it.
             waiting = [entry for entry in waiting if entry.order < settling]
-        if self._blocked or not waiting:
+        if self.line.blocked or not waiting:
             return
         view = AdmissionView(
             stage="generate",
@@ -232,10 +222,12 @@ class GenerateStage:
         admission = Admission((0,))
         if not self._front_first:
             admission = ask_admission(self._policies.generate_admission, view, self._faults)
-        self.hold_until_ns = admission.hold_until_ns
+        self.line.hold_until_ns = admission.hold_until_ns
         for entry in [waiting[index] for index in admission.indices]:
             if draft.budget.spent or not self.running.slots_free:
                 return
+            if not self._probation.admits(entry.state):
+                continue
             join = self._join(entry.state, draft.budget, now_ns)
             if join is not None:
                 draft.joined.append(join)
@@ -243,7 +235,7 @@ class GenerateStage:
                 # Only now: the chunk may read the content of an earlier item once more.
                 self.drop_claims_before(entry.state, join.computed)
             elif entry.state.phase is Phase.READY:
-                self._blocked = True
+                self.line.blocked = True
                 return
             # Else it waits for embeddings again: no reason to hold up those behind it.
 
@@ -253,19 +245,20 @@ class GenerateStage:
         computed = len(prefix) * self._sizes.block_size
         if self.chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
             # Its embeddings or its cached prefix went while it stood in line.
-            self.dequeue(state)
+            self.line.remove(state)
             state.phase = Phase.ITEMS
             self.fallen.append(state)
             return None
         missing = self._sizes.blocks_for(len(state.tokens)) - len(prefix)
         if missing > self.pool.available - self.pool.cached_among(prefix):
             return None
-        self.dequeue(state)
+        self.line.remove(state)
         self.pool.hold(prefix)
         blocks = prefix + [self.pool.allocate() for _ in range(missing)]
         self.running.seat(state, blocks, computed)
-        self.tokens_cached += computed
-        self.admitted_total += 1
+        self._probation.begin(state)
+        self.counts["tokens_cached"] += computed
+        self.counts["admitted"] += 1
         if not state.admitted_ns:
             state.admitted_ns = now_ns
             state.cached_tokens = computed
@@ -290,11 +283,12 @@ class GenerateStage:
         for state, plan in self.flight.land(event.step, event.tokens, now_ns):
             self._encode.done_reading(state, plan.start, plan.stop)
             self.drop_claims_before(state, min(plan.stop, state.computed))
+        self._probation.review(self.flight.done)
         if not self.flight.settling:
             return []
         settled = self.flight.take_settled()
         for state in settled:
-            self.hash_tokens(state)
+            self._take_down(state)
         self._trim_log()
         return settled
 
@@ -306,30 +300,34 @@ class GenerateStage:
             slot, computed = state.slot, state.computed
             if state.first_step >= 0:
                 self.flight.gather(state, slot)
-                self.hash_tokens(state)
+                self._take_down(state)
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._sizes.block_size, len(state.hashes))
                 self.pool.publish(state.blocks[:full], state.hashes[:full])
-            self.running.vacate(state, keep=False)
-            self._blocked = False
+            self._vacate(state, keep=False)
         elif state.known:
             self.running.forget(state)
         self.flight.unsettle(state)
+        self.load.drop(state)
         self._trim_log()
+
+    def _vacate(self, state: RequestState, *, keep: bool) -> None:
+        self.running.vacate(state, keep=keep)
+        self._probation.end(state)
+        self.line.blocked = False
 
     def preempt(self, state: RequestState) -> None:
         """Take a running request out of its slot; it settles, then returns to its place in line."""
         slot = state.slot
-        self.preemptions += 1
+        self.counts["preemptions"] += 1
         state.preemptions += 1
-        self.running.vacate(state, keep=True)
-        self._blocked = False
+        self._vacate(state, keep=True)
         state.phase = Phase.SETTLING
         if self.flight.out:
             self.flight.settle(state, slot)
         else:
             self.flight.gather(state, slot)
-            self.hash_tokens(state)
+            self._take_down(state)
             self.fallen.append(state)
 
     def favour_front(self) -> bool:
@@ -338,14 +336,14 @@ class GenerateStage:
         Called when nothing moves: a younger request with a slot waits for an embedding whose pages the front claims. So
         the front joins before all others, and the youngest stalled prefill lets go if it has no room.
         """
-        if not self._queue:
+        if not self.line:
             return False
-        self._blocked = False
+        self.line.blocked = False
         if not self._front_first:
             self._front_first = True
             return True
         youngest = max(self.running.prefilling.values(), key=order_of, default=None)
-        if youngest is None or youngest.order < self._queue.entries[0].order:
+        if youngest is None or youngest.order < self.line.entries[0].order:
             return False
         self.preempt(youngest)
         return True
@@ -354,46 +352,46 @@ class GenerateStage:
         # Requests begin to decode in order of steps, so the first in the set is the oldest.
         self.flight.trim(next(iter(self.running.decoding.values()), None))
 
-    def lose(self) -> list[RequestState]:
-        """The group is gone with all it held: return every request that it knew, oldest first."""
-        self.ready = False
+    def lose(self, *, blame: bool) -> tuple[list[RequestState], RequestState | None]:
+        """The group is gone with all it held: return every request that had run there, oldest first, and the culprit.
+
+        That is the request to blame for the loss, None where it is not certain.
+        """
         self.pace.lose()
         for state, plan in self.flight.crash():
             self._encode.done_reading(state, plan.start, plan.stop)
         lost = self.running.in_order()
+        culprit = self._probation.blame(lost) if blame else None
         for state in lost:
-            state.losses += 1
+            self._probation.end(state)
             self.flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
         lost += self.flight.take_settled(crashed=True)
         for state in lost:
-            self.hash_tokens(state)
+            self._take_down(state)
         self._reset()
-        return sorted(lost, key=order_of)
+        return sorted(lost, key=order_of), culprit
 
     # --- views ---
 
     def statistics(self) -> dict[str, int]:
-        """Return counters and gauges of the stage."""
+        """Return counters and gauges of the group."""
         return {
-            "waiting": len(self._queue),
+            "load_tokens": self.load_tokens,
+            "waiting": len(self.line),
             "prefilling": len(self.running.prefilling),
             "decoding": len(self.running.decoding),
             "preempted": self.flight.settling,
             "steps": self.flight.done,
             "steps_in_flight": self.flight.out,
-            "tokens_prefilled": self.tokens_prefilled,
-            "tokens_decoded": self.tokens_decoded,
-            "tokens_cached": self.tokens_cached,
-            "preemptions": self.preemptions,
-            "admitted": self.admitted_total,
-            "blocks_total": self.pool.count,
-            "blocks_held": self.pool.held,
-            "blocks_available": self.pool.available,
-            "prefix_evictions": self.pool.evictions,
+            **self.counts,
+            **self.pool.statistics(),
             "slots_total": self._sizes.slots,
         }
 
-    def check(self) -> None:
-        """Assert that the running set is consistent."""
+    def check(self, own: Sequence[RequestState]) -> None:
+        """Assert that line, load and running set are consistent; `own` are the requests of this group."""
         self.running.check(self.flight.planned)
+        assert self.load.known_tokens == sum(state.counted for state in own), "load is miscounted"
+        ready = [state.number for state in own if state.phase is Phase.READY]
+        assert ready == [entry.state.number for entry in self.line.entries], "the line is wrong"

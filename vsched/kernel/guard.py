@@ -20,6 +20,8 @@ from vsched.policy import (
     EvictionPolicy,
     PreemptionPolicy,
     PreemptionView,
+    RoutingPolicy,
+    RoutingView,
 )
 
 Key = TypeVar("Key", bound=Hashable)
@@ -104,6 +106,18 @@ def ask_preemption(policy: PreemptionPolicy, view: PreemptionView, faults: Polic
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         faults.report(policy, error, view)
         return len(view.running) - 1
+    return index
+
+
+def ask_routing(policy: RoutingPolicy, view: RoutingView, faults: PolicyFaults) -> int:
+    """Return the index of a replica; where the policy fails, of the least loaded that is healthy."""
+    try:
+        index = whole(policy.choose(view))
+        if not 0 <= index < len(view.replicas):
+            raise ValueError(f"index {index} is outside 0 to {len(view.replicas) - 1}")
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        faults.report(policy, error, view)
+        return min(view.replicas, key=lambda one: (not one.healthy, one.load_tokens)).index
     return index
 
 

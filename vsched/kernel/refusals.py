@@ -81,6 +81,12 @@ def _refuse_images(request: Request, sizes: Sizes, scope: str) -> Refuse | None:
     return None
 
 
+def refuse_unserved(request: Request, reason: str) -> Refuse:
+    """Refuse a request because no group is left, nor will be, to serve it."""
+    message = f"{reason}. Remedy: restart the server."
+    return Refuse(request.request_id, "given_up", 503, message)
+
+
 def refuse_duplicate(request: Request) -> Refuse:
     """Refuse a request whose id is in use."""
     message = "this request id is in use. Remedy: choose another, or none."

@@ -19,6 +19,7 @@ class Phase(enum.StrEnum):
     ITEMS = "waiting for embeddings"
     READY = "waiting for a slot"
     SETTLING = "preempted, its last step is still out"
+    PARKED = "waiting for its group to come back"
     PREFILL = "prefilling"
     DECODE = "decoding"
 
@@ -32,12 +33,15 @@ class RequestState:
         hashes: Block hashes of the full blocks of `tokens`.
         computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
         first_step: The step that yields the first token of this life; -1 before its last chunk is decided.
+        decoding_since: What `first_step` was set to when it began to decode.
         bucket: Which steps, modulo the block size, give it a block while it decodes.
         wanted: Indices of its items that it asked the encode stage for and has not consumed.
         items: The request's items, under the keys that the embedding cache knows them by.
         host_bytes: Host memory that it keeps occupied.
         known: Whether the generate ranks hold its data.
-        losses: How often a group went down while it was in flight there.
+        losses: How often its group went down while it ran there; less, once it was seen not to be the cause.
+        home: Index of its generate group; -1 before it has one.
+        counted: Tokens of it that its group counts as load, besides those it is decoding.
     """
 
     __slots__ = (
@@ -46,10 +50,13 @@ class RequestState:
         "bucket",
         "cached_tokens",
         "computed",
+        "counted",
+        "decoding_since",
         "encoded_items",
         "first_step",
         "first_token_ns",
         "hashes",
+        "home",
         "host_bytes",
         "items",
         "items_ready_ns",
@@ -92,9 +99,12 @@ class RequestState:
         self.computed = 0
         self.uncached = len(self.tokens)
         self.first_step = -1
+        self.decoding_since = 0
         self.wanted: set[int] = set()
         self.known = False
         self.losses = 0
+        self.home = -1
+        self.counted = 0
         self.preemptions = 0
         self.cached_tokens = 0
         self.encoded_items = 0

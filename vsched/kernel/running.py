@@ -25,6 +25,7 @@ class RunningSet:
         self._block_size = sizes.block_size
         self._free_slots = list(range(sizes.slots - 1, -1, -1))
         self._growth: list[dict[int, RequestState]] = [{} for _ in range(sizes.block_size)]
+        self._first_steps = 0
         self._left: list[Leave] = []
         self._forgotten: list[int] = []
 
@@ -64,11 +65,16 @@ class RunningSet:
         """Move a request on whose last chunk is in `step`: it yields a token in that and every later step."""
         del self.prefilling[state.number]
         state.phase = Phase.DECODE
-        state.first_step = step
+        state.first_step = state.decoding_since = step
         self.decoding[state.number] = state
+        self._first_steps += step
         # In step `step + j` it writes position `len(tokens) + j - 1`: a block's first when 0 modulo the size.
         state.bucket = (step + 1 - len(state.tokens)) % self._block_size
         self._growth[state.bucket][state.number] = state
+
+    def decoded(self, planned: int) -> int:
+        """Return the tokens that decoding requests have got in this life, with those of steps that are out."""
+        return len(self.decoding) * (planned + 1) - self._first_steps
 
     def due(self, step: int) -> list[RequestState]:
         """Return the decoding requests that need a block in this step."""
@@ -80,6 +86,7 @@ class RunningSet:
         if state.phase is Phase.DECODE:
             del self._growth[state.bucket][state.number]
             del self.decoding[state.number]
+            self._first_steps -= state.decoding_since
         else:
             del self.prefilling[state.number]
         self._left.append(Leave(state.number, state.slot, keep))

@@ -1,23 +1,21 @@
 """The scheduler: events in, commands out.
 
-`handle` applies one event to the two stages, then lets each plan what it can. All waiting, preempting and recovering
-comes down to three moves: a request *claims* the items that its next chunk needs, *stands in line* once that chunk
-could run, and *leaves* with exactly one terminal command.
+`handle` applies one event to the two stages, then lets each group plan what it can. Requests are in the book; what
+happens to the groups that serve them is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
+from vsched.kernel.book import RequestBook
 from vsched.kernel.commands import (
-    Accept,
     Command,
     Decide,
+    Drained,
     EmitTokens,
-    Finish,
     Notice,
-    Refuse,
-    RequestTimes,
     RestartGroup,
     SetTimer,
 )
@@ -25,279 +23,220 @@ from vsched.kernel.encode import EncodeStage
 from vsched.kernel.events import (
     Aborted,
     Cleared,
+    Drain,
     Encoded,
     EncodeFailed,
     Event,
     GroupLost,
     GroupReady,
+    GroupRetired,
+    Resume,
     Stepped,
     Submitted,
     Timer,
 )
+from vsched.kernel.explain import explain
 from vsched.kernel.generate import GenerateStage
-from vsched.kernel.guard import PolicyFaults, ask_encoding
-from vsched.kernel.refusals import (
-    refuse_duplicate,
-    refuse_full_bytes,
-    refuse_full_count,
-    refuse_impossible,
-)
-from vsched.kernel.request import Phase, RequestState, host_bytes
+from vsched.kernel.groups import Group, Status
+from vsched.kernel.guard import PolicyFaults
+from vsched.kernel.lane import EncodeLane
+from vsched.kernel.request import Phase
 from vsched.kernel.sizes import KernelPolicies, Sizes
-from vsched.policy import EncodingView, ItemSpan
-from vsched.types import FinishReason, Request
-
-LOSSES_MAX = 2
-"""A request in flight in so many group losses is taken for their cause and ended."""
+from vsched.types import FinishReason, group_names
 
 
 class Scheduler:
-    """One replica's state machine; see `docs/architecture.md` for the whole picture."""
+    """The state machine of all replicas; see `docs/architecture.md` for the whole picture.
+
+    There is one line of items for all encode groups, and one line of requests for each generate group.
+    """
 
     def __init__(self, sizes: Sizes, policies: KernelPolicies) -> None:
         self.sizes = sizes
-        self._policies = policies
         self._faults = PolicyFaults()
         self.encode = EncodeStage(
             sizes, policies.encode_admission, policies.embedding_eviction, self._faults
         )
-        self.generate = GenerateStage(sizes, policies, self.encode, self._faults)
-        self._requests: dict[int, RequestState] = {}
-        self._numbers: dict[str, int] = {}
-        self._arrivals = 0
-        self._live_bytes = 0
-        self._now_ns = 0
+        self.generators = [
+            GenerateStage(name, sizes, policies, self.encode, self._faults)
+            for name in group_names("generate", sizes.generators)
+        ]
+        self._groups: dict[str, Group] = {
+            group.name: group for group in (*self.encode.lanes, *self.generators)
+        }
+        self._draining: list[Group] = []
+        self._book = RequestBook(sizes, policies, self.encode, self.generators, self._faults)
         self._timer_ns: int | None = None
-        self._commands: list[Command] = []
-        self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.refused: dict[str, int] = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Apply an event and return what to do about it, in order."""
-        self._now_ns = now_ns
-        self._commands = []
+        book = self._book
+        book.now_ns = now_ns
+        commands = book.commands = []
         match event:
             case Stepped():
                 self._on_stepped(event)
             case Submitted():
-                self._on_submitted(event.request, event.stop_token_ids)
-            case Encoded():
-                self._on_items_ready(self.encode.finish(event.step))
+                book.submit(event.request, event.stop_token_ids)
+            case Encoded(step, group):
+                book.items_ready(self.encode.finish(self._lane(group), step))
             case Aborted():
                 self._on_aborted(event)
-            case EncodeFailed():
-                self._fail_all(self.encode.fail(event.step), event.message, code="encode_failed")
-            case GroupReady():
-                self._stage(event.group).ready = True
+            case EncodeFailed(step, message, group):
+                failed = self.encode.fail(self._lane(group), step)
+                book.fail_all(failed, message, code="encode_failed")
+            case GroupReady() | Resume():
+                self._on_open(event.group)
             case GroupLost():
                 self._on_group_lost(event)
+            case GroupRetired():
+                self._on_retired(event)
+            case Drain():
+                self._on_drain(event.group)
             case Timer():
                 self._timer_ns = None
             case Cleared():
-                self._on_cleared(event)
+                book.clear(event.message, code=event.code)
         self._plan()
-        return self._commands
-
-    def _stage(self, group: str) -> EncodeStage | GenerateStage:
-        assert group in ("encode", "generate"), f"no group is called {group!r}"
-        return self.encode if group == "encode" else self.generate
-
-    # --- arrivals ---
-
-    def _on_submitted(self, request: Request, stop_token_ids: tuple[int, ...]) -> None:
-        refusal = refuse_impossible(request, self.sizes, scope=self._policies.encoding.scope)
-        if refusal is None and request.request_id in self._numbers:
-            refusal = refuse_duplicate(request)
-        if refusal is None:
-            refusal = self._refuse_full(request)
-        if refusal is not None:
-            self.refused[refusal.code] = self.refused.get(refusal.code, 0) + 1
-            self._commands.append(refusal)
-            return
-        self._arrivals += 1
-        scope = self._policies.encoding.scope
-        state = RequestState(request, self._arrivals, stop_token_ids, self._now_ns, scope=scope)
-        self._live_bytes += state.host_bytes
-        self._requests[state.number] = state
-        self._numbers[request.request_id] = state.number
-        self._commands.append(Accept(request.request_id, state.number))
-        self.generate.hash_tokens(state)
-        self._stand_in_line(state, arriving=True)
-
-    def _refuse_full(self, request: Request) -> Refuse | None:
-        """Return the refusal when too many requests wait already, or too many bytes (G12)."""
-        running = self.generate.running
-        waiting = len(self._requests) - len(running)
-        if waiting >= self.sizes.waiting:
-            return refuse_full_count(request, waiting, self.sizes)
-        limit = self.sizes.waiting_bytes
-        size = host_bytes(request)
-        if self._live_bytes + size > limit:
-            waiting_bytes = self._live_bytes - sum(one.host_bytes for one in running.in_order())
-            if waiting and waiting_bytes + size > limit:
-                return refuse_full_bytes(request, waiting_bytes + size, self.sizes)
-        return None
-
-    # --- the way into the line ---
-
-    def _stand_in_line(self, state: RequestState, *, arriving: bool = False) -> None:
-        """Claim the items of the next chunk; stand in line when it could run, else wait for them."""
-        computed = len(self.generate.cached_prefix(state)) * self.sizes.block_size
-        state.uncached = len(state.tokens) - computed
-        state.phase = Phase.ITEMS
-        self.generate.drop_claims_before(state, computed)
-        if not self._claim(state, computed, arriving=arriving):
-            return
-        if self.generate.chunk_stop(state, computed, self.sizes.batch_tokens) > computed:
-            if not state.items_ready_ns:
-                state.items_ready_ns = self._now_ns
-            self.generate.enqueue(state)
-
-    def _claim(self, state: RequestState, start: int, *, arriving: bool = False) -> bool:
-        """Ask the encode stage for the items that the chunk at `start` needs, and those the policy adds."""
-        if not state.items or state.items[-1].end <= start:
-            return True
-        stop = min(len(state.tokens), start + self.sizes.chunk_tokens)
-        view = EncodingView(
-            items=[
-                ItemSpan(item.offset, item.end, self.encode.is_ready(item.key))
-                for item in state.items
-            ],
-            chunk_start=start,
-            chunk_stop=stop,
-            chunk_tokens=self.sizes.chunk_tokens,
-            prompt_tokens=len(state.tokens),
-            arriving=arriving,
-        )
-        for index in ask_encoding(self._policies.encoding, view, self._faults):
-            item = state.items[index]
-            if index in state.wanted or item.end <= start:
-                continue
-            state.wanted.add(index)
-            ready = self.encode.want(state, index, self._now_ns)
-            state.encoded_items += not ready
-            if not self.encode.matches(item):
-                message = "the image's token count differs from its cached embedding's"
-                self._end(state, FinishReason.ERROR, message=message, code="length_mismatch")
-                return False
-        return True
-
-    def _on_items_ready(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            state = self._requests[number]
-            if state.phase is Phase.ITEMS:
-                self._stand_in_line(state)
+        return commands
 
     # --- results ---
 
+    def _lane(self, group: str) -> EncodeLane:
+        lane = self._groups[group]
+        assert isinstance(lane, EncodeLane), f"{group} encodes nothing"
+        return lane
+
     def _on_stepped(self, event: Stepped) -> None:
-        settled = self.generate.finish_step(event, self._now_ns)
-        self._commands.append(EmitTokens(event.step))
+        stage = self._groups[event.group]
+        assert isinstance(stage, GenerateStage), f"{event.group} generates nothing"
+        book = self._book
+        settled = stage.finish_step(event, book.now_ns)
+        book.commands.append(EmitTokens(event.step))
         for finished in event.finished:
-            state = self._requests.get(finished.number)
+            state = book.live.get(finished.number)
             if state is not None:  # else it was aborted while the step was out
-                self._end(state, finished.reason)
+                book.end(state, finished.reason)
         for state in settled:
-            if state.number in self._requests:
-                self._stand_in_line(state)
+            if state.number in book.live:
+                book.come_back(state)
 
     def _on_aborted(self, event: Aborted) -> None:
-        number = self._numbers.get(event.request_id)
+        number = self._book.numbers.get(event.request_id)
         if number is not None:  # else it ended by itself meanwhile
-            self._end(self._requests[number], event.reason)
+            self._book.end(self._book.live[number], event.reason)
 
-    def _on_cleared(self, event: Cleared) -> None:
-        for state in list(self._requests.values()):
-            self._end(state, FinishReason.ABORT, message=event.message, code=event.code)
+    # --- groups come and go ---
 
-    def _fail_all(self, numbers: Iterable[int], message: str, *, code: str) -> None:
-        for number in numbers:
-            state = self._requests[number]
-            self._end(state, FinishReason.ERROR, message=message, code=code)
-
-    def _end(
-        self, state: RequestState, reason: FinishReason, *, message: str = "", code: str = ""
-    ) -> None:
-        """Free all that a request holds and send its one terminal command."""
-        if state.phase is Phase.READY:
-            self.generate.dequeue(state)
-        self.generate.retire(state)
-        self._drop_claims(state)
-        self._live_bytes -= state.host_bytes
-        del self._requests[state.number]
-        del self._numbers[state.request.request_id]
-        self.finished[reason.value] += 1
-        times = RequestTimes(
-            submitted_ns=state.submitted_ns,
-            items_ready_ns=state.items_ready_ns,
-            admitted_ns=state.admitted_ns,
-            first_token_ns=state.first_token_ns,
-            finished_ns=self._now_ns,
-            cached_tokens=state.cached_tokens,
-            encoded_items=state.encoded_items,
-            preemptions=state.preemptions,
-        )
-        self._commands.append(
-            Finish(state.request.request_id, state.number, reason, times, message, code)
-        )
-
-    def _drop_claims(self, state: RequestState) -> None:
-        for index in sorted(state.wanted):
-            state.wanted.discard(index)
-            self.encode.consume(state, index)
-
-    # --- loss and recovery ---
+    def _on_open(self, name: str) -> None:
+        """A group takes work: those who waited for it take their places, oldest first."""
+        group, book = self._groups[name], self._book
+        group.status = Status.UP
+        for state in book.of(group, Phase.PARKED):
+            book.stand_in_line(state)
+        if isinstance(group, GenerateStage):
+            for stage in self.generators:
+                if not stage.open:
+                    book.move_waiting(stage)
 
     def _on_group_lost(self, event: GroupLost) -> None:
-        self._commands.append(Notice(f"the {event.group} group was lost: {event.reason}"))
-        if event.group == "encode":
+        group = self._groups[event.group]
+        group.status = Status.DOWN
+        self._book.commands.append(Notice(f"{event.group} was lost: {event.reason}"))
+        if isinstance(group, EncodeLane):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
             )
-            self._fail_all(self.encode.lose(), message, code="encode_failed")
-        else:
-            lost = self.generate.lose()
-            for state in self._requests.values():
-                state.known = False
-            for state in lost:
-                if state.losses >= LOSSES_MAX:
-                    message = "the request was running each time the server lost its generate group"
-                    self._end(state, FinishReason.ERROR, message=message, code="group_lost")
-                else:
-                    self._drop_claims(state)
-                    self._stand_in_line(state)
-        self._commands.append(RestartGroup(event.group))
+            failed = self.encode.lose(group, blame=not event.planned)
+            self._book.fail_all(failed, message, code="encode_failed")
+        elif isinstance(group, GenerateStage):
+            self._lose_generator(group, blame=not event.planned)
+        self._book.commands.append(RestartGroup(event.group))
+
+    def _lose_generator(self, stage: GenerateStage, *, blame: bool) -> None:
+        """What ran there waits for its return: whatever brought it down may be among it. Who waited goes elsewhere."""
+        book = self._book
+        lost, culprit = stage.lose(blame=blame)
+        for state in book.of(stage):
+            state.known = False
+        if culprit is not None:
+            message = "the request was running each time the server lost its generate group"
+            book.end(culprit, FinishReason.ERROR, message=message, code="group_lost")
+        for state in lost:
+            if state is not culprit:
+                book.drop_claims(state)
+                book.stand_in_line(state)
+        book.move_waiting(stage)
+
+    def _on_retired(self, event: GroupRetired) -> None:
+        """A lost group stays away: its requests go elsewhere, or end where no group of the stage is left."""
+        group, book = self._groups[event.group], self._book
+        assert not group.ready, "a group is lost before it is retired"
+        group.status = Status.RETIRED
+        book.commands.append(Notice(f"{event.group} is given up: {event.reason}"))
+        stages: tuple[Sequence[Group], ...] = (self.encode.lanes, self.generators)
+        if any(all(one.retired for one in groups) for groups in stages):
+            book.given_up = event.reason
+            book.clear(event.reason, code="given_up")
+        elif isinstance(group, GenerateStage):
+            for state in book.of(group):
+                book.move(state)
+
+    def _on_drain(self, name: str) -> None:
+        group = self._groups[name]
+        if group.open:
+            group.status = Status.DRAINING
+            self._draining.append(group)
+            if isinstance(group, GenerateStage):
+                self._book.move_waiting(group)
+
+    def _announce_drained(self) -> None:
+        for group in [group for group in self._draining if group.idle or not group.ready]:
+            self._draining.remove(group)
+            if group.status is Status.DRAINING:
+                self._book.commands.append(Drained(group.name))
 
     # --- planning ---
 
     def _plan(self) -> None:
-        """Let both stages plan until neither has anything to send."""
+        """Let every group plan until none has anything to send."""
+        if self.sizes.waiting_ns:
+            self._book.expire()
         while True:
-            sent = self._plan_generate() or self._plan_encode()
-            if not sent and not self.generate.fallen and not self._break_stall():
+            moved = False
+            for stage in self.generators:
+                moved = self._plan_generate(stage) or moved
+            if not moved and not self._plan_encode() and not self._break_stall():
                 break
+        if self._draining:
+            self._announce_drained()
         if self._faults.notices:
-            self._commands += [Notice(text) for text in self._faults.notices]
+            self._book.commands += [Notice(text) for text in self._faults.notices]
             self._faults.notices.clear()
         self._set_timer()
 
-    def _plan_generate(self) -> bool:
-        decision = self.generate.plan(self._now_ns)
-        fallen, self.generate.fallen = self.generate.fallen, []
-        for state in fallen:
-            self._stand_in_line(state)
+    def _plan_generate(self, stage: GenerateStage) -> bool:
+        book = self._book
+        decision = stage.plan(book.now_ns)
+        if stage.fallen:
+            fallen, stage.fallen = stage.fallen, []
+            for state in fallen:
+                book.come_back(state)
         if decision is None:
             return False
-        self._commands.append(Decide("generate", decision))
+        book.commands.append(Decide(stage.name, decision))
         for chunk in decision.chunks:
-            self._claim_next(chunk.slot)
+            # While a chunk runs, the encoder works on the items of the next one.
+            joined = stage.running.slots[chunk.slot]
+            if joined is not None and joined.phase is Phase.PREFILL:
+                book.claim(joined, joined.computed)
         return True
 
     def _plan_encode(self) -> bool:
-        decision = self.encode.plan(self._now_ns)
-        if decision is not None:
-            self._commands.append(Decide("encode", decision))
-        return decision is not None
+        planned = self.encode.plan(self._book.now_ns)
+        if planned is not None:
+            self._book.commands.append(Decide(*planned))
+        return planned is not None
 
     def _break_stall(self) -> bool:
         """When nothing is out, see that what keeps the oldest waiting still holds.
@@ -308,87 +247,89 @@ class Scheduler:
         """
         if not self._at_rest() or self._holds():
             return False
-        waiting = [state for state in self._requests.values() if state.phase is Phase.ITEMS]
+        open_stages = [stage for stage in self.generators if stage.open]
+        waiting = [state for stage in open_stages for state in self._book.of(stage, Phase.ITEMS)]
         for state in waiting:
-            self._stand_in_line(state)
+            self._book.stand_in_line(state)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        return self.generate.favour_front()
+        return any(stage.favour_front() for stage in open_stages)
 
     def _at_rest(self) -> bool:
-        """Return whether both groups could work and nothing is out."""
-        out = self.generate.flight.out or self.encode.in_flight
-        return not out and self.generate.ready and self.encode.ready
+        """Return whether nothing is out anywhere, though an encoder and a generator could work."""
+        for stage in self.generators:
+            if stage.flight.out:
+                return False
+        if self.encode.in_flight:
+            return False
+        return self.encode.ready and any(stage.ready for stage in self.generators)
 
     def _holds(self) -> list[int]:
         """Return until when policies hold waiting entries back."""
-        return [
-            stage.hold_until_ns
-            for stage in (self.encode, self.generate)
-            if stage.hold_until_ns is not None and stage.hold_until_ns > self._now_ns
-        ]
-
-    def _claim_next(self, slot: int) -> None:
-        """While a chunk runs, the encoder works on the items of the next one."""
-        state = self.generate.running.slots[slot]
-        if state is not None and state.phase is Phase.PREFILL:
-            self._claim(state, state.computed)
+        holds = [self.encode.hold_until_ns] if self.encode.hold_until_ns is not None else []
+        for stage in self.generators:
+            until_ns = stage.line.hold_until_ns
+            if until_ns is not None:
+                holds.append(until_ns)
+        return [until_ns for until_ns in holds if until_ns > self._book.now_ns]
 
     def _set_timer(self) -> None:
-        holds = self._holds()
-        if holds and (self._timer_ns is None or min(holds) < self._timer_ns):
-            self._timer_ns = min(holds)
-            self._commands.append(SetTimer(self._timer_ns))
+        due, expiry_ns = self._holds(), self._book.next_expiry_ns
+        if expiry_ns is not None:
+            due.append(expiry_ns)
+        if due and (self._timer_ns is None or min(due) < self._timer_ns):
+            self._timer_ns = min(due)
+            self._book.commands.append(SetTimer(self._timer_ns))
 
     # --- questions ---
 
+    def phase(self, request_id: str) -> Phase | None:
+        """Return where a request is; None when it is not here."""
+        number = self._book.numbers.get(request_id)
+        return None if number is None else self._book.live[number].phase
+
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words; empty when it is not here."""
-        number = self._numbers.get(request_id)
+        number = self._book.numbers.get(request_id)
         if number is None:
             return ""
-        state = self._requests[number]
-        match state.phase:
-            case Phase.ITEMS:
-                missing = [
-                    index
-                    for index in sorted(state.wanted)
-                    if not self.encode.is_ready(state.items[index].key)
-                ]
-                return f"{state.phase}: items {missing} of {len(state.items)} are not encoded yet"
-            case Phase.READY:
-                need = self.sizes.blocks_for(len(state.tokens))
-                return f"{state.phase}: needs {need} KV blocks, {self.generate.pool.available} available"
-            case Phase.PREFILL:
-                return f"{state.phase}: {state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
-            case Phase.DECODE:
-                outputs = max(0, self.generate.flight.done - state.first_step + 1)
-                return f"{state.phase}: {outputs} tokens since it joined slot {state.slot}"
-            case Phase.SETTLING:
-                return str(state.phase)
+        state = self._book.live[number]
+        return explain(state, self.sizes, self.encode, self._book.home(state))
 
-    def statistics(self) -> dict[str, object]:
-        """Return counters and gauges of both stages and of the request traffic."""
+    def statistics(self) -> dict[str, Any]:
+        """Return counters and gauges of both stages, of every group, and of the request traffic."""
+        book = self._book
+        groups = {stage.name: stage.statistics() for stage in self.generators}
+        generate: dict[str, Any] = {
+            name: sum(one[name] for one in groups.values()) for name in next(iter(groups.values()))
+        }
+        generate["groups"] = {
+            stage.name: {"state": stage.status.value, **groups[stage.name]}
+            for stage in self.generators
+        }
         return {
-            "running": len(self.generate.running),
-            "waiting": len(self._requests) - len(self.generate.running),
-            "live_bytes": self._live_bytes,
-            "finished": dict(self.finished),
-            "refused": dict(self.refused),
+            "running": book.running,
+            "waiting": book.waiting,
+            "live_bytes": book.live_bytes,
+            "finished": dict(book.finished),
+            "refused": dict(book.refused),
             "policy_faults": dict(self._faults.counts),
             "encode": self.encode.statistics(),
-            "generate": self.generate.statistics(),
+            "generate": generate,
         }
 
     def check_invariants(self) -> None:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
-        self.encode.check(self._requests)
-        self.generate.check()
-        assert self._live_bytes == sum(state.host_bytes for state in self._requests.values())
-        for state in self._requests.values():
-            if state.phase is Phase.READY:
-                assert self.generate.stands_in_line(state), "a ready request is not in line"
-        holds = self._holds()
-        assert not holds or self._timer_ns is not None, "entries are held, and no timer is set"
-        if self._at_rest() and not holds:
-            assert not self._requests, f"stuck: {[self.explain(name) for name in self._numbers]}"
+        book = self._book
+        self.encode.check(book.live)
+        assert book.live_bytes == sum(state.host_bytes for state in book.live.values())
+        due = self._holds()
+        assert not due or self._timer_ns is not None, "entries are held, and no timer is set"
+        at_rest = self._at_rest() and not self._holds()
+        for stage in self.generators:
+            own = book.of(stage)
+            stage.check(own)
+            stuck = [state for state in own if stage.open or state.slot >= 0]
+            if at_rest and stuck:
+                why = [self.explain(state.request.request_id) for state in stuck]
+                raise AssertionError(f"stuck in {stage.name}: {why}")

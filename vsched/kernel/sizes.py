@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.policy import AdmissionPolicy, EncodingPolicy, EvictionPolicy, PreemptionPolicy
+from vsched.policy import (
+    AdmissionPolicy,
+    EncodingPolicy,
+    EvictionPolicy,
+    PreemptionPolicy,
+    RoutingPolicy,
+)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Every limit of one replica.
+    """Every limit of a scheduler.
 
     Attributes:
         block_size: Tokens of a KV block.
-        blocks: KV blocks of the generate group.
-        slots: Most sequences that run at once.
+        blocks: KV blocks of each generate group.
+        slots: Most sequences that run at once in a generate group.
         batch_tokens: Most tokens of one generate step; at least `slots` + 1, so that prefill always progresses.
         chunk_tokens: Longest piece of one prompt in a step.
         step_target_ns: How long a step with prefill may take while others decode; 0 for no limit.
         context_tokens: Longest prompt plus output.
         page_rows: Embedding rows of an arena page.
         pages: Arena pages for embeddings.
-        encode_items: Most items of one encode step.
+        encode_items: Most items of one step of one encode group (A11).
         waiting: Most requests that wait for a slot.
         waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
         generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
+        waiting_ns: How long a request may wait for its first step; 0 for no limit (E17).
+        encoders: Encode groups.
+        generators: Generate groups.
     """
 
     block_size: int = 16
@@ -40,6 +49,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     waiting_bytes: int = 1 << 30
     prefix_cache: bool = True
     generate_depth: int = 2
+    waiting_ns: int = 0
+    encoders: int = 1
+    generators: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_tokens <= self.slots:
@@ -58,7 +70,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies of one replica."""
+    """The policies that a scheduler consults."""
 
     encode_admission: AdmissionPolicy
     generate_admission: AdmissionPolicy
@@ -66,3 +78,4 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     embedding_eviction: EvictionPolicy
     prefix_eviction: EvictionPolicy
     preemption: PreemptionPolicy
+    routing: RoutingPolicy

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from vsched.errors import RequestFailed, RequestRefused
@@ -68,7 +68,7 @@ class Fills:
         self,
         preprocessor: Preprocessor,
         store: PixelStore,
-        executor: ThreadPoolExecutor,
+        executor: Executor,
         *,
         limits: PixelLimits,
         budget_bytes: int,

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -36,7 +36,7 @@ from vsched.media.measure import (
 )
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
-from vsched.media.sources import is_local, read_remote
+from vsched.media.sources import ReadRemote, is_local, read_remote
 from vsched.types import MediaItem
 from vsched.worker.contract import Preprocessor
 
@@ -93,14 +93,24 @@ class MediaPipeline:
     """Turns prompts and image references into token ids and items, within limits, off the event loop."""
 
     def __init__(
-        self, preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
+        self,
+        preprocessor: Preprocessor,
+        store: PixelStore,
+        settings: MediaSettings,
+        *,
+        executor: Executor | None = None,
+        read_remote: ReadRemote = read_remote,
     ) -> None:
+        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads`."""
+        self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
         self._settings = settings
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._measurer = Measurer(preprocessor, settings, self._plans)
-        self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="media")
+        self._executor = executor or ThreadPoolExecutor(
+            settings.threads, thread_name_prefix="media"
+        )
         self._fills = Fills(
             preprocessor,
             store,
@@ -272,7 +282,7 @@ class MediaPipeline:
             if isinstance(reference, EmbeddedImage) or is_local(reference) or reference in fetched:
                 continue
             try:
-                fetched[reference] = await read_remote(reference, self._settings, holding.add)
+                fetched[reference] = await self._read_remote(reference, self._settings, holding.add)
                 total += len(fetched[reference])
                 check_total(total, self._settings)
             except RequestRefused as error:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RequestFailed
+from vsched.faultpoints import fault_point
 from vsched.media.decode import PixelLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
 from vsched.media.measure import Measured
@@ -28,6 +29,7 @@ def process(
     if isinstance(image.content, Embedding):
         write_rows(image.content, preprocessor.info.dtype, extent)
         return
+    fault_point("media.decode")
     pixels = preprocessor.process_image(decode(image.content, limits))
     expected = (math.prod(image.plan.grid), preprocessor.info.patch_values)
     if pixels.shape != expected:

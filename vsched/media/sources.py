@@ -9,7 +9,7 @@ from __future__ import annotations
 import binascii
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message
@@ -70,6 +70,10 @@ def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncou
         remedy="send the image as a data: URL",
     )
     raise RequestRefused(message, code="image_reference_invalid")
+
+
+ReadRemote = Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]
+"""Looks like `read_remote`."""
 
 
 async def read_remote(

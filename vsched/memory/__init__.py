@@ -1,6 +1,6 @@
 """How memory is shared out: who holds what, and the way to the size of the KV cache. Pure: no I/O, no clock."""
 
-from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
+from vsched.memory.ledger import Ledger, LedgerLine, group_ledger, merge_ledgers
 from vsched.memory.negotiation import Accepted, KvNegotiation, Order, SizedReport
 from vsched.memory.pools import Pool, group_pools, size_text
 from vsched.memory.rebuild import Rebuild
@@ -18,5 +18,6 @@ __all__ = [
     "SizedReport",
     "group_ledger",
     "group_pools",
+    "merge_ledgers",
     "size_text",
 ]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from vsched.memory.pools import Pool, group_pools, size_text
-from vsched.policy import Attempt, MemoryView, RankMemory
+from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
 
 LineName = Literal[
     "weights",
@@ -126,6 +126,8 @@ def group_ledger(
     encoders: Sequence[RankMemory] = (),
     together: bool = False,
     more: Iterable[LedgerLine] = (),
+    owner: str = "generate",
+    encoder_names: Sequence[str] = (),
 ) -> Ledger:
     """Make the ledger of a generate group at the peak of an attempt, or as it stood after loading.
 
@@ -136,6 +138,8 @@ def group_ledger(
         encoders: What encode ranks measured after loading; without it their weights are among the peers.
         together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
         more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
+        owner: The name of the generate group.
+        encoder_names: What the encode ranks are called, in the order of the reservations and of `encoders`.
     """
     ranks = view.ranks if attempt is None else attempt.ranks
     apart = [] if together else list(encoders)
@@ -148,24 +152,30 @@ def group_ledger(
             if reservation.pool == pool.name and reservation.held
         )
         known_bytes = sum(rank.weights_bytes for rank in apart if rank.pool == pool.name)
-        lines += _pool_lines(pool, canary_bytes, held_bytes if together else 0)
+        lines += _pool_lines(pool, owner, canary_bytes, held_bytes if together else 0)
         peers_bytes = pool.peers_bytes - known_bytes - (0 if together else held_bytes)
         lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
     lines += [
-        LedgerLine(rank.pool, f"encode rank {rank.rank}", "weights", rank.weights_bytes)
-        for rank in apart
+        LedgerLine(rank.pool, name, "weights", rank.weights_bytes)
+        for name, rank in zip(_names(encoder_names, apart), apart, strict=False)
     ]
     lines += [
-        LedgerLine(each.pool, f"encode rank {each.rank}", "encoder activations", each.growth_bytes)
-        for each in view.reservations
+        LedgerLine(each.pool, name, "encoder activations", each.growth_bytes)
+        for name, each in zip(
+            _names(encoder_names, view.reservations), view.reservations, strict=True
+        )
     ]
     return Ledger.balanced(totals, [*lines, *more])
 
 
-def _pool_lines(pool: Pool, canary_bytes: int, held_bytes: int) -> Iterator[LedgerLine]:
+def _names(given: Sequence[str], ranks: Sequence[RankMemory | Reservation]) -> Sequence[str]:
+    return given or [f"encode rank {one.rank}" for one in ranks]
+
+
+def _pool_lines(pool: Pool, group: str, canary_bytes: int, held_bytes: int) -> Iterator[LedgerLine]:
     """Yield the lines of the group's own ranks; what an encoder holds in the first of them is a line of its own."""
     for rank in pool.ranks:
-        owner = f"generate rank {rank.rank}"
+        owner = f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
         rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - canary_bytes - held_bytes
         held_bytes = 0
@@ -174,6 +184,34 @@ def _pool_lines(pool: Pool, canary_bytes: int, held_bytes: int) -> Iterator[Ledg
         yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
         if canary_bytes:
             yield LedgerLine(pool.name, owner, "canary", canary_bytes)
+
+
+def merge_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
+    """Return one ledger of several generate groups of a server.
+
+    A line that several tell of is the same line, such as the arena or an encoder. On a memory that groups share, each
+    counts the others among its peers: in the whole they are not.
+    """
+    if len(ledgers) == 1:
+        return ledgers[0]
+    totals: dict[str, int] = {}
+    lines: dict[tuple[str, str, str], LedgerLine] = {}
+    peers: dict[str, int] = {}
+    for ledger in ledgers:
+        for pool, total_bytes in ledger.totals.items():
+            totals[pool] = max(total_bytes, totals.get(pool, 0))
+            named = [
+                line for line in ledger.of_pool(pool) if line.line not in ("peers", "headroom")
+            ]
+            lines.update({(pool, line.owner, line.line): line for line in named})
+            held_bytes = sum(line.bytes for line in ledger.of_pool(pool) if line.line != "headroom")
+            peers[pool] = max(held_bytes, peers.get(pool, 0))
+    for pool, held_bytes in peers.items():
+        known_bytes = sum(line.bytes for line in lines.values() if line.pool == pool)
+        if any(line.line == "peers" for ledger in ledgers for line in ledger.of_pool(pool)):
+            line = LedgerLine(pool, "others", "peers", max(held_bytes - known_bytes, 0))
+            lines[pool, "others", "peers"] = line
+    return Ledger.balanced(totals, lines.values())
 
 
 def _share(size: int, total: int) -> str:

@@ -54,8 +54,8 @@ Order: TypeAlias = Probe | Build | Accepted
 class KvNegotiation:
     """Asks the policy, hands out orders, and takes the reports of all ranks after each.
 
-    The orders are in whole blocks. Once `Accepted` is returned or an error is raised, it is over. `encoders`,
-    `together` and `more` are for the ledger; see `group_ledger`.
+    The orders are in whole blocks. Once `Accepted` is returned or an error is raised, it is over. What follows the view
+    is for the ledger; see `group_ledger`.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class KvNegotiation:
         encoders: Sequence[RankMemory] = (),
         together: bool = False,
         more: Sequence[LedgerLine] = (),
+        owner: str = "generate",
+        encoder_names: Sequence[str] = (),
     ) -> None:
         assert view.ranks, "a group has a rank"
         assert not view.attempts, "a negotiation starts without attempts"
@@ -75,6 +77,7 @@ class KvNegotiation:
         self._order: Order | None = None
         self._canary_bytes = 0
         self._encoders, self._together, self._more = encoders, together, more
+        self._owner, self._encoder_names = owner, encoder_names
 
     def start(self) -> Order:
         """Return the first order.
@@ -121,6 +124,8 @@ class KvNegotiation:
             encoders=self._encoders,
             together=self._together,
             more=self._more,
+            owner=self._owner,
+            encoder_names=self._encoder_names,
         )
 
     def _ask(self) -> Order:

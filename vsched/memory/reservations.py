@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vsched.errors import GroupLost, limit_message
+from vsched.errors import limit_message
 from vsched.policy import Reservation
 
 
@@ -30,39 +30,25 @@ class Reservations:
             f"{group} rank {rank}" for group, rank in self._expected() if not self._has(group, rank)
         ]
 
-    def complete(self) -> list[Reservation]:
-        """Return all of them, by group and rank.
+    def of_group(self, group: str) -> list[Reservation]:
+        """Return those of one group, by rank; none for a group that does not encode.
 
-        Raises:
-            GroupLost: When one is missing.
+        Whoever asks has seen that none is missing: a missing one is an error, and never 0 bytes.
         """
-        if self.missing():
-            raise self.overdue(waited_s=0)
-        return [self._published[key] for key in self._expected()]
+        return [self._published[group, rank] for rank in range(self._ranks_of.get(group, 0))]
 
-    def growth_by_pool(self) -> dict[str, int]:
-        """Return the bytes reserved in each pool, held or not.
-
-        Raises:
-            GroupLost: When one is missing.
-        """
-        growth: dict[str, int] = {}
-        for reservation in self.complete():
-            growth[reservation.pool] = growth.get(reservation.pool, 0) + reservation.growth_bytes
-        return growth
-
-    def overdue(self, *, waited_s: float) -> GroupLost:
-        """Word the failure of those that did not publish in time."""
+    def overdue(self) -> str:
+        """Say who is waited for, and what to do about it; empty when none is missing."""
         missing, ranks = self.missing(), len(self._expected())
-        return GroupLost(
-            limit_message(
-                "the KV cache cannot be sized before every encode rank has published what it reserves: "
-                f"{', '.join(missing)} did not within {waited_s:g} s",
-                value=f"{ranks - len(missing)} of {ranks} reservations",
-                limit="all of them, within deadlines.ready_s",
-                remedy="look for the reason in the log of the encode group, raise deadlines.ready_s, "
-                "or give its size with encode.reserved, which skips the probe",
-            )
+        if not missing:
+            return ""
+        return limit_message(
+            "the KV cache cannot be sized before every encode rank has published what it reserves: "
+            f"{', '.join(missing)} did not",
+            value=f"{ranks - len(missing)} of {ranks} reservations",
+            limit="all of them, within deadlines.ready_s",
+            remedy="look for the reason in the log of the encode group, raise deadlines.ready_s, "
+            "or give its size with encode.reserved, which skips the probe",
         )
 
     def _expected(self) -> Sequence[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any, cast
@@ -33,10 +34,13 @@ PLACES = {
     "encoding": ("encoding",),
     "eviction": ("embedding_eviction", "prefix_eviction"),
     "preemption": ("preemption",),
+    "routing": ("routing",),
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 10
 """So many of the seeds run twice: the same run must yield the same commands."""
+ROUTED = 20
+"""Random views that a routing policy is asked about, for each seed."""
 
 
 def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
@@ -45,7 +49,8 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
     The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
     are checked after every event, everything that is computed is checked against what it must be, and at the end every
     request must have been served, with the right tokens, or refused. A policy for memory sizes KV caches on simulated
-    devices, some with failures, leaks and peers that come; one for routing gets random views.
+    devices, some with failures, leaks and peers that come. One for routing also gets random views, each twice and in
+    another order: with replicas down, idle or alone, and all that they may know of a request.
 
     Args:
         policy: A class whose fields all have defaults, or an instance.
@@ -61,14 +66,19 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
     check_contract(cls, CONTRACTS[kind])
     name = f"{cls.__module__}.{cls.__qualname__}"
     made = _make(policy, name)
-    check = _run_in_kernel if kind in PLACES else _ask_alone
     for count, seed in enumerate(seeds):
         try:
-            first = check(made, seed)
-            repeated = check(made, seed) if count < REPEATS else first
+            first = _check(made, seed)
+            repeated = _check(made, seed) if count < REPEATS else first
             assert first == repeated, "the same run a second time went another way"
         except Exception as error:
             raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
+
+
+def _check(policy: Policy, seed: int) -> list[object]:
+    """Check a policy in every way that its kind has; return what came of it."""
+    asked = [_ask_alone(policy, seed)] if policy.kind in ASKED_ALONE else []
+    return [*asked, _run_in_kernel(policy, seed)] if policy.kind in PLACES else asked
 
 
 def _make(policy: type[Policy] | Policy, name: str) -> Policy:
@@ -107,7 +117,7 @@ def _run_in_kernel(policy: Policy, seed: int) -> bytes:
 
 
 def _ask_alone(policy: Policy, seed: int) -> object:
-    """Ask a policy that the kernel does not know."""
+    """Ask a policy outside of the kernel."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
     ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[policy.kind])
     return ask(policy, rng)
@@ -160,22 +170,53 @@ def _check_failure(negotiation: KvNegotiation, error: VschedError) -> str:
     return str(error)
 
 
-def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> int:
-    count = rng.randint(1, 5)
-    view = RoutingView(
+def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
+    """Ask about several views, then again in another order: the answer is a matter of the view alone."""
+    views = [_routing_view(rng) for _ in range(ROUTED)]
+    chosen = [_route(policy, view) for view in views]
+    for number in rng.sample(range(ROUTED), ROUTED):
+        again = _route(policy, views[number])
+        assert again == chosen[number], (
+            f"replica {chosen[number]}, and asked again replica {again}: {views[number]}"
+        )
+    return chosen
+
+
+def _routing_view(rng: random.Random) -> RoutingView:
+    """Return replicas of which some are idle, down, know the prompt, or have seen its images."""
+    count = rng.choice([1, 2, 2, 3, 5, 16])
+    prompt_tokens = rng.choice([1, 17, 1000, 100_000])
+    items = rng.choice([0, 0, 1, 4])
+    limit = rng.choice([0, 64, 16384, 1_000_000])
+    healthy_share = rng.choice([0.0, 0.5, 1.0])
+    load_max = rng.choice([0, 2, limit, 3 * limit])
+    # An item was last sent to one replica only, and not every item is remembered.
+    seen = Counter(rng.randrange(count) for _ in range(rng.randint(0, items)))
+    return RoutingView(
         replicas=[
             ReplicaView(
-                index=index, load_tokens=rng.randrange(100), healthy=rng.choice([True, False])
+                index=index,
+                load_tokens=rng.choice([0, rng.randint(0, load_max)]),
+                healthy=rng.random() < healthy_share,
+                prefix_tokens=rng.choice([0, 0, rng.randrange(prompt_tokens)]),
+                items_seen=seen[index],
             )
             for index in range(count)
         ],
-        prompt_tokens=rng.randint(1, 1000),
-        item_keys=[rng.randbytes(32) for _ in range(rng.randrange(3))],
-        routed=rng.randrange(1000),
+        prompt_tokens=prompt_tokens,
+        item_keys=[rng.randbytes(32) for _ in range(items)],
+        routed=rng.choice([0, 1, rng.randrange(1 << 40)]),
+        load_limit_tokens=limit,
     )
+
+
+def _route(policy: RoutingPolicy, view: RoutingView) -> int:
+    count = len(view.replicas)
+    before = msgspec.msgpack.encode(view)
     chosen = policy.choose(view)
     assert isinstance(chosen, int), f"not an index: {chosen!r}"
     assert 0 <= chosen < count, f"index {chosen} is outside 0 to {count - 1}"
+    assert msgspec.msgpack.encode(view) == before, f"it changed what it was shown: {view}"
     healthy = [replica.index for replica in view.replicas if replica.healthy]
     assert chosen in healthy or not healthy, (
         f"replica {chosen} is down, and {healthy} are not: {view}"

@@ -1,13 +1,11 @@
 """Model ranks: they follow decisions over a symbolic memory and check everything that they read.
 
-Instead of numbers, a KV position holds the fingerprint of the whole prefix that it was computed from, and an arena page
-holds the key of the item that was encoded into it. So a block that was shared, reused or evicted wrongly, and a page
-that was overwritten too early, fail at once at the step that would have read them.
+An arena page holds the key of the item that was encoded into it, so one that was overwritten too early fails at once at
+the step that would have read it. See `vsched.testing.model_generator` for what stands in for KV.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from heapq import heappop, heappush
 
@@ -16,6 +14,7 @@ from vsched.kernel.commands import (
     Accept,
     Command,
     Decide,
+    Drained,
     EmitTokens,
     Finish,
     Notice,
@@ -23,23 +22,22 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
     Aborted,
     Encoded,
     EncodeFailed,
     Event,
-    Finished,
     GroupLost,
     GroupReady,
-    Stepped,
+    GroupRetired,
     Submitted,
     Timer,
 )
-from vsched.kernel.request import keyed_by_set
 from vsched.testing.defaults import default_policies
-from vsched.testing.sequence import ModelSequence, output_token, prompt_seed
-from vsched.types import FinishReason, Request
+from vsched.testing.model_generator import ModelGenerator
+from vsched.testing.sequence import output_token, prompt_seed
+from vsched.types import FinishReason, Request, group_names, stage_of
 
 TICK_NS = 1000
 HOLD_MAX_NS = 300 * 1_000_000_000
@@ -47,7 +45,7 @@ HOLD_MAX_NS = 300 * 1_000_000_000
 
 
 class ModelCluster:
-    """A scheduler with two model groups; the caller chooses what completes when.
+    """A scheduler with model groups; the caller chooses what completes when.
 
     Every event is followed by the kernel's own `check_invariants`, and everything that a rank reads is checked.
     """
@@ -56,11 +54,8 @@ class ModelCluster:
         policies = policies or default_policies()
         self.sizes = sizes
         self.kernel = Scheduler(sizes, policies)
-        self._scope = policies.encoding.scope
         self.now_ns = 0
         self.timers: list[int] = []
-        self.encode_log: deque[EncodeDecision] = deque()
-        self.generate_log: deque[GenerateDecision] = deque()
         self.pages: dict[int, bytes] = {}
         self.requests: dict[str, Request] = {}
         self.names: dict[int, str] = {}
@@ -72,17 +67,25 @@ class ModelCluster:
         self.restarts: list[str] = []
         self.notices: list[str] = []
         self.down: set[str] = set()
+        self.retired: set[str] = set()
+        self.drained: list[str] = []
         self.faults = 0
-        self._empty_ranks()
-        self.send(GroupReady("encode"))
-        self.send(GroupReady("generate"))
-
-    def _empty_ranks(self) -> None:
-        """Forget all that the generate ranks hold, as a restart does."""
-        size = self.sizes.block_size
-        self.kv: list[list[int]] = [[0] * size for _ in range(self.sizes.blocks)]
-        self.sequences: dict[int, ModelSequence] = {}
-        self.slots: dict[int, int] = {}
+        self.encode_logs: dict[str, deque[EncodeDecision]] = {
+            name: deque() for name in group_names("encode", sizes.encoders)
+        }
+        self.generators = {
+            name: ModelGenerator(
+                name,
+                sizes,
+                self.pages,
+                lambda number: self.requests[self.names[number]],
+                scope=policies.encoding.scope,
+            )
+            for name in group_names("generate", sizes.generators)
+        }
+        self.groups = [*self.encode_logs, *self.generators]
+        for group in self.groups:
+            self.send(GroupReady(group))
 
     # --- events in, commands out ---
 
@@ -126,12 +129,13 @@ class ModelCluster:
         """Do what one command says."""
         match command:
             case Decide(group, decision):
-                assert group not in self.down, "a decision for a group that is down"
+                gone = group in self.down or group in self.retired
+                assert not gone, "a decision for a group that is down"
                 if isinstance(decision, EncodeDecision):
-                    self.encode_log.append(decision)
+                    self.encode_logs[group].append(decision)
                     self.encoded.append([task.key for task in decision.tasks])
                 else:
-                    self.generate_log.append(decision)
+                    self.generators[group].log.append(decision)
                     self.decisions.append(decision)
             case Accept(request_id, number):
                 self.names[number] = request_id
@@ -149,142 +153,83 @@ class ModelCluster:
                 self.restarts.append(group)
             case Notice(message):
                 self.notices.append(message)
+            case Drained(group):
+                self.drained.append(group)
             case EmitTokens():
                 pass  # the outputs are taken down as they are sampled
 
     # --- the groups ---
 
-    def run_encode(self, *, fail: str = "") -> None:
-        """Carry out the encode step that is out, or let it fail."""
-        decision = self.encode_log.popleft()
+    @property
+    def encode_log(self) -> deque[EncodeDecision]:
+        """The steps that are out at the first encode group that has any."""
+        return next((log for log in self.encode_logs.values() if log), deque())
+
+    @property
+    def generate_log(self) -> deque[GenerateDecision]:
+        """The steps that are out at the first generate group that has any."""
+        return next((one.log for one in self.generators.values() if one.log), deque())
+
+    def busy(self, stage: str) -> list[str]:
+        """Return the groups of a stage that have steps out."""
+        if stage == "encode":
+            return [name for name, log in self.encode_logs.items() if log]
+        return [name for name, one in self.generators.items() if one.log]
+
+    def run_encode(self, group: str = "", *, fail: str = "") -> None:
+        """Carry out the step that is out at an encode group, the first busy one by default, or let it fail."""
+        group = group or self.busy("encode")[0]
+        decision = self.encode_logs[group].popleft()
         if fail:
             self.faults += 1
-            self.send(EncodeFailed(decision.step, fail))
+            self.send(EncodeFailed(decision.step, fail, group))
             return
         for task in decision.tasks:
             assert len(task.pages) == self.sizes.pages_for(task.tokens)
             for page in task.pages:
                 self.pages[page] = task.key
-        self.send(Encoded(decision.step))
+        self.send(Encoded(decision.step, group))
 
-    def run_generate(self) -> None:
-        """Carry out the oldest generate step that is out."""
-        decision = self.generate_log.popleft()
-        self._apply(decision)
-        tokens = array("i", [-1] * self.sizes.slots)
-        finished: list[Finished] = []
-        for slot in [slot for slot in sorted(self.slots) if self._at(slot).decoding]:
-            sequence = self._at(slot)
-            self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
-            self._sample(slot, sequence, tokens, finished)
-        for chunk in decision.chunks:
-            sequence = self._at(chunk.slot)
-            assert not sequence.decoding, "a chunk of a sequence that decodes"
-            assert chunk.start == sequence.computed, "a chunk does not begin where the last ended"
-            self._read_items(sequence, chunk)
-            self._compute(sequence, chunk.start, chunk.stop)
-            if chunk.stop == len(sequence.tokens):
-                sequence.decoding = True
-                self._sample(chunk.slot, sequence, tokens, finished)
-        # A time that depends on the step, as real ones do, and is sometimes not known.
-        prefilled = sum((chunk.stop - chunk.start) * (1 + chunk.stop) for chunk in decision.chunks)
-        self.send(
-            Stepped(decision.step, tokens, finished, busy_ns=decision.step % 7 * (1 + prefilled))
-        )
-
-    def _at(self, slot: int) -> ModelSequence:
-        return self.sequences[self.slots[slot]]
-
-    def _apply(self, decision: GenerateDecision) -> None:
-        for leave in decision.left:
-            assert self.slots.pop(leave.slot) == leave.number, "another sequence has this slot"
-            self.sequences[leave.number].leave()
-            if not leave.keep:
-                del self.sequences[leave.number]
-        for number in decision.forgotten:
-            del self.sequences[number]
-        for join in decision.joined:
-            self._join(join)
-        for slot, block in zip(decision.grown[::2], decision.grown[1::2], strict=True):
-            sequence = self._at(slot)
-            if sequence.decoding:
-                assert len(sequence.tokens) - 1 == len(sequence.blocks) * self.sizes.block_size
-            sequence.blocks.append(block)
-
-    def _join(self, join: Join) -> None:
-        assert join.slot not in self.slots, "a slot was given twice"
-        if join.data is not None:
-            data = join.data
-            known = array("i")
-            known.frombytes(data.tokens)
-            request = self.requests[self.names[join.number]]
-            self.sequences[join.number] = ModelSequence(
-                list(known),
-                data.prompt_length,
-                data.sampling.max_tokens,
-                request.items,
-                request.cache_salt,
-            )
-        sequence = self.sequences[join.number]
-        assert join.length == len(sequence.tokens), "rank and kernel count tokens differently"
-        sequence.blocks = list(join.blocks)
-        sequence.computed = join.computed
-        self.slots[join.slot] = join.number
-
-    def _read_items(self, sequence: ModelSequence, chunk: ChunkPlan) -> None:
-        items = sequence.items if self._scope == "item" else keyed_by_set(sequence.items)
-        due = [item for item in items if item.offset < chunk.stop and item.end > chunk.start]
-        assert [item.offset for item in chunk.items] == [item.offset for item in due]
-        for planned, item in zip(chunk.items, due, strict=True):
-            for page in planned.pages:
-                assert self.pages[page] == item.key, "a chunk reads another item's embedding"
-
-    def _compute(self, sequence: ModelSequence, start: int, stop: int) -> None:
-        """Write KV for [start, stop), and check that the KV of the whole prefix is right."""
-        size = self.sizes.block_size
-        expected = sequence.fingerprints()
-        for number, first in enumerate(range(0, stop, size)):
-            last = min(first + size, stop)
-            block = self.kv[sequence.blocks[number]]
-            if last > start:
-                begin = max(first, start)
-                block[begin - first : last - first] = expected[begin:last]
-            assert block[: last - first] == expected[first:last], (
-                f"wrong KV in positions {first} to {last - 1}"
-            )
-        sequence.computed = stop
-
-    def _sample(
-        self, slot: int, sequence: ModelSequence, tokens: array[int], finished: list[Finished]
-    ) -> None:
-        number = self.slots[slot]
-        token = output_token(sequence.seed, len(sequence.tokens))
-        sequence.tokens.append(token)
-        tokens[slot] = token
-        name = self.names[number]
-        if name not in self.ended:
-            self.outputs[name].append(token)
-        if len(sequence.tokens) - sequence.prompt_length >= sequence.max_tokens:
-            sequence.decoding = False
-            finished.append(Finished(slot, number, FinishReason.LENGTH))
+    def run_generate(self, group: str = "") -> None:
+        """Carry out the oldest step that is out at a generate group, the first busy one by default."""
+        result, sampled = self.generators[group or self.busy("generate")[0]].step()
+        for number, token in sampled:
+            name = self.names[number]
+            if name not in self.ended:
+                self.outputs[name].append(token)
+        self.send(result)
 
     # --- faults ---
 
-    def lose(self, group: str) -> None:
+    def lose(self, group: str, *, planned: bool = False) -> None:
         """Lose a group with everything in flight."""
         self.faults += 1
         self.down.add(group)
-        if group == "encode":
-            self.encode_log.clear()
+        if stage_of(group) == "encode":
+            self.encode_logs[group].clear()
         else:
-            self.generate_log.clear()
-            self._empty_ranks()
-        self.send(GroupLost(group, "test"))
+            self.generators[group].lose()
+        self.send(GroupLost(group, "test", planned))
 
     def restore(self, group: str) -> None:
         """Bring a lost group back."""
         self.down.discard(group)
         self.send(GroupReady(group))
+
+    def others(self, group: str) -> list[str]:
+        """Return the groups of the same stage that are not retired."""
+        stage = stage_of(group)
+        return [
+            one
+            for one in self.groups
+            if one != group and stage_of(one) == stage and one not in self.retired
+        ]
+
+    def retire(self, group: str) -> None:
+        """Give a lost group up."""
+        self.down.discard(group)
+        self.retired.add(group)
+        self.send(GroupRetired(group, "test"))
 
     # --- the end ---
 
@@ -292,8 +237,8 @@ class ModelCluster:
         """Run everything that is out, and wait for every timer, until nothing is left to do."""
         moved_ns = self.now_ns
         for _ in range(steps_max):
-            if self.encode_log or self.generate_log:
-                self.run_encode() if self.encode_log else self.run_generate()
+            if self.busy("encode") or self.busy("generate"):
+                self.run_encode() if self.busy("encode") else self.run_generate()
                 moved_ns = self.now_ns
             elif self.timers:
                 self.wait(max(self.timers[0] - self.now_ns, 0))
@@ -325,11 +270,13 @@ class ModelCluster:
                 expected = expected[: len(self.outputs[name])]
             assert self.outputs[name] == expected, f"{name}: wrong outputs"
             if finish.reason is FinishReason.ERROR:
-                explained = self.faults or finish.code == "length_mismatch"
+                explained = self.faults or finish.code in ("length_mismatch", "expired")
                 assert explained, f"{name} failed without a fault: {finish.message}"
         kernel = self.kernel
-        assert kernel.generate.pool.held == 0, "KV blocks are held by nobody"
-        assert len(kernel.generate.running) == 0, "a slot is held by nobody"
+        for stage in kernel.generators:
+            assert stage.pool.held == 0, "KV blocks are held by nobody"
+            assert len(stage.running) == 0, "a slot is held by nobody"
+            assert stage.load_tokens == 0, "a load is counted for nobody"
         assert kernel.encode.waiting == 0, "an item waits for nobody"
         for entry in kernel.encode:
             assert not entry.users, "an embedding is claimed by nobody"

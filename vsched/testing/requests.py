@@ -116,4 +116,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         waiting_bytes=rng.choice([1 << 30, 1 << 30, 1000]),
         prefix_cache=rng.random() < 0.7,
         generate_depth=rng.choice([1, 2, 2, 3]),
+        waiting_ns=rng.choice([0, 0, 0, 20_000_000]),
+        encoders=rng.choice([1, 1, 2, 3]),
+        generators=rng.choice([1, 1, 2, 3]),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from vsched.kernel import KernelPolicies, Sizes
-from vsched.kernel.events import Cleared
+from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.testing.cluster import ModelCluster
 from vsched.testing.requests import random_request, random_sizes
 from vsched.types import FinishReason
@@ -25,6 +25,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     fail: int
     lose: int
     restore: int
+    retire: int
+    drain: int
+    resume: int
     clear: int
 
     @classmethod
@@ -39,6 +42,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
             fail=rng.choice([0, 1, 5]) if faults else 0,
             lose=rng.choice([0, 1, 5]) if faults else 0,
             restore=rng.choice([5, 30]),
+            retire=rng.choice([0, 0, 1]) if faults else 0,
+            drain=rng.choice([0, 0, 2]),
+            resume=rng.choice([2, 10]),
             clear=rng.choice([0, 0, 1]),
         )
 
@@ -64,6 +70,9 @@ def run_random(
         _act(rng.choices(names, list(weights.values()))[0], index, cluster, rng)
     for group in sorted(cluster.down):
         cluster.restore(group)
+    for group in cluster.groups:
+        if group not in cluster.retired:
+            cluster.send(Resume(group))
     cluster.drain()
     cluster.check_settled()
     return cluster
@@ -73,25 +82,41 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
     match action:
         case "submit":
             cluster.submit(random_request(rng, f"r{index}"))
-        case "encode" if cluster.encode_log:
-            cluster.run_encode()
-        case "generate" if cluster.generate_log:
-            cluster.run_generate()
+        case "encode" if cluster.busy("encode"):
+            cluster.run_encode(rng.choice(cluster.busy("encode")))
+        case "generate" if cluster.busy("generate"):
+            cluster.run_generate(rng.choice(cluster.busy("generate")))
         case "wait":
             cluster.wait(rng.choice([1_000, 100_000, 10_000_000, 1_000_000_000]))
         case "abort" if cluster.requests:
             # Also such as have ended: a client's abort may come late.
             name = rng.choice(sorted(cluster.requests))
             cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
-        case "fail" if cluster.encode_log:
-            cluster.run_encode(fail="the encoder failed on purpose")
-        case "lose":
-            group = rng.choice(["encode", "generate"])
-            if group not in cluster.down:
-                cluster.lose(group)
         case "clear":
             cluster.send(Cleared())
             waiting = cluster.kernel.statistics()["waiting"]
             assert waiting == 0, f"{waiting} requests wait after everything was cleared"
+        case _:
+            _happen(action, cluster, rng)
+
+
+def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
+    """Do something to a group."""
+    group = rng.choice(cluster.groups)
+    up = group not in cluster.down | cluster.retired
+    match action:
+        case "fail" if cluster.busy("encode"):
+            group = rng.choice(cluster.busy("encode"))
+            cluster.run_encode(group, fail="the encoder failed on purpose")
+        case "lose" if up:
+            cluster.lose(group)
+        case "retire" if cluster.down:
+            group = min(cluster.down)
+            if cluster.others(group):
+                cluster.retire(group)
+        case "drain" if up:
+            cluster.send(Drain(group))
+        case "resume" if up:
+            cluster.send(Resume(group))
         case "restore" if cluster.down:
             cluster.restore(min(cluster.down))

@@ -11,7 +11,6 @@ something changed, so after every event, and after every send, the socket is dra
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import tempfile
 from collections.abc import Callable
@@ -56,6 +55,11 @@ def rank_identity(rank: int) -> bytes:
     return b"rank-%d" % rank
 
 
+def pulse_identity(rank: int) -> bytes:
+    """Return the socket identity of a rank's pulse."""
+    return b"pulse-%d" % rank
+
+
 class LeaderLink:
     """The leader's end of one group."""
 
@@ -72,29 +76,33 @@ class LeaderLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         self._socket.bind(address)
         self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._drain)
-        self._drain_due = False
+        self._loop.add_reader(self._fd, self.read)
+        self._read_due = False
         self._closed = False
 
-    def send(self, rank: int, frames: list[bytes]) -> bool:
-        """Queue frames for a rank, never waiting; return False when it is gone or deaf."""
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Queue a frame for a rank, never waiting; return False when it is gone or deaf."""
+        socket = self._socket
         try:
-            self._socket.send_multipart([rank_identity(rank), *frames], zmq.DONTWAIT)
+            # Half the time of `send_multipart`. The first part finds out whether the whole can be sent.
+            socket.send(rank_identity(rank), zmq.DONTWAIT | zmq.SNDMORE)
+            socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        if not self._drain_due:
-            # Sending may swallow the edge that announced a message.
-            self._drain_due = True
-            self._loop.call_soon(self._drain)
+        # Sending may have swallowed the edge that announced a message.
+        if not self._read_due and self._readable():
+            self._read_due = True
+            self._loop.call_soon(self.read)
         return True
 
-    def _drain(self) -> None:
-        self._drain_due = False
-        while not self._closed:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def read(self) -> None:
+        """Take everything that has come; the event loop calls this, too."""
+        self._read_due = False
+        while not self._closed and self._readable():
+            identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             if len(frames) == 1:
                 try:
                     self._on_frame(identity, frames[0])
@@ -117,18 +125,28 @@ class RankLink:
     """A rank's end; blocking, because a rank does one thing at a time."""
 
     def __init__(self, address: str, rank: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
+        self.address = address
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.setsockopt(zmq.RCVHWM, QUEUE_MAX)
+        self._timeout_ms = -1
         self.socket.connect(address)
 
-    def receive(self) -> list[bytes] | None:
-        """Return the next message, or None when there is none yet."""
-        with contextlib.suppress(zmq.Again):
-            return self.socket.recv_multipart(zmq.DONTWAIT)
-        return None
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        """Return the next frame; None when none comes in time.
+
+        Blocks: up to the timeout.
+        """
+        timeout_ms = int(timeout_s * 1000) + (timeout_s > 0)
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = timeout_ms
+            self.socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+        try:
+            return self.socket.recv()
+        except zmq.Again:
+            return None
 
     def send(self, frame: bytes) -> None:
         """Send a report."""
@@ -137,7 +155,7 @@ class RankLink:
     def close(self) -> None:
         """Send what is queued, waiting at most half a second, and close."""
         self.socket.close()
-        self._context.term()
+        self.context.term()
 
 
 def wait_readable(links: list[RankLink], timeout_s: float) -> bool:

@@ -4,14 +4,14 @@ A plug-in executes; it never decides. `vsched.rank` follows the decision log, ke
 sequences, and hands complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is buffers.
 
 A plug-in is one module-level object that the entry-point group `vsched.workers` names; it implements `WorkerPlugin`.
+What it and its workers may be able to do beyond that is in `vsched.worker.abilities`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -182,8 +182,11 @@ class GenerateWorker(Protocol):
         """Return the memory of the device that it runs on."""
         ...
 
-    def build_kv(self, *, blocks: int, block_size: int) -> None:
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache of this many blocks, and anew whatever refers to it; an older one is dropped first.
+
+        Without `touch` memory that the host hands out on first use may be left to it: a group that comes back builds
+        what was proved before, and its requests wait.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
@@ -212,23 +215,6 @@ class GenerateWorker(Protocol):
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
         """
-        ...
-
-
-@runtime_checkable
-class FrugalSteps(Protocol):
-    """A generate worker that can show the peak of its longest steps in a fraction of their time.
-
-    Attributes:
-        frugal: Every layer gives back all that it took, and takes what grows with a sequence for one sequence after
-            the other. So two layers need what all need, and the longest sequence stands for any number of them.
-    """
-
-    @property
-    def frugal(self) -> bool: ...
-
-    def first_layers(self, count: int) -> AbstractContextManager[None]:
-        """Run only the first `count` layers until the context ends; the results are of no use then."""
         ...
 
 
@@ -322,12 +308,21 @@ class Preprocessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a rank runs its model. `encode_tokens_max` caps the tokens of one encode batch."""
+    """How a rank runs its model.
+
+    Attributes:
+        encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
+        ranks: Ranks that share the model (tensor parallel); `rank` is the number of this one among them.
+        rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
+    """
 
     device: str = "cpu"
     threads: int = 1
     attention: str = "auto"
     encode_tokens_max: int = 0
+    ranks: int = 1
+    rank: int = 0
+    rendezvous: str = ""
 
 
 class WorkerPlugin(Protocol):
@@ -340,6 +335,14 @@ class WorkerPlugin(Protocol):
 
         Raises:
             CheckpointError: When there is no such checkpoint, its family is unsupported, or files are missing.
+        """
+        ...
+
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Check that a stage, `encode` or `generate`, can be shared by so many ranks.
+
+        Raises:
+            CheckpointError: When a size of the model does not divide; it names the size and what would do.
         """
         ...
 
@@ -365,35 +368,4 @@ class WorkerPlugin(Protocol):
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
         """
-        ...
-
-
-@runtime_checkable
-class WorstCaseBuilder(Protocol):
-    """A plug-in that knows which batches of images need the most memory of its encoder."""
-
-    def worst_batches(
-        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
-    ) -> list[list[ImagePlan]]:
-        """Return the candidates for the worst legal batch under every cap; the worst is among them.
-
-        `items` is the most images of a batch and `tokens` the most tokens, 0 for no such cap; an image of more tokens
-        runs alone. `pixels_max` is the largest image that is let in, before it is resized; `info.item_tokens_max`
-        caps the tokens of one. Empty when no image is legal.
-        """
-        ...
-
-
-@runtime_checkable
-class CheckpointMaker(Protocol):
-    """A plug-in that can also write random-weight checkpoints, for demonstrations and tests."""
-
-    def checkpoint_sizes(self) -> Mapping[str, str]:
-        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
-        ...
-
-    def make_checkpoint(
-        self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
-    ) -> int:
-        """Write a checkpoint of a named size; return its number of parameters."""
         ...

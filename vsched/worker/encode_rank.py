@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory, GroupLost, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult
@@ -27,8 +27,13 @@ class EncodeRank:
         read: Callable[[Extent], npt.NDArray[np.uint8]],
         *,
         patch_values: int,
+        rank: int = 0,
     ) -> None:
-        """Prepare a rank; `read` gives the bytes of an extent of the arena's pixel region."""
+        """Prepare a rank; `read` gives the bytes of an extent of the arena's pixel region.
+
+        Only the first rank of a group writes to the arena.
+        """
+        self._first = rank == 0
         self._worker = worker
         self._embeddings = embeddings
         self._read = read
@@ -39,15 +44,17 @@ class EncodeRank:
         try:
             jobs = []
             for task in decision.tasks:
-                if task.encoded:
-                    self._copy(task)
-                else:
+                if not task.encoded:
                     jobs.append(self._job(task))
+                elif self._first:
+                    self._copy(task)
             if jobs:
                 self._worker.encode(jobs, self._embeddings)
         except DeviceOutOfMemory as error:
             logger.warning("encode step %d ran out of memory: %s", decision.step, error)
             return EncodeResult(decision.step, "the encoder ran out of memory for this image", 0)
+        except (GroupLost, RankDesync):
+            raise  # no fault of the images: the group is gone
         except Exception:
             logger.exception("encode step %d failed", decision.step)
             return EncodeResult(decision.step, "the image could not be encoded", 0)

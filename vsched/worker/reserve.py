@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,8 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.contract import (
-    EncodeJob,
-    EncodeWorker,
-    ImagePlan,
-    WorkerPlugin,
-    WorstCaseBuilder,
-)
+from vsched.worker.abilities import WorstCaseBuilder
+from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, WorkerPlugin
 from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
 from vsched.worker.spec import EncodeRole
 
@@ -46,6 +41,7 @@ def reserve_encoder(
     role: EncodeRole,
     *,
     rank: int = 0,
+    collect: Callable[[], object] = gc.collect,
 ) -> tuple[RankMemory, Reservation]:
     """Run the worst batch, or take what the operator reserves; return what was held before, and what came on top.
 
@@ -55,7 +51,7 @@ def reserve_encoder(
         DeviceOutOfMemory: When the memory is not there.
     """
     memory = worker.device_memory()
-    gc.collect()
+    collect()
     memory.release()
     memory.reset_peak()
     loaded = measure_rank(memory, rank=rank, weights_bytes=worker.weights_bytes)

@@ -8,6 +8,7 @@ back: what a stray reference keeps would be missing from every later attempt, an
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,6 +16,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.policy import RankMemory
 from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
+from vsched.worker.abilities import CollectiveWorker
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.memory import measure_rank, memory_errors
 from vsched.worker.stress import Load, stress
@@ -38,9 +40,11 @@ class KvSizing:
         *,
         rank: int = 0,
         image: ImagePlan | None = None,
+        collect: Callable[[], object] = gc.collect,
     ) -> None:
         """Prepare; the weights are loaded. `image` is what the rows of the stress carry, None for text alone."""
         self.blocks = 0
+        self._collect = collect
         self._worker = worker
         self._info = info
         self._load = load
@@ -55,7 +59,7 @@ class KvSizing:
 
     def measure(self) -> RankMemory:
         """Return what is held and what is free: after loading, this is what the memory policy starts from."""
-        gc.collect()
+        self._collect()
         self._memory.release()
         return self._measured(peak_bytes=0, released_bytes=0)
 
@@ -64,6 +68,8 @@ class KvSizing:
 
         What was built stands afterwards, whatever the outcome, until the next order; the canary does not.
         """
+        if order.renew:
+            self._abort()
         expected = self.kv_bytes
         released = self._tear_down()
         if released + LEAK_SLACK_BYTES < expected:
@@ -74,12 +80,13 @@ class KvSizing:
                 remedy="mend the worker plug-in, which keeps a reference to the cache",
             )
             memory = self._measured(peak_bytes=0, released_bytes=released)
+            self._abort()
             return Sized(outcome="leak", message=message, memory=memory)
         self._memory.reset_peak()
         doing = "building the KV cache"
         try:
             with memory_errors(doing):
-                self._build(order.tokens)
+                self._build(order.tokens, touch=order.stress)
             doing = f"holding a canary of {order.canary_bytes} bytes"
             with self._memory.hold(order.canary_bytes):
                 doing = "running the hardest steps"
@@ -90,7 +97,13 @@ class KvSizing:
         except DeviceOutOfMemory as error:
             # Its text alone is kept: the traceback holds on to what the failing step had taken.
             message = f"{doing} of {order.tokens} tokens: {error}"
+        self._abort()
         return Sized(outcome="out_of_memory", message=message, memory=self._attempted(released))
+
+    def _abort(self) -> None:
+        """Have the steps of peers fail, too: they may wait for this rank in one."""
+        if isinstance(self._worker, CollectiveWorker):
+            self._worker.abort()
 
     def _tear_down(self) -> int:
         """Drop what stands; return the bytes that came back.
@@ -98,20 +111,20 @@ class KvSizing:
         Order: captured graphs point into the request state and the cache, request state into the cache. The requests
         of the stress went with its rank.
         """
-        gc.collect()
+        self._collect()
         before = self._memory.allocated()
         self._worker.drop_graphs()
         self._worker.drop_kv()
         self.blocks = 0
-        gc.collect()
+        self._collect()
         released = before - self._memory.allocated()
         self._memory.release()
         return released
 
-    def _build(self, tokens: int) -> None:
+    def _build(self, tokens: int, *, touch: bool) -> None:
         blocks = tokens // self._load.block_size
         assert blocks, "the engine orders at least one block"
-        self._worker.build_kv(blocks=blocks, block_size=self._load.block_size)
+        self._worker.build_kv(blocks=blocks, block_size=self._load.block_size, touch=touch)
         self.blocks = blocks
 
     def _stress(self, *, probe: bool) -> None:

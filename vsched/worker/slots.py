@@ -1,6 +1,6 @@
 """Per-slot state of a generate rank, all of it described by one table of fields.
 
-Resetting a slot goes through the table, so a field cannot be forgotten.
+Whatever happens to a slot goes through the table, so a field cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -55,14 +55,41 @@ class SlotTable:
             Field("block_table", np.int32, 0, -(-context_tokens // block_size) + 1),
             Field("tokens", np.int32, 0, context_tokens),
         )
-        for name, dtype, empty, width in self.fields:
-            shape = (slots, width) if width else (slots,)
-            # zeros() commits memory only where it is written: the two wide fields stay cheap.
-            array = np.zeros(shape, dtype) if empty == 0 else np.full(shape, empty, dtype)
-            setattr(self, name, array)
+        for one in self.fields:
+            setattr(self, one.name, _empty_rows(one, slots))
 
     def reset(self, slot: int) -> None:
         """Empty a slot. The wide fields need no clearing: nothing past their counts is read."""
         for name, _, empty, width in self.fields:
             if width <= STOP_TOKENS_MAX:
                 getattr(self, name)[slot] = empty
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two slots.
+
+        The rank itself never moves a sequence: slots are what decisions name. This is for plug-ins that keep their
+        batches contiguous over a table of their own.
+        """
+        for name, *_ in self.fields:
+            rows = getattr(self, name)
+            rows[[one, other]] = rows[[other, one]]
+
+    def resize(self, slots: int) -> None:
+        """Have this many slots: new ones are empty, the last ones go with what they hold. For plug-ins, as `swap`.
+
+        The arrays are new ones; a view of a row that was taken before is of the past.
+        """
+        for field in self.fields:
+            old = getattr(self, field.name)
+            rows = _empty_rows(field, slots)
+            kept = min(slots, len(old))
+            rows[:kept] = old[:kept]
+            setattr(self, field.name, rows)
+
+
+def _empty_rows(field: Field, slots: int) -> npt.NDArray[np.generic]:
+    shape = (slots, field.width) if field.width else (slots,)
+    # zeros() commits memory only where it is written: the wide fields stay cheap.
+    if field.empty == 0:
+        return np.zeros(shape, field.dtype)
+    return np.full(shape, field.empty, field.dtype)

@@ -45,13 +45,8 @@ from vsched.kernel.decisions import (
     RequestData,
 )
 from vsched.types import ModelInfo, SamplingParams
-from vsched.worker.contract import (
-    FrugalSteps,
-    GenerateWorker,
-    ImagePlan,
-    WorkerPlugin,
-    WorstCaseBuilder,
-)
+from vsched.worker.abilities import FrugalSteps, WorstCaseBuilder
+from vsched.worker.contract import GenerateWorker, ImagePlan, WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
 
 _PAGE_ROWS = 64

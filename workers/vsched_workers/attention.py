@@ -64,19 +64,20 @@ class PrefillKernel(Protocol):
         ...
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Allocate memory and write it.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bool) -> torch.Tensor:
+    """Allocate memory that reads as zeros.
 
-    Writing matters on the host, which hands out pages on first touch: a step should neither wait for that nor be the
-    one who finds that there are none. The memory is a mapping of its own, so that it goes back when the cache does, of
-    huge pages: walking a block table over small ones costs three times as much.
+    The host hands out pages on first touch. With `touch` that is done now: a step should neither wait for it nor be
+    the one who finds that there are none. The memory is a mapping of its own, so that it goes back when the cache
+    does, of huge pages: walking a block table over small ones costs three times as much.
     """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     mapped = map_private(math.prod(shape) * dtype.itemsize)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapped, dtype=np.uint8)
-    array.fill(0)
+    if touch:
+        array.fill(0)
     return torch.from_numpy(array).view(dtype).reshape(shape)
 
 
@@ -93,10 +94,11 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: str,
+        touch: bool = True,
     ) -> None:
         self.block_size = block_size
         shape = (blocks * block_size, kv_heads, head_dim)
-        whole = _zeros((2 * layers, *shape), dtype, device)
+        whole = _zeros((2 * layers, *shape), dtype, device, touch=touch)
         self.keys = list(whole[:layers])
         self.values = list(whole[layers:])
 

@@ -6,6 +6,7 @@ Messages name files by their base name: they may reach a client, who has no busi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from vsched_workers.families.qwen_image import (
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer.json",)
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+RANKS_MAX = 64
+"""Ranks that a message names at most."""
 
 PROCESSOR_DEFAULT_LIMITS = PixelLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
 """What the Qwen-VL image processors assume where the settings say nothing."""
@@ -188,6 +192,29 @@ def _inspect(
         item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
         image_token_id=image_token,
         stop_token_ids=_stop_token_ids(directory, config),
+    )
+
+
+def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
+    """Check that a stage, `encode` or `generate`, can be shared by so many ranks.
+
+    Raises:
+        CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
+    """
+    config = read_json(checkpoint_directory(info.path), "config.json")
+    family = family_of(config)
+    part = "vision_config" if stage == "encode" else "text_config"
+    sharing = family.vision_sharing if stage == "encode" else family.language_sharing
+    read = family.vision if stage == "encode" else family.text
+    sizes = {f"{part}.{key}": int(read(config, key)) for key in sharing.sizes}
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
+    if not wrong:
+        return
+    common = math.gcd(*sizes.values())
+    allowed = [str(count) for count in range(1, min(common, RANKS_MAX) + 1) if common % count == 0]
+    raise CheckpointError(
+        f"config.json: {', '.join(wrong)}, which {ranks} ranks cannot share equally. "
+        f"Remedy: set {stage}.tensor_parallel to one of {', '.join(allowed)}."
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 
 from vsched.types import ModelInfo
-from vsched.worker.contract import Batch, Chunk, Progress, Sampled, SequenceState, WorkerSettings
+from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers import attention
 from vsched_workers.attention import DecodeKernel, KvCache, PagedStep, Segment
@@ -24,24 +25,18 @@ from vsched_workers.device_memory import (
     require_available,
     typed_out_of_memory,
 )
-from vsched_workers.sampling import SpecialRow, sample
+from vsched_workers.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
+from vsched_workers.sampling import sample
+from vsched_workers.step_rows import Prepared, chunk_positions, sampling_rows, special_rows
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families import Family
+    from vsched_workers.tensor_parallel import RankGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What the worker keeps of a request.
-
-    `positions` are the M-RoPE positions of the prompt, int64 [3, prompt tokens]; a later token's is its index plus
-    `delta`, on all three axes.
-    """
-
-    positions: npt.NDArray[np.int64]
-    delta: int
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +57,28 @@ class LanguageWorker:
         family: Family,
         model: nn.Module,
         head: torch.Tensor,
+        group: RankGroup,
     ) -> None:
+        """Take the model; `head` is the output projection, or this rank's part of the vocabulary of it."""
         dtype: torch.dtype = getattr(torch, info.dtype)
         self._info = info
         self._family = family
         self._model: Any = model
         self._device = settings.device
         self._config = family.model_config(info.path)
-        self._memory = open_device_memory(settings.device)
+        self._group = group
+        self._memory = group.memory(open_device_memory(settings.device))
         self._settings = settings
         # Chosen now, so that a wrong setting is found before the weights are measured.
         self._decode: DecodeKernel | None = attention.choose_decode(settings, dtype)
         self._prefill = attention.choose_prefill(settings, dtype)
         self._cache: KvCache | None = None
+        experts = [each for each in model.modules() if isinstance(each, SharedExperts)]
+        self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._head: Callable[[torch.Tensor], torch.Tensor]
+        self._head_is_shared = len(head) < self._config.text_config.vocab_size
         packed_bytes = 0
+        # By where they lie: a tied head is the embedding, or a view of it.
         kept: dict[int, torch.Tensor] = {}
         if packs(settings.device, dtype):
             # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
@@ -86,9 +88,9 @@ class LanguageWorker:
             warm_up(model, packed_head)
         else:
             self._head = functools.partial(functional.linear, weight=head)
-            kept[id(head)] = head
-        kept.update((id(tensor), tensor) for tensor in model.parameters())
-        plain_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+            kept[head.untyped_storage().data_ptr()] = head
+        kept.update((each.untyped_storage().data_ptr(), each) for each in model.parameters())
+        plain_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         self._weights_bytes = packed_bytes + plain_bytes
 
     @property
@@ -100,7 +102,11 @@ class LanguageWorker:
         """Return the memory of the device that it runs on."""
         return self._memory
 
-    def build_kv(self, *, blocks: int, block_size: int) -> None:
+    def abort(self) -> None:
+        """Fail the collectives of the group, for a failure outside of this worker."""
+        self._group.abort()
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache of this many blocks; an older one is dropped first.
 
         Raises:
@@ -110,19 +116,23 @@ class LanguageWorker:
         text = self._config.text_config
         dtype: torch.dtype = getattr(torch, self._info.dtype)
         size = blocks * block_size * self._info.kv_bytes_per_token
-        require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
-        with typed_out_of_memory("building the KV cache"):
+        kv_heads = text.num_key_value_heads // self._group.size
+        with self._group.together(), typed_out_of_memory("building the KV cache"):
+            require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             self._cache = KvCache(
                 layers=text.num_hidden_layers,
                 blocks=blocks,
                 block_size=block_size,
-                kv_heads=text.num_key_value_heads,
+                kv_heads=kv_heads,
                 head_dim=self._info.kv_bytes_per_token
-                // (2 * text.num_hidden_layers * text.num_key_value_heads * self._info.itemsize),
+                // (2 * text.num_hidden_layers * kv_heads * self._info.itemsize),
                 dtype=dtype,
                 device=self._device,
+                touch=touch,
             )
             self._decode = attention.choose_decode(self._settings, dtype)
+        if self._balance is not None:
+            self._balance.reset()
 
     def drop_graphs(self) -> None:
         """Forget captured steps; none are captured as yet."""
@@ -146,6 +156,8 @@ class LanguageWorker:
             yield
         finally:
             self._model.layers = layers
+            if self._balance is not None:
+                self._balance.reset()
 
     def prepare(self, sequence: SequenceState) -> None:
         """Compute the positions of the prompt.
@@ -154,7 +166,7 @@ class LanguageWorker:
             DeviceOutOfMemory: When the device's memory ran out.
         """
         prompt = sequence.tokens[: sequence.prompt_length]
-        with typed_out_of_memory("preparing a request"):
+        with self._group.watched(), typed_out_of_memory("preparing a request"):
             positions, delta = self._family.positions(self._config, prompt, sequence.items)
         sequence.state = Prepared(positions=positions, delta=delta)
 
@@ -165,16 +177,39 @@ class LanguageWorker:
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
         """
-        with typed_out_of_memory("running a step"):
+        with self._group.together(), typed_out_of_memory("running a step"):
             token_ids, positions, step = self._pack(batch)
             hidden = self._forward(batch, token_ids, positions, step)
-            rows = _sampling_rows(batch)
+            rows = sampling_rows(batch)
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32))
             if len(rows) < len(hidden):
                 hidden = hidden[torch.from_numpy(rows).to(self._device)]
             logits = self._head(hidden)
-            return sample(logits, _special_rows(batch))
+            if self._head_is_shared:
+                # Every rank samples, from the same logits, and so draws the same token.
+                logits = self._group.all_gather(logits)
+            return sample(logits, special_rows(batch))
+
+    def hooks(self) -> Mapping[str, float]:
+        """Return the collective work that is due now and then: balancing experts, where ranks share any."""
+        return {} if self._balance is None else {BALANCE: INTERVAL_S}
+
+    def wanted_hooks(self) -> Sequence[str]:
+        """Return what should be done soon."""
+        return [BALANCE] if self._balance is not None and self._balance.wanted() else []
+
+    def run_hook(self, name: str) -> None:
+        """Balance the experts; every rank does at the same step.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        assert name == BALANCE, f"no such work: {name}"
+        assert self._balance is not None, "it is not offered then"
+        with typed_out_of_memory("balancing experts"):
+            moved = self._balance.run()
+        logger.info("%d experts moved to other ranks", moved)
 
     def _pack(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
         """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
@@ -205,7 +240,7 @@ class LanguageWorker:
             ids[row:end] = chunk.sequence.tokens[chunk.start : chunk.stop]
             slots[row:end] = table[index // size].astype(np.int64) * size + index % size
             positions[0, 0, row:end] = index
-            positions[1:, 0, row:end] = _chunk_positions(chunk, index)
+            positions[1:, 0, row:end] = chunk_positions(chunk, index)
             segments.append(
                 Segment(
                     table,
@@ -287,49 +322,6 @@ class LanguageWorker:
         return Images(rows=np.concatenate(places), levels=levels)
 
 
-def _chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the M-RoPE positions [3, tokens] of a chunk, which may go on past the prompt after a recompute."""
-    state: Prepared = chunk.sequence.state
-    prompt = chunk.sequence.prompt_length
-    if chunk.stop <= prompt:
-        return state.positions[:, chunk.start : chunk.stop]
-    later = np.broadcast_to(index + state.delta, (3, len(index)))
-    if chunk.start >= prompt:
-        return later
-    inside = prompt - chunk.start
-    return np.concatenate([state.positions[:, chunk.start :], later[:, inside:]], axis=1)
-
-
-def _sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
-    """Return the packed rows that yield a token: the decode rows, then the last row of each chunk that samples."""
-    decode_rows = len(batch.decode_slots)
-    last: list[int] = []
-    row = decode_rows
-    for chunk in batch.chunks:
-        row += chunk.stop - chunk.start
-        if chunk.samples:
-            last.append(row - 1)
-    return np.concatenate([np.arange(decode_rows), np.array(last, dtype=np.int64)])
-
-
-def _special_rows(batch: Batch) -> list[SpecialRow]:
-    """Pair each special row with the index that its new token will have."""
-    if not batch.special:
-        return []
-    decode_rows = len(batch.decode_slots)
-    ends = [chunk.stop for chunk in batch.chunks if chunk.samples]
-    return [
-        SpecialRow(
-            row=row,
-            position=int(batch.decode_positions[row]) + 1
-            if row < decode_rows
-            else ends[row - decode_rows],
-            sequence=sequence,
-        )
-        for row, sequence in batch.special
-    ]
-
-
 def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:
     """Load the language model alone.
 
@@ -338,6 +330,8 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     """
     from vsched_workers.checkpoint import checkpoint_directory
     from vsched_workers.families import FAMILIES
+    from vsched_workers.slicing import cut_of, slice_module, sum_rows
+    from vsched_workers.tensor_parallel import RankGroup
     from vsched_workers.weights import WeightIndex, fill_module, load_head
 
     torch.set_num_threads(settings.threads)
@@ -345,8 +339,13 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))
     dtype: torch.dtype = getattr(torch, info.dtype)
+    ranks, rank = settings.ranks, settings.rank
     with torch.device("meta"):
         model = family.build_language(info.path, attention.NAME)
+    cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
+    config = family.model_config(info.path)
+    vocabulary: int = config.text_config.vocab_size
+    divides = ranks > 1 and vocabulary % ranks == 0
     with typed_out_of_memory("loading the language model"):
         fill_module(
             model,
@@ -356,12 +355,17 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
             device=settings.device,
             label="language model",
             progress=progress,
+            cuts=cuts,
+            flips=family.flips,
         )
         head = load_head(
             model,
             index,
-            tied=bool(family.model_config(info.path).tie_word_embeddings),
+            tied=bool(config.tie_word_embeddings),
             dtype=dtype,
             device=settings.device,
+            cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,
         )
-    return LanguageWorker(info, settings, family, model, head)
+    group = RankGroup(settings, "generate")
+    sum_rows(model, family.language_sharing, group)
+    return LanguageWorker(info, settings, family, model, head, group)

@@ -104,6 +104,13 @@ def _deepstack(levels: list[int]) -> dict[str, Any]:
     return {"deepstack_visual_indexes": levels, "num_position_embeddings": 2304}
 
 
+def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
+
+
+LIBRARY_NAMES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+"""What the names of transformers' classes begin with."""
+
 QWEN3_LIMITS = (65536, 16777216)
 
 SIZES: dict[str, Size] = {
@@ -126,6 +133,18 @@ SIZES: dict[str, Size] = {
         spread=0.2,
         image_limits=(4 * 32 * 32, 16777216),
     ),
+    "nano3moe": Size(
+        family="qwen3_vl_moe",
+        summary="Qwen3-VL with a mixture of experts, the smallest that exercises everything; for tests",
+        vocab=384,
+        text=_text(64, 96, 3, 4, 2, [4, 2, 2])
+        | {"head_dim": 16, "mlp_only_layers": [1]}
+        | _experts(8, 2, 24),
+        vision=_vision(3, 32, 48, 2, 64, **_deepstack([0, 1])),
+        learns_from_library=False,
+        spread=0.2,
+        image_limits=(4 * 32 * 32, 16777216),
+    ),
     "tiny25": Size(
         family="qwen2_5_vl",
         summary="Qwen2.5-VL of 5 million parameters; shows what the framework costs",
@@ -138,6 +157,14 @@ SIZES: dict[str, Size] = {
         summary="Qwen3-VL of 7 million parameters, with deepstack",
         vocab=4096,
         text=_text(256, 704, 6, 4, 2, [12, 10, 10]) | {"head_dim": 64},
+        vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
+        image_limits=QWEN3_LIMITS,
+    ),
+    "tiny3moe": Size(
+        family="qwen3_vl_moe",
+        summary="Qwen3-VL of 14 million parameters, with a mixture of 16 experts",
+        vocab=4096,
+        text=_text(256, 704, 6, 4, 2, [12, 10, 10]) | {"head_dim": 64} | _experts(16, 2, 176),
         vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
         image_limits=QWEN3_LIMITS,
     ),
@@ -211,7 +238,7 @@ def _make_tokenizer(size: Size) -> Any:
 
 def _write_processor(directory: Path, size: Size) -> None:
     """Write the processor settings by hand: the class that would do it needs torchvision."""
-    is_qwen3 = size.family == "qwen3_vl"
+    is_qwen3 = size.family != "qwen2_5_vl"
     minimum, maximum = size.image_limits
     settings: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -245,7 +272,7 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
     def token(text: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(text))
 
-    is_qwen3 = size.family == "qwen3_vl"
+    is_qwen3 = size.family != "qwen2_5_vl"
     text = dict(size.text)
     text["rope_parameters"] = dict(text["rope_parameters"])
     if is_qwen3:
@@ -260,7 +287,7 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
         "initializer_range": size.spread,
     }
     library: Any = transformers
-    name = "Qwen3VL" if is_qwen3 else "Qwen2_5_VL"
+    name = LIBRARY_NAMES[size.family]
     config = getattr(library, f"{name}Config")(
         text_config=text,
         vision_config=size.vision | {"initializer_range": size.spread},

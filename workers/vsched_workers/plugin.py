@@ -30,6 +30,12 @@ class TransformersPlugin:
 
         return inspect_checkpoint(path, dtype=dtype, item_tokens_max=item_tokens_max)
 
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Check that a stage, `encode` or `generate`, can be shared by so many ranks."""
+        from vsched_workers.checkpoint import check_parallel
+
+        check_parallel(info, stage=stage, ranks=ranks)
+
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
         from vsched_workers.preprocess import load_preprocessor

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families import Family
+    from vsched_workers.tensor_parallel import RankGroup
 
 
 class VisionWorker:
@@ -29,6 +30,7 @@ class VisionWorker:
         family: Family,
         tower: nn.Module,
         weights_bytes: int,
+        group: RankGroup,
     ) -> None:
         import torch
 
@@ -38,7 +40,8 @@ class VisionWorker:
         self._device = settings.device
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._tokens_max = settings.encode_tokens_max
-        self._memory = open_device_memory(settings.device)
+        self._group = group
+        self._memory = group.memory(open_device_memory(settings.device))
         self._weights_bytes = weights_bytes
 
     @property
@@ -50,14 +53,21 @@ class VisionWorker:
         """Return the memory of the device that it runs on."""
         return self._memory
 
+    def abort(self) -> None:
+        """Fail the collectives of the group, for a failure outside of this worker."""
+        self._group.abort()
+
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs and write their rows; one call of the tower unless they exceed the token cap.
+
+        Of several ranks, all have the rows in the end, and the first writes them.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
-        for part in self._parts(jobs):
-            self._encode(part, embeddings)
+        with self._group.together():
+            for part in self._parts(jobs):
+                self._encode(part, embeddings)
 
     def _parts(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0
@@ -85,6 +95,8 @@ class VisionWorker:
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
         if raw.shape != expected:
             raise ValueError(f"the encoder yields rows of shape {raw.shape}, expected {expected}")
+        if self._group.rank:
+            return
         start = 0
         for job in jobs:
             _write_pages(raw[start : start + job.tokens], job.pages, embeddings)
@@ -122,6 +134,8 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         warm_up,
     )
     from vsched_workers.families import FAMILIES
+    from vsched_workers.slicing import slice_module, sum_rows
+    from vsched_workers.tensor_parallel import RankGroup
     from vsched_workers.weights import WeightIndex, fill_module
 
     torch.set_num_threads(settings.threads)
@@ -129,6 +143,8 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     index = WeightIndex.open(checkpoint_directory(info.path))
     with torch.device("meta"):
         tower = family.build_vision(info.path, "sdpa")
+    sharing = family.vision_sharing
+    cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
     with typed_out_of_memory("loading the vision tower"):
         fill_module(
             tower,
@@ -138,11 +154,14 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             device=settings.device,
             label="vision tower",
             progress=progress,
+            cuts=cuts,
         )
+    group = RankGroup(settings, "encode")
+    sum_rows(tower, sharing, group)
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
     if settings.device == "cpu":
         flatten_patches(tower)
     if packs(settings.device, getattr(torch, info.dtype)):
         pack_linears(tower, MANY_ROWS)
         warm_up(tower)
-    return VisionWorker(info, settings, family, tower, weights_bytes)
+    return VisionWorker(info, settings, family, tower, weights_bytes, group)

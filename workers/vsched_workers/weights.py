@@ -7,9 +7,10 @@ safetensors is read: the older formats are pickles, and loading one runs whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from vsched.worker.contract import Progress
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from vsched_workers.slicing import Cut
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -107,8 +110,13 @@ def load_tensors(
     dtype: torch.dtype,
     device: str,
     report: Callable[[float], None],
+    cuts: Mapping[str, Cut] | None = None,
+    flips: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Read tensors: `wanted` maps a key to the tensor's full name and the shape that it must have.
+
+    Where `cuts` has the key, that shape is the one of the part that is read, and nothing else is. What has a key like
+    one of `flips` may lie in the file with its last two dimensions the other way round.
 
     Each file is opened once. The tensors own their memory: a view of the mapped file would be read from disk whenever
     the page cache is short, and would change under us if somebody replaced the file.
@@ -130,15 +138,24 @@ def load_tensors(
                 )
             for key in keys:
                 name, shape = wanted[key]
+                cut = (cuts or {}).get(key)
+                whole = shape if cut is None else cut.shape_before(shape)
                 with _reading(file_name):
-                    tensor = file.get_tensor(name)
-                if tuple(tensor.shape) != shape:
+                    source = file.get_slice(name)
+                    found = tuple(source.get_shape())
+                flipped = (*whole[:-2], *whole[:-3:-1])
+                flip = found == flipped != whole and any(fnmatchcase(key, each) for each in flips)
+                if found != whole and not flip:
                     raise CheckpointError(
-                        f"tensor {name} in {file_name} has shape {list(tensor.shape)}, "
-                        f"config.json asks for {list(shape)}. Remedy: use the config.json that "
+                        f"tensor {name} in {file_name} has shape {list(found)}, "
+                        f"config.json asks for {list(whole)}. Remedy: use the config.json that "
                         "belongs to these weights."
                     )
-                loaded[key] = tensor.to(device=device, dtype=dtype, copy=True)
+                with _reading(file_name):
+                    tensor = file.get_tensor(name) if cut is None else cut.read(source)
+                tensor = tensor.transpose(-1, -2) if flip else tensor
+                assert tuple(tensor.shape) == shape, f"{name} was cut to {tuple(tensor.shape)}"
+                loaded[key] = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
                 report(len(loaded) / len(wanted))
     return loaded
 
@@ -152,8 +169,12 @@ def fill_module(
     device: str,
     label: str,
     progress: Progress,
+    cuts: Mapping[str, Cut] | None = None,
+    flips: Sequence[str] = (),
 ) -> None:
     """Give a module that was built on the meta device its weights from the checkpoint.
+
+    Where `cuts` has a tensor's name, the module has, and gets, only that part of it.
 
     Raises:
         CheckpointError: When a tensor is missing or of another shape, or a file is corrupt.
@@ -173,6 +194,8 @@ def fill_module(
         dtype=dtype,
         device=device,
         report=lambda fraction: progress(label, fraction),
+        cuts=cuts,
+        flips=flips,
     )
     module.load_state_dict(loaded, strict=True, assign=True)
     _make_buffers(module, device)
@@ -192,21 +215,36 @@ def _make_buffers(module: nn.Module, device: str) -> None:
 
 
 def load_head(
-    model: Any, index: WeightIndex, *, tied: bool, dtype: torch.dtype, device: str
+    model: Any,
+    index: WeightIndex,
+    *,
+    tied: bool,
+    dtype: torch.dtype,
+    device: str,
+    cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Return the output projection [vocabulary, hidden]: the embedding itself where the two are tied.
+    """Return the output projection [vocabulary, hidden]: the embedding itself, or a view of it, where the two are tied.
+
+    `cut` is the part of the vocabulary that is wanted.
 
     Raises:
         CheckpointError: When it is neither tied nor in the checkpoint.
     """
     embedding: torch.Tensor = model.embed_tokens.weight
     if tied:
-        return embedding
+        return embedding if cut is None else cut.read(embedding)
     name = "lm_head.weight"
     if name not in index.files:
         raise CheckpointError(
             f"tensor {name} is in none of the weight files, and config.json does not tie it to the embedding. "
             "Remedy: download the checkpoint again."
         )
-    wanted = {name: (name, tuple(embedding.shape))}
-    return load_tensors(index, wanted, dtype=dtype, device=device, report=lambda _: None)[name]
+    rows = len(embedding) if cut is None else cut.size
+    return load_tensors(
+        index,
+        {name: (name, (rows, embedding.shape[1]))},
+        dtype=dtype,
+        device=device,
+        report=lambda _: None,
+        cuts=None if cut is None else {name: cut},
+    )[name]

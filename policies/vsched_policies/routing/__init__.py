@@ -1,5 +1,7 @@
 """Which replica serves a request."""
 
+from vsched_policies.routing.image_affinity import ImageAffinity
+from vsched_policies.routing.least_loaded import LeastLoaded
 from vsched_policies.routing.round_robin import RoundRobin
 
-__all__ = ["RoundRobin"]
+__all__ = ["ImageAffinity", "LeastLoaded", "RoundRobin"]

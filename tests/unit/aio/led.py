@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
-from vsched.aio import leader as leader_module
-from vsched.aio.leader import Deadlines, Leader
-from vsched.transport.zmq_link import rank_identity
+from vsched.aio.leader import Deadlines, Leader, Presence
+from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
     EncodeResult,
     Entry,
     FollowerLog,
     GenerateResult,
     Hello,
+    Pulse,
     Ready,
     Report,
     encode_report,
@@ -26,20 +30,23 @@ LIMITS = Deadlines(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
 class FakeLink:
     """A link without a wire: what is sent is kept, what comes is handed in."""
 
-    made: FakeLink
-
-    def __init__(self, context: object, address: str, on_frame: object) -> None:
-        FakeLink.made = self
+    def __init__(self, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.on_frame = on_frame
-        self.sent: dict[int, list[list[bytes]]] = {}
+        self.sent: dict[int, list[bytes]] = {}
         self.deaf: set[int] = set()
+        self.unread: deque[tuple[int, Report]] = deque()
         self.closed = False
 
-    def send(self, rank: int, frames: list[bytes]) -> bool:
+    def send(self, rank: int, frame: bytes) -> bool:
         if rank in self.deaf:
             return False
-        self.sent.setdefault(rank, []).append(frames)
+        self.sent.setdefault(rank, []).append(frame)
         return True
+
+    def read(self) -> None:
+        while self.unread:
+            rank, report = self.unread.popleft()
+            self.on_frame(rank_identity(rank), encode_report(report))
 
     def close(self) -> None:
         self.closed = True
@@ -66,8 +73,8 @@ class FakeLoop:
     def time(self) -> float:
         return self.now_s
 
-    def call_later(self, delay_s: float, call: object) -> FakeTimer:
-        self.timers.append(FakeTimer(self.now_s + delay_s, call))
+    def call_later(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> FakeTimer:
+        self.timers.append(FakeTimer(self.now_s + delay_s, partial(call, *arguments)))
         return self.timers[-1]
 
     def create_future(self) -> asyncio.Future[list[Ready]]:
@@ -87,36 +94,61 @@ class FakeLoop:
 class Led:
     """A leader with a fake link and a fake clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, limits: Deadlines) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        ranks: int,
+        limits: Deadlines,
+        name: str = "generate",
+        presence: Presence | None = None,
+        loop: FakeLoop | None = None,
+    ) -> None:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
         self.progress: list[tuple[str, float]] = []
-        self.loop = FakeLoop()
-        monkeypatch.setattr(leader_module, "LeaderLink", FakeLink)
+        self.loop = loop or FakeLoop()
+        self.ranks = ranks
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
         self.leader = Leader(
-            "generate",
-            None,  # type: ignore[arg-type]
-            "ipc://nowhere",
+            name,
+            self._open,
             secret="sesame",
             ranks=ranks,
             deadlines=limits,
             on_result=self.results.append,
             on_lost=self.lost.append,
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
+            presence=presence,
         )
         monkeypatch.undo()
-        self.link = FakeLink.made
+
+    def _open(self, on_frame: Callable[[bytes, bytes], None]) -> FakeLink:
+        self.link = FakeLink(on_frame)
+        return self.link
 
     def hear(self, rank: int, report: Report) -> None:
-        self.link.on_frame(rank_identity(rank), encode_report(report))  # type: ignore[operator]
+        self.link.on_frame(rank_identity(rank), encode_report(report))
 
-    def enter(self, *ranks: int) -> None:
+    def pulse(self, *ranks: int) -> None:
+        """Hear the pulse of these ranks."""
+        for rank in ranks:
+            for report in (Hello(rank, "sesame"), Pulse()):
+                self.link.on_frame(pulse_identity(rank), encode_report(report))
+
+    def enter(self, *ranks: int, hooks: dict[str, float] | None = None) -> None:
         for rank in ranks:
             self.hear(rank, Hello(rank, "sesame"))
         for rank in ranks:
-            self.hear(rank, Ready(10 + rank, {"kv": rank}))
+            self.hear(rank, Ready(10, {"kv": rank}, hooks or {}))
+
+    def advance(self, seconds: float, *, pulses: Sequence[int] | None = None) -> None:
+        """Let time pass while these ranks, or all, show that they run."""
+        until_s = self.loop.now_s + seconds
+        while self.loop.now_s < until_s:
+            self.pulse(*(range(self.ranks) if pulses is None else pulses))
+            self.loop.advance(min(1.0, until_s - self.loop.now_s))
 
     def entries(self, rank: int = 0) -> list[Entry]:
         log = FollowerLog()
-        return [log.accept(frames) for frames in self.link.sent.get(rank, [])]
+        return [log.accept(frame) for frame in self.link.sent.get(rank, [])]

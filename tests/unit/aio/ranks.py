@@ -1,4 +1,4 @@
-"""A replica whose ranks live in this process: the real crews, leaders and logs over a wire that is a list.
+"""A shell whose ranks live in this process: the real crews, leaders and logs over a wire that is a list.
 
 A rank answers when it is told to, so a test says what happens between any two steps. What it samples follows from the
 tokens before, so that a stream that went on after a loss can be told from one that began anew.
@@ -7,7 +7,7 @@ tokens before, so that a stream that went on after a loss can be told from one t
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.rank.crews import Place, kv_sizing, sizes
+from tests.unit.rank.crews import Place, kv_sizing, sizes_for
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
-from vsched.aio import crew as crew_module
-from vsched.aio import leader as leader_module
 from vsched.aio.leader import Deadlines
-from vsched.aio.replica import Replica
+from vsched.aio.shell import Recorder, Shell
 from vsched.aio.stream import Generation
 from vsched.errors import RequestFailed
+from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.policy import RankMemory, Reservation
 from vsched.testing import default_policies
 from vsched.transport.zmq_link import rank_identity
-from vsched.types import FinishReason, Request, SamplingParams
+from vsched.types import FinishReason, Request, SamplingParams, stage_of
 from vsched.wire import (
     AcceptKv,
     EncodeResult,
@@ -40,6 +39,8 @@ from vsched.wire import (
     Reserved,
     Sized,
     SizeKv,
+    StepCheck,
+    check_of,
     encode_report,
 )
 from vsched.worker.encode_rank import EncodeRank
@@ -47,36 +48,48 @@ from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.spec import GenerateRole, RankSpec
 
 BLOCKS = 100
+DRAIN_S = 0.02
+"""Short: only a test of the deadline waits for it."""
 LIMITS = Deadlines(ready_s=5, step_s=60, heartbeat_s=60, rank_timeout_s=60)
 SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
+TWO_GENERATE = (("encode",), ("generate-0",), ("generate-1",))
+TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
+TWO_TOGETHER = (("encode-0", "generate-0"), ("encode-1", "generate-1"))
 Groups = Sequence[Sequence[str]]
 Result = GenerateResult | EncodeResult
 
 
 class Wire:
-    """A leader's link; `deaf` is a rank that does not read."""
+    """A leader's link, and what it sent to each rank."""
 
     def __init__(
         self, ranks: Ranks, address: str, on_frame: Callable[[bytes, bytes], None]
     ) -> None:
-        self.group = Path(address).name.partition("-")[0]
+        self.group = group_of(address)
         self.hear = on_frame
-        self.frames: deque[list[bytes]] = deque()
+        self.frames: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._ranks = ranks
         ranks.wires[self.group] = self
 
-    def send(self, rank: int, frames: list[bytes]) -> bool:
-        serves = self.group == "encode" or self._ranks.of(self.group).serves
-        if serves and self.group in self._ranks.deaf:
-            self._ranks.deaf.discard(self.group)
+    def send(self, rank: int, frame: bytes) -> bool:
+        serves = stage_of(self.group) == "encode" or self._ranks.of(self.group, rank).serves
+        if serves and (self.group, rank) in self._ranks.deaf:
+            self._ranks.deaf.discard((self.group, rank))
             return False
-        self.frames.append(frames)
-        asyncio.get_running_loop().call_soon(self._ranks.follow_orders, self.group)
+        self.frames[rank].append(frame)
+        asyncio.get_running_loop().call_soon(self._ranks.follow_orders, self.group, rank)
         return True
+
+    def read(self) -> None: ...
 
     def close(self) -> None:
         self.frames.clear()
+
+
+def group_of(address: str) -> str:
+    """The group whose socket is at an address: what stands behind it counts the starts."""
+    return Path(address).name.rpartition("-")[0]
 
 
 class Rank:
@@ -87,53 +100,51 @@ class Rank:
         self.exit = on_exit
         self.ended = False
         self.serves = False
+        self.spec = spec
+        self.number = spec.rank
         self._memory = RankMemory(
-            rank=0,
+            rank=spec.rank,
             pool="fake",
             total_bytes=1 << 30,
             available_bytes=1 << 30,
             reserved_bytes=0,
             weights_bytes=0,
         )
-        self._spec = spec
         self._blocks = ranks.blocks
         arena, info = ranks.place.arena, spec.info
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
         self._encode = EncodeRank(
             FakeEncoder(Behaviour()), arena.embeddings, arena.read, patch_values=info.patch_values
         )
-        role = spec.generate
-        self._generate = None if role is None else _generate_rank(ranks, role)
+        self._generate = None if spec.generate is None else _generate_rank(ranks, spec.generate)
         self.groups = [
-            group
-            for group, role in (("encode", spec.encode), ("generate", spec.generate))
-            if role is not None
+            group_of(role.address) for role in (spec.encode, spec.generate) if role is not None
         ]
 
     def enter(self, ranks: Ranks) -> None:
         if self.ended:
             return
         for group in self.groups:
-            ranks.say(group, Hello(0, self._spec.secret))
-            if group == "encode":
-                reservation = Reservation(rank=0, pool="fake", growth_bytes=0, held=False)
-                ranks.say(group, Reserved(self._memory, reservation))
-                ranks.say(group, Ready(0, {}))
-            else:
-                ranks.say(group, Loaded(self._memory))
+            ranks.say(group, Hello(self.number, self.spec.secret), self.number)
+            if stage_of(group) == "encode":
+                reservation = Reservation(rank=self.number, pool="fake", growth_bytes=0, held=False)
+                ranks.say(group, Reserved(self._memory, reservation), self.number)
+                ranks.say(group, Ready(0, {}), self.number)
+            elif group not in ranks.mute:
+                ranks.say(group, Loaded(self._memory), self.number)
 
-    def follow_order(self, ranks: Ranks, frames: list[bytes]) -> None:
+    def follow_order(self, ranks: Ranks, group: str, frame: bytes) -> None:
         """Carry out an order about the KV cache, of which nothing is built."""
-        match self._logs["generate"].accept(frames):
+        match self._logs["generate"].accept(frame):
             case SizeKv():
-                ranks.say("generate", Sized("fits", "", self._memory))
+                ranks.say(group, Sized("fits", "", self._memory), self.number)
             case AcceptKv():
                 self.serves = True
-                ranks.say("generate", Ready(self._blocks, {}))
+                ranks.say(group, Ready(self._blocks, {}), self.number)
 
-    def step(self, group: str, frames: list[bytes]) -> Result | None:
+    def step(self, group: str, frame: bytes) -> Result | None:
         """Carry out an entry; a heartbeat has no result."""
-        entry = self._logs[group].accept(frames)
+        entry = self._logs[stage_of(group)].accept(frame)
         if isinstance(entry, EncodeDecision):
             return self._encode.apply(entry)
         if isinstance(entry, GenerateDecision):
@@ -156,22 +167,28 @@ def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
 
 
 class Ranks:
-    """All ranks of a replica, past and present.
+    """All ranks of a shell, past and present.
 
     Attributes:
         blocks: KV blocks that ranks report from now on.
         failures: What the next starts raise, first to last.
-        deaf: Groups whose next decision is not taken.
+        broken: Groups none of whose ranks can start.
+        mute: Generate groups whose ranks never say that they have loaded.
+        deaf: Groups and ranks that do not take their next decision.
         pauses_s: Pauses between attempts to restart; none takes time while `pause_over` is set.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    place: Place
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
         self.wires: dict[str, Wire] = {}
         self.made: list[Rank] = []
         self.blocks = BLOCKS
         self.failures: deque[Exception] = deque()
-        self.deaf: set[str] = set()
+        self.broken: set[str] = set()
+        self.mute: set[str] = set()
+        self.deaf: set[tuple[str, int]] = set()
         self.pauses_s: list[float] = []
         self.pause_over = asyncio.Event()
         self.pause_over.set()
@@ -180,40 +197,79 @@ class Ranks:
     def starts(self) -> int:
         return len(self.made)
 
-    def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def open_link(self, address: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
+        return Wire(self, address, on_frame)
+
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
         if self.failures:
             raise self.failures.popleft()
-        self.made.append(Rank(self, spec, on_exit))
-        asyncio.get_running_loop().call_soon(self.made[-1].enter, self)
-        return self.made[-1]
+        rank = Rank(self, spec, on_exit)
+        if self.broken.intersection(rank.groups):
+            raise OSError("the device is gone")
+        self.made.append(rank)
+        asyncio.get_running_loop().call_soon(rank.enter, self)
+        return rank
 
-    def of(self, group: str) -> Rank:
-        """The latest rank of a group."""
-        return next(rank for rank in reversed(self.made) if group in rank.groups)
+    def of(self, group: str, number: int = 0) -> Rank:
+        """The latest rank of a group with this number."""
+        return next(
+            rank for rank in reversed(self.made) if group in rank.groups and rank.number == number
+        )
 
-    def say(self, group: str, report: Report) -> None:
-        self.wires[group].hear(rank_identity(0), encode_report(report))
+    def say(self, group: str, report: Report, rank: int = 0) -> None:
+        self.wires[group].hear(rank_identity(rank), encode_report(report))
 
-    def follow_orders(self, group: str) -> None:
+    def follow_orders(self, group: str, number: int) -> None:
         """Let a rank that does not serve yet carry out what it is sent; what comes later waits for `step`."""
-        frames = self.wires[group].frames
-        while group == "generate" and frames and not self.of(group).serves:
-            self.of(group).follow_order(self, frames.popleft())
+        if stage_of(group) == "generate":
+            rank, frames = self.of(group, number), self.wires[group].frames[number]
+            while frames and not rank.serves:
+                rank.follow_order(self, group, frames.popleft())
 
-    def step(self, group: str = "generate") -> Result:
+    def step(self, group: str = "generate", number: int = 0) -> Result:
         """Carry out the next decision of a group, and keep the result back."""
         result = None
         while result is None:
-            result = self.of(group).step(group, self.wires[group].frames.popleft())
+            result = self._next(group, number)
         return result
 
-    def run(self, steps: int = 10_000) -> None:
-        """Carry out what is decided, the encoder first, and report it."""
+    def _next(self, group: str, number: int) -> Result | None:
+        frame = self.wires[group].frames[number].popleft()
+        return self.of(group, number).step(group, frame)
+
+    def turn(self, group: str) -> None:
+        """Have every rank of a group carry out the next entry, and report it."""
+        wire = self.wires[group]
+        result = self._next(group, 0)
+        if result is not None:
+            self.say(group, result)
+        for number in [number for number, frames in wire.frames.items() if number and frames]:
+            result = self._next(group, number)
+            if result is not None:
+                self.say(group, StepCheck(result.step, check_of(result)), number)
+
+    def run(self, steps: int = 10_000, *, groups: Sequence[str] = ()) -> None:
+        """Carry out what is decided, the encoders first, and report it; of all groups, or of some."""
         for _ in range(steps):
-            due = [name for name in ("encode", "generate") if self.wires[name].frames]
+            due = sorted(name for name in groups or self.wires if self._is_due(name))
             if not due:
                 return
-            self.say(due[0], self.step(due[0]))
+            self.turn(due[0])
+
+    def run_all(self, steps: int) -> None:
+        """Carry out so many decisions of each group, as far as there are any."""
+        for _ in range(steps):
+            for name in list(self.wires):
+                if self._is_due(name):
+                    self.turn(name)
+
+    def _is_due(self, group: str) -> bool:
+        """Whether a group has something to carry out, and does not only load."""
+        serves = stage_of(group) == "encode" or self.of(group).serves
+        return serves and bool(self.wires[group].frames[0])
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the loop turn until something holds."""
@@ -249,7 +305,7 @@ class Stream:
 
     def __init__(
         self,
-        replica: Replica,
+        shell: Shell,
         request: Request,
         *,
         max_tokens: int = 10,
@@ -266,10 +322,10 @@ class Stream:
             stop=(),
             stop_token_ids=frozenset(),
             logprobs=False,
-            on_stop=replica.end,
+            on_stop=shell.end,
             on_end=self._on_end,
         )
-        replica.submit(msgspec.structs.replace(request, sampling=sampling), (), self.generation)
+        shell.submit(msgspec.structs.replace(request, sampling=sampling), (), self.generation)
 
     def _on_end(self) -> None:
         self.ends += 1
@@ -294,16 +350,13 @@ class Stream:
 
 
 class Played:
-    """A started replica and its ranks."""
+    """A started shell and its ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
-        self._place = Place(run_dir)
-        self.ranks = Ranks(self._place)
-        real_context, self._place.context = self._place.context, self.ranks  # type: ignore[assignment]
-        real_context.destroy(linger=0)
-        self.replica: Replica
-        monkeypatch.setattr(leader_module, "LeaderLink", Wire)
-        monkeypatch.setattr(crew_module, "RankProcess", self.ranks.start)
+        self.ranks = Ranks(str(run_dir))
+        self._place = self.ranks.place = Place(run_dir, self.ranks)
+        self.shell: Shell
+        self.record: Callable[[Scheduler], Recorder | None] = lambda _: None
         self._skip_pauses(monkeypatch)
 
     def _skip_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,20 +370,30 @@ class Played:
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
-    async def start(self, groups: Groups = SEPARATE) -> None:
-        sizing = kv_sizing(groups)
-        self.replica = Replica(
+    async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
+        """Start crews of these groups, each of so many ranks."""
+        sizing = kv_sizing(groups, ranks=ranks)
+        self.shell = Shell(
             lambda events: [
-                self._place.crew(events, groups=names, limits=LIMITS, sizing=sizing)
+                self._place.crew(events, groups=names, limits=LIMITS, sizing=sizing, ranks=ranks)
                 for names in groups
             ],
-            size=sizes,
+            size=sizes_for(groups),
             policies=default_policies(),
             on_progress=lambda *_: None,
+            drain_s=DRAIN_S,
+            record=self.record,
         )
-        await self.replica.start()
+        await self.shell.start()
+
+    async def stop(self) -> None:
+        """Stop, and forget the ranks, which have ended."""
+        await self.shell.stop()
+        assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
+        self.ranks.made.clear()
+        self.ranks.wires.clear()
 
     async def close(self) -> None:
-        await self.replica.stop()
-        assert all(rank.ended for rank in self.ranks.made), "a rank outlives its replica"
+        await self.shell.stop()
+        assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
         self._place.arena.close()

@@ -77,14 +77,14 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
     """B8: the policy is not asked before the encode group has told what it reserves."""
     sizing = kv_sizing([["encode"], ["generate"]])
     generate = Group()
-    leading = asyncio.ensure_future(sizing.lead(generate))  # type: ignore[arg-type]
+    leading = asyncio.ensure_future(sizing.lead("generate", generate))  # type: ignore[arg-type]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert sizing.missing() == ["encode rank 0"]
+    assert "encode rank 0 did not" in sizing.waited_for(["generate"])
     assert generate.orders == []
-    await sizing.publish(Group(growth_bytes=5))  # type: ignore[arg-type]
+    await sizing.publish("encode", Group(growth_bytes=5))  # type: ignore[arg-type]
     await leading
-    assert sizing.missing() == []
+    assert sizing.waited_for(["generate"]) == ""
     assert generate.accepted == [KV_TOKENS // LOAD.block_size]
 
 
@@ -92,10 +92,10 @@ async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_stre
     """F6: the kernel goes on with the blocks that it knows; nothing is measured again."""
     sizing = kv_sizing([["generate"]], policy=AutoProfile(canary_bytes=MIB))
     first = Group(lambda order: [measured(order, activations_bytes=MIB)])
-    await sizing.lead(first)  # type: ignore[arg-type]
+    await sizing.lead("generate", first)  # type: ignore[arg-type]
     assert [order.probe for order in first.orders] == [True, False]
     again = Group()
-    await sizing.lead(again)  # type: ignore[arg-type]
+    await sizing.lead("generate", again)  # type: ignore[arg-type]
     assert again.orders == [SizeKv(first.orders[-1].tokens, stress=False, canary_bytes=0)]
     assert again.accepted == first.accepted
 
@@ -105,12 +105,12 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
     tokens = {}
     for activations_mib, growth_mib in ((1, 0), (1, 30), (30, 1), (30, 30)):
         sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(canary_bytes=MIB))
-        await sizing.publish(Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
+        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         used = activations_mib * MIB
         generate = Group(
             lambda order, used=used: [measured(order, activations_bytes=used)]  # type: ignore[misc]
         )
-        await sizing.lead(generate)  # type: ignore[arg-type]
+        await sizing.lead("generate", generate)  # type: ignore[arg-type]
         tokens[activations_mib, growth_mib] = generate.accepted[0]
     assert tokens[1, 30] == tokens[30, 1] == tokens[30, 30] < tokens[1, 0]
 
@@ -120,9 +120,9 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
     tokens = []
     for growth_mib in (0, 30):
         sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(canary_bytes=MIB))
-        await sizing.publish(Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
+        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
-        await sizing.lead(generate)  # type: ignore[arg-type]
+        await sizing.lead("generate", generate)  # type: ignore[arg-type]
         tokens.append(generate.accepted[0] * LOAD.block_size)
     assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
 
@@ -137,7 +137,156 @@ async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
     sizing = kv_sizing([["generate"]])
     generate = Group(lambda order: [Sized(outcome, "no room", LOADED)])  # type: ignore[arg-type]
     with pytest.raises(error, match="no room"):
-        await sizing.lead(generate)  # type: ignore[arg-type]
+        await sizing.lead("generate", generate)  # type: ignore[arg-type]
     assert generate.accepted == []
     assert sizing.ledger is not None
     assert sizing.ledger.totals == {LOADED.pool: LOADED.total_bytes}
+
+
+TWO = [["encode-0"], ["encode-1"], ["generate-0"], ["generate-1"]]
+
+
+def shared(rank: RankMemory = LOADED) -> RankMemory:
+    """Measured on a memory that two groups share."""
+    return msgspec.structs.replace(rank, pool="host")
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
+    """B7, B8: one board for all encode groups; a group that restarts publishes anew."""
+    sizing = kv_sizing(TWO)
+    generators = {name: Group() for name in ("generate-0", "generate-1")}
+    leading = [
+        asyncio.ensure_future(sizing.lead(name, group))  # type: ignore[arg-type]
+        for name, group in generators.items()
+    ]
+    await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
+    await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
+    await turns()
+    told = sizing.waited_for(["generate-0"])
+    assert "encode-0 rank 0 did not: value 1 of 2 reservations" in told
+    assert not any(group.orders for group in generators.values())
+    await sizing.publish("encode-0", Group())  # type: ignore[arg-type]
+    await asyncio.gather(*leading)
+    accepted = [KV_TOKENS // LOAD.block_size]
+    assert [group.accepted for group in generators.values()] == [accepted, accepted]
+
+
+async def test_sizing_of_groups_apart_overlaps() -> None:
+    """E12: on memories of their own nobody waits for another one's probe."""
+    sizing = kv_sizing([["generate-0"], ["generate-1"]])
+    held = asyncio.Event()
+    slow, quick = Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])
+    real = slow.size
+
+    async def size(order: SizeKv) -> list[Sized]:
+        await held.wait()
+        return await real(order)
+
+    slow.size = size  # type: ignore[method-assign]
+    leading = asyncio.ensure_future(sizing.lead("generate-0", slow))  # type: ignore[arg-type]
+    await sizing.lead("generate-1", quick)  # type: ignore[arg-type]
+    assert quick.accepted
+    assert not leading.done()
+    held.set()
+    await leading
+
+
+class SharedMemory:
+    """A memory of 100 MiB on which two groups have loaded 10 MiB each."""
+
+    def __init__(self) -> None:
+        self.kv_bytes: dict[str, int] = {}
+        self.sizing_now: list[str] = []
+
+    def loaded(self) -> RankMemory:
+        return shared(msgspec.structs.replace(LOADED, available_bytes=80 * MIB))
+
+    def group(self, name: str) -> Group:
+        async def size(order: SizeKv) -> list[Sized]:
+            self.sizing_now.append(name)
+            assert set(self.sizing_now) == {name}, "two groups at a time would measure each other"
+            await turns(3)
+            self.sizing_now.remove(name)
+            self.kv_bytes[name] = order.tokens * 8
+            return [self.measured(name)]
+
+        group = Group(ranks=[self.loaded()])
+        group.size = size  # type: ignore[method-assign]
+        return group
+
+    def measured(self, name: str) -> Sized:
+        """What is free while the caches of all groups stand; the hardest step takes 5 MiB."""
+        own_bytes = self.kv_bytes[name]
+        free_bytes = 80 * MIB - sum(self.kv_bytes.values())
+        memory = msgspec.structs.replace(
+            self.loaded(),
+            available_bytes=free_bytes,
+            reserved_bytes=10 * MIB + own_bytes,
+            peak_bytes=15 * MIB + own_bytes,
+            kv_bytes=own_bytes,
+        )
+        return Sized("fits" if free_bytes >= 0 else "out_of_memory", "", memory)
+
+
+async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> None:
+    """C4, C18: one after the other, neither gets all of it, and both largest steps fit at once."""
+    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(canary_bytes=0))
+    memory = SharedMemory()
+    names = ("generate-0", "generate-1")
+    await asyncio.gather(*(sizing.lead(name, memory.group(name)) for name in names))  # type: ignore[arg-type]
+    first, second = (memory.kv_bytes[name] for name in names)
+    assert 20 * MIB < first < 40 * MIB
+    assert 20 * MIB < second < 50 * MIB
+    assert first + second + 2 * 5 * MIB <= 80 * MIB
+    ledger = sizing.ledger
+    assert ledger is not None
+    lines = {(line.owner, line.line): line.bytes for line in ledger.of_pool("host")}
+    assert ledger.totals["host"] == 100 * MIB
+    assert lines["generate-0 rank 0", "kv"] == first
+    assert lines["generate-1 rank 0", "kv"] == second
+    assert lines["generate-1 rank 0", "weights"] == 10 * MIB
+    assert lines["others", "peers"] == 0, "the groups are no strangers to each other"
+    assert sum(lines.values()) == 100 * MIB
+
+
+async def test_sizing_rebuilds_each_group_as_it_was() -> None:
+    """F6: a group that comes back gets its own size, not that of another."""
+    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(canary_bytes=0))
+    small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
+    small = msgspec.structs.replace(small, available_bytes=50 * MIB)
+
+    def group(rank: RankMemory) -> Group:
+        return Group(
+            lambda order: [_of(rank, measured(order, activations_bytes=MIB))], ranks=[rank]
+        )
+
+    first = {"generate-0": group(LOADED), "generate-1": group(small)}
+    await asyncio.gather(*(sizing.lead(name, one) for name, one in first.items()))  # type: ignore[arg-type]
+    assert first["generate-1"].accepted[0] < first["generate-0"].accepted[0]
+    for name, rank in (("generate-1", small), ("generate-0", LOADED)):
+        again = group(rank)
+        await sizing.lead(name, again)  # type: ignore[arg-type]
+        assert again.accepted == first[name].accepted
+        assert [order.stress for order in again.orders] == [False]
+
+
+def _of(rank: RankMemory, sized: Sized) -> Sized:
+    memory = msgspec.structs.replace(sized.memory, pool=rank.pool, total_bytes=rank.total_bytes)
+    return msgspec.structs.replace(sized, memory=memory)
+
+
+async def test_sizing_names_the_group_that_has_not_loaded() -> None:
+    """F2: a generate group that waits for another one says for which."""
+    sizing = kv_sizing([["generate-0"], ["generate-1"]])
+    leading = asyncio.ensure_future(sizing.lead("generate-0", Group()))  # type: ignore[arg-type]
+    await turns()
+    assert sizing.waited_for(["generate-0"]) == "generate-1 has not loaded"
+    assert sizing.waited_for(["generate-1"]) == ""
+    assert sizing.waited_for(["encode"]) == ""
+    await sizing.lead("generate-1", Group())  # type: ignore[arg-type]
+    await leading

@@ -86,6 +86,9 @@ class FakeEngine:
         self.cancelled = False
         self.calls: list[dict[str, Any]] = []
         self.generations: list[FakeGeneration] = []
+        self.rows: list[dict[str, Any]] = [{"name": "generate-1", "state": "draining"}]
+        self.actions: list[tuple[str, str]] = []
+        self.in_time = True
         self.numbers: dict[str, Any] = {"queue": {"waiting": 3}, "kv": {"blocks-free": 2.5}}
 
     @property
@@ -118,6 +121,24 @@ class FakeEngine:
 
     async def clear(self) -> dict[str, int]:
         return {"running": 0, "waiting": 0}
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    async def drain_group(self, group: str) -> bool:
+        return self._act("drain", group)
+
+    async def restart_group(self, group: str) -> bool:
+        return self._act("restart", group)
+
+    def resume_group(self, group: str) -> None:
+        self._act("resume", group)
+
+    def _act(self, action: str, group: str) -> bool:
+        self.actions.append((action, group))
+        if self.refusal is not None:
+            raise self.refusal
+        return self.in_time
 
 
 @dataclass

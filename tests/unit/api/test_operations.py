@@ -160,6 +160,8 @@ async def test_without_a_key_everything_is_open() -> None:
         ("GET", "/ready"),
         ("GET", "/admin/statistics"),
         ("POST", "/admin/clear"),
+        ("GET", "/admin/replicas"),
+        ("POST", "/admin/replicas"),
         ("GET", "/nowhere"),
         ("GET", "/health/"),
         ("GET", "//health"),

@@ -16,11 +16,14 @@ from vsched.policy import (
     EvictionPolicy,
     PreemptionPolicy,
     PreemptionView,
+    RoutingPolicy,
+    RoutingView,
 )
 from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.preemption import Youngest
+from vsched_policies.routing import RoundRobin
 
 
 class Reversed(AdmissionPolicy, frozen=True, kw_only=True):
@@ -246,6 +249,26 @@ def random_preemption(rng: random.Random) -> PreemptionPolicy:
     return rng.choice(makers)()
 
 
+class AnyReplica(RoutingPolicy, frozen=True, kw_only=True):
+    """Any replica, healthy or not; sometimes one that does not exist."""
+
+    wrong: int = 0
+
+    def choose(self, view: RoutingView) -> int:
+        if self.wrong and view.routed % 3 == 0:
+            return self.wrong
+        return (view.routed * 7 + view.prompt_tokens) % len(view.replicas)
+
+
+def random_routing(rng: random.Random) -> RoutingPolicy:
+    makers: list[Callable[[], RoutingPolicy]] = [
+        RoundRobin,
+        AnyReplica,
+        lambda: AnyReplica(wrong=rng.choice(WRONG)),
+    ]
+    return rng.choice(makers)()
+
+
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
     return KernelPolicies(
@@ -255,4 +278,5 @@ def random_policies(rng: random.Random) -> KernelPolicies:
         embedding_eviction=random_eviction(rng),
         prefix_eviction=random_eviction(rng),
         preemption=random_preemption(rng),
+        routing=random_routing(rng),
     )

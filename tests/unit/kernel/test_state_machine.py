@@ -21,7 +21,7 @@ from tests.unit.kernel.policy_pool import (
     random_policies,
 )
 from tests.unit.kernel.setups import assert_served, image_request, sizes, words
-from vsched.kernel.events import Cleared
+from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.policy import AdmissionPolicy
 from vsched.testing import (
     ModelCluster,
@@ -160,11 +160,24 @@ class KernelMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, reason: FinishReason) -> None:
         self.cluster.abort(data.draw(st.sampled_from(sorted(self.cluster.requests))), reason)
 
-    @precondition(lambda self: len(self.cluster.down) < 2)
+    def up(self) -> list[str]:
+        gone = self.cluster.down | self.cluster.retired
+        return [group for group in self.cluster.groups if group not in gone]
+
+    @precondition(lambda self: self.up())
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        up = sorted({"encode", "generate"} - self.cluster.down)
-        self.cluster.lose(data.draw(st.sampled_from(up)))
+        self.cluster.lose(data.draw(st.sampled_from(self.up())))
+
+    @precondition(lambda self: any(self.cluster.others(one) for one in self.cluster.down))
+    @rule()
+    def retire(self) -> None:
+        self.cluster.retire(min(one for one in self.cluster.down if self.cluster.others(one)))
+
+    @precondition(lambda self: self.up())
+    @rule(data=st.data(), event=st.sampled_from([Drain, Resume]))
+    def drain(self, data: st.DataObject, event: type[Drain | Resume]) -> None:
+        self.cluster.send(event(data.draw(st.sampled_from(self.up()))))
 
     @precondition(lambda self: self.cluster.down)
     @rule()
@@ -180,6 +193,8 @@ class KernelMachine(RuleBasedStateMachine):
             return
         for group in sorted(self.cluster.down):
             self.cluster.restore(group)
+        for group in self.up():
+            self.cluster.send(Resume(group))
         self.cluster.drain()
         self.cluster.check_settled()
 

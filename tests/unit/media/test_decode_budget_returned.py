@@ -117,7 +117,7 @@ async def test_closing_fails_what_waits_for_memory() -> None:
             tasks.append(asyncio.ensure_future(bench.pipeline.prepare("\x01", [url])))
             await until(lambda: len(bench.pipeline._fills._fills) == len(tasks))
         stop = asyncio.ensure_future(asyncio.to_thread(bench.pipeline.close))
-        await until(lambda: bench.pipeline._executor._shutdown)
+        await until(lambda: bench.pipeline._executor._shutdown)  # type: ignore[attr-defined]
         bench.preprocessor.gate.set()
         first, *others = await asyncio.gather(*tasks, return_exceptions=True)
         assert not isinstance(first, BaseException)

@@ -1,4 +1,4 @@
-"""Crews and replicas of ranks that run the fake plug-in."""
+"""Crews and shells of ranks that run the fake plug-in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.crew import Crew, CrewEvents
+from vsched.aio.launcher import Launcher, LocalLauncher
 from vsched.aio.leader import Deadlines
-from vsched.aio.replica import Replica
+from vsched.aio.shell import Shell
 from vsched.aio.sizing import Sizing, SizingLimits
 from vsched.aio.stream import Generation
 from vsched.kernel import Sizes
 from vsched.policy import MemoryPolicy
 from vsched.testing import default_policies
 from vsched.transport.arena import Arena
-from vsched.types import Request, SamplingParams
+from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -67,7 +67,13 @@ LOAD = Load(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block
 def kv_sizing(
     crews: Sequence[Sequence[str]], *, policy: MemoryPolicy | None = None, ranks: int = 1
 ) -> Sizing:
-    """Return what sizes the KV cache for crews of these groups."""
+    """Return what sizes the KV caches for crews of these groups, each of so many ranks."""
+    encoders = [group for groups in crews for group in groups if stage_of(group) == "encode"]
+    beside = {
+        groups[-1]: groups[0] if len(groups) == 2 else ""
+        for groups in crews
+        if stage_of(groups[-1]) == "generate"
+    }
     return Sizing(
         policy or Pinned(tokens=KV_TOKENS),
         SizingLimits(
@@ -77,18 +83,18 @@ def kv_sizing(
             batch_tokens=LOAD.batch_tokens,
             slots=LOAD.slots,
         ),
-        encode_ranks=ranks if any("encode" in groups for groups in crews) else 0,
-        together=any(len(groups) == 2 for groups in crews),
+        encode=dict.fromkeys(encoders, ranks),
+        generate=beside,
     )
 
 
 class Place:
-    """Where ranks run: an arena, a directory for sockets, a ZeroMQ context."""
+    """Where ranks run: an arena, a directory for sockets, somebody who starts them."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, launcher: Launcher | None = None) -> None:
         self.run_dir = run_dir
         self.arena = Arena.create(LAYOUT)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.launcher = launcher or LocalLauncher(str(run_dir))
 
     def crew(
         self,
@@ -113,12 +119,13 @@ class Place:
             layout=LAYOUT,
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
-            encode=encode if "encode" in groups else None,
-            generate=generate if "generate" in groups else None,
+            encode=encode if stage_of(groups[0]) == "encode" else None,
+            generate=generate if stage_of(groups[-1]) == "generate" else None,
         )
         return Crew(
             template,
-            self.context,
+            self.launcher,
+            groups=groups,
             ranks=ranks,
             deadlines=limits,
             events=events,
@@ -126,7 +133,7 @@ class Place:
         )
 
     def close(self) -> None:
-        self.context.destroy(linger=0)
+        self.launcher.close()
         self.arena.close()
 
 
@@ -135,44 +142,62 @@ def python_path() -> str:
     return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
 
 
-def sizes(blocks: int) -> Sizes:
-    return Sizes(
-        block_size=4,
-        blocks=blocks,
-        slots=4,
-        batch_tokens=64,
-        chunk_tokens=16,
-        context_tokens=400,
-        page_rows=LAYOUT.page_rows,
-        pages=LAYOUT.pages,
-        encode_items=4,
-        waiting=20,
-    )
+def sizes_for(crews: Sequence[Sequence[str]]) -> Callable[[int], Sizes]:
+    """Return what gives the kernel's limits for crews of these groups."""
+    stages = [stage_of(group) for groups in crews for group in groups]
+
+    def sizes(blocks: int) -> Sizes:
+        return Sizes(
+            block_size=4,
+            blocks=blocks,
+            slots=4,
+            batch_tokens=64,
+            chunk_tokens=16,
+            context_tokens=400,
+            page_rows=LAYOUT.page_rows,
+            pages=LAYOUT.pages,
+            encode_items=4,
+            waiting=20,
+            encoders=stages.count("encode"),
+            generators=stages.count("generate"),
+        )
+
+    return sizes
 
 
 @asynccontextmanager
-async def replica_of(
+async def shell_of(
     place: Place,
     *,
     groups: Sequence[Sequence[str]] = (("encode",), ("generate",)),
     behaviour: Behaviour | None = None,
     limits: Deadlines = LIMITS,
-) -> AsyncIterator[Replica]:
-    """Yield a started replica of one crew for each tuple of groups."""
-    sizing = kv_sizing(groups)
+    ranks: int = 1,
+) -> AsyncIterator[Shell]:
+    """Yield a started shell of one crew for each tuple of groups."""
+    sizing = kv_sizing(groups, ranks=ranks)
 
     def crews(events: CrewEvents) -> list[Crew]:
         return [
-            place.crew(events, groups=names, behaviour=behaviour, limits=limits, sizing=sizing)
+            place.crew(
+                events,
+                groups=names,
+                behaviour=behaviour,
+                ranks=ranks,
+                limits=limits,
+                sizing=sizing,
+            )
             for names in groups
         ]
 
-    replica = Replica(crews, size=sizes, policies=default_policies(), on_progress=lambda *_: None)
-    await replica.start()
+    shell = Shell(
+        crews, size=sizes_for(groups), policies=default_policies(), on_progress=lambda *_: None
+    )
+    await shell.start()
     try:
-        yield replica
+        yield shell
     finally:
-        await replica.stop()
+        await shell.stop()
 
 
 class NoText:
@@ -185,8 +210,8 @@ class NoText:
         return ""
 
 
-def generate(replica: Replica, request: Request, *, max_tokens: int) -> Generation:
-    """Submit a request of this replica and return its stream."""
+def generate(shell: Shell, request: Request, *, max_tokens: int) -> Generation:
+    """Submit a request to this shell and return its stream."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     request = msgspec.structs.replace(request, sampling=sampling)
     generation = Generation(
@@ -196,10 +221,10 @@ def generate(replica: Replica, request: Request, *, max_tokens: int) -> Generati
         stop=(),
         stop_token_ids=frozenset(),
         logprobs=False,
-        on_stop=replica.end,
+        on_stop=shell.end,
         on_end=lambda: None,
     )
-    replica.submit(request, (), generation)
+    shell.submit(request, (), generation)
     return generation
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from vsched.errors import CheckpointError, DeviceOutOfMemory
 from vsched.testing.device_memory import SimulatedMemory
 from vsched.types import ArenaLayout, ModelInfo
+from vsched.wire import Entry, FollowerLog
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
@@ -41,9 +42,13 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         load_s: Time to load.
         load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
         meet: A directory in which this many ranks must meet while they load.
-        step_s: Time of a generate step.
+        step_s: Time of a generate step; of those alone that see a sequence of `slow_at` tokens, if that is given.
         exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
         encode_error: Fail items of this many tokens.
+        differ_rank: This rank yields other tokens from the step on that sees a sequence of `differ_at` tokens.
+        hook_s: Interval of the hook `balance`, None for no hooks; it is asked for in the step that sees a sequence of
+            `hook_at` tokens. Each run notes in the file `hooks-<rank>` of `notes` how many steps were before it.
+        notes: A directory for what ranks note; in `heard-<rank>`, when they heard each entry of the log.
     """
 
     load_s: float = 0.0
@@ -51,8 +56,14 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     meet: str = ""
     meet_ranks: int = 0
     step_s: float = 0.0
+    slow_at: int = 0
     exit_at: int = 0
     encode_error: int = 0
+    differ_rank: int = -1
+    differ_at: int = 0
+    hook_s: float | None = None
+    hook_at: int = 0
+    notes: str = ""
 
 
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
@@ -121,8 +132,11 @@ class FakeEncoder:
 class FakeGenerator:
     """Checks the embeddings that it is handed, and yields `next_token` of each sequence."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
+    def __init__(self, behaviour: Behaviour, rank: int = 0) -> None:
         self._behaviour = behaviour
+        self._rank = rank
+        self._steps = 0
+        self._wanted: list[str] = []
         self._memory = SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
         self._memory.allocate(self.weights_bytes)
         self._kv: list[int] = []
@@ -135,7 +149,7 @@ class FakeGenerator:
     def device_memory(self) -> SimulatedMemory:
         return self._memory
 
-    def build_kv(self, *, blocks: int, block_size: int) -> None:
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         self.drop_kv()
         self._kv = [self._memory.allocate(blocks * block_size * KV_BYTES)]
         self.blocks = blocks * block_size
@@ -152,7 +166,6 @@ class FakeGenerator:
         sequence.state = sequence.prompt_length
 
     def step(self, batch: Batch) -> Sampled:
-        time.sleep(self._behaviour.step_s)
         decodes = zip(batch.decode_sequences, batch.decode_positions.tolist(), strict=True)
         rows = [(sequence, position + 1) for sequence, position in decodes]
         for chunk in batch.chunks:
@@ -164,8 +177,27 @@ class FakeGenerator:
         for _, length in rows:
             if length == self._behaviour.exit_at:
                 exit_once(self._behaviour.meet)
+        self._steps += 1
+        lengths = [length for _, length in rows]
+        if self._behaviour.slow_at in (0, *lengths):
+            time.sleep(self._behaviour.step_s)
+        if self._behaviour.hook_at in lengths:
+            self._wanted.append("balance")
         tokens = [next_token(sequence.tokens[:length].tolist()) for sequence, length in rows]
+        if self._rank == self._behaviour.differ_rank and self._behaviour.differ_at in lengths:
+            tokens = [token + 1 for token in tokens]
         return Sampled(np.asarray(tokens, np.int32))
+
+    def hooks(self) -> dict[str, float]:
+        return {} if self._behaviour.hook_s is None else {"balance": self._behaviour.hook_s}
+
+    def run_hook(self, name: str) -> None:
+        with Path(self._behaviour.notes, f"hooks-{self._rank}").open("a") as notes:
+            notes.write(f"{name} {self._steps}\n")
+
+    def wanted_hooks(self) -> list[str]:
+        wanted, self._wanted = self._wanted, []
+        return wanted
 
 
 def exit_once(directory: str) -> None:
@@ -176,11 +208,27 @@ def exit_once(directory: str) -> None:
         os._exit(7)
 
 
+def note_entries(path: Path) -> None:
+    """From now on, note when this process hears an entry of the log."""
+    accept = FollowerLog.accept
+    notes = path.open("a", buffering=1)
+
+    def noted(self: FollowerLog, frame: bytes) -> Entry:
+        entry = accept(self, frame)
+        notes.write(f"{time.monotonic()} {type(entry).__name__}\n")
+        return entry
+
+    FollowerLog.accept = noted  # type: ignore[method-assign]
+
+
 class FakePlugin:
     """What `load_worker` finds."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         return model_info(msgspec.json.decode(path, type=Behaviour))
+
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Every number of ranks will do."""
 
     def load_preprocessor(self, info: ModelInfo) -> Any:
         raise NotImplementedError
@@ -199,7 +247,10 @@ class FakePlugin:
         settings: WorkerSettings,
         progress: Progress,
     ) -> FakeGenerator:
-        return FakeGenerator(_load(info, progress))
+        behaviour = _load(info, progress)
+        if behaviour.notes:
+            note_entries(Path(behaviour.notes, f"heard-{settings.rank}"))
+        return FakeGenerator(behaviour, settings.rank)
 
 
 def _load(info: ModelInfo, progress: Progress) -> Behaviour:

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from tests.unit.rank.fake_plugin import Behaviour
 from vsched.aio.leader import Deadlines
+from vsched.aio.process import RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
@@ -72,7 +73,9 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: P
     """B8: the KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
     sizing = kv_sizing([["encode"], ["generate"]])
     crew = place.crew(Heard().events, limits=limits(ready_s=3), sizing=sizing)
-    with pytest.raises(GroupLost, match=r"not ready after 3 s .*encode rank 0 has not told"):
+    with pytest.raises(
+        GroupLost, match=r"not ready after 3 s .*encode rank 0 did not: value 0 of 1"
+    ):
         await crew.start()
     assert crew.pids == []
 
@@ -118,7 +121,7 @@ async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> Non
     (pid,) = crew.pids
     os.kill(pid, signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [(["generate"], "rank 0 exited with code -9")]
+    assert heard.lost == [(["generate"], "generate: rank 0 exited with code -9")]
     crew.decide("generate", one_request())  # a group that is being lost drops it
     await crew.stop(grace_s=0)
     await crew.start()
@@ -140,6 +143,7 @@ async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     crew = place.crew(Heard().events, ranks=2)
     await crew.start()
     for process in crew._processes:
+        assert isinstance(process, RankProcess)
         process._on_exit = codes.append
     started_s = time.monotonic()
     await crew.stop()
@@ -218,7 +222,9 @@ async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> 
     assert sorted(group for group, _ in heard.results) == ["encode", "generate"]
     os.kill(crew.pids[0], signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [(["encode", "generate"], "rank 0 exited with code -9")]
+    assert heard.lost == [
+        (["encode", "generate"], "encode and generate: rank 0 exited with code -9")
+    ]
     await crew.stop(grace_s=0)
     assert len(heard.lost) == 1
 

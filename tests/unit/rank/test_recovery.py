@@ -1,4 +1,4 @@
-"""Faults under a replica: requests go on where they were, and nothing outlives its engine."""
+"""Faults under a shell: requests go on where they were, and nothing outlives its engine."""
 
 from __future__ import annotations
 
@@ -19,103 +19,108 @@ from tests.unit.rank.crews import (
     is_running,
     python_path,
     read,
-    replica_of,
+    shell_of,
 )
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
-from vsched.aio import replica as replica_module
+from vsched.aio import revival as revival_module
 from vsched.errors import CheckpointError, RequestFailed, RequestRefused
 from vsched.testing import make_request
 
 pytestmark = pytest.mark.slow
 SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
+TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
 
 
-@pytest.mark.parametrize("groups", [SEPARATE, TOGETHER], ids=["separate", "together"])
-async def test_replica_streams_go_on_when_ranks_are_killed(
-    place: Place, groups: tuple[tuple[str, ...], ...]
+@pytest.mark.parametrize(
+    ("groups", "ranks"),
+    [(SEPARATE, 1), (TOGETHER, 1), (TWO_OF_EACH, 1), (TOGETHER, 2)],
+    ids=["separate", "together", "replicas", "together of two ranks"],
+)
+async def test_shell_streams_go_on_when_ranks_are_killed(
+    place: Place, groups: tuple[tuple[str, ...], ...], ranks: int
 ) -> None:
     """F6: SIGKILL in mid-stream: the group restarts, and every stream has the tokens it would have had."""
     behaviour = Behaviour(step_s=0.004)
-    async with replica_of(place, groups=groups, behaviour=behaviour) as replica:
+    async with shell_of(place, groups=groups, behaviour=behaviour, ranks=ranks) as shell:
         requests = [
             make_request("text", [11, 12, 13]),
             make_request("image", [14, 15], [(1, 6, b"image1")]),
             make_request("two images", [16] * 20, [(3, 5, b"image2"), (9, 6, b"image1")]),
         ]
-        streams = [generate(replica, request, max_tokens=60) for request in requests]
+        streams = [generate(shell, request, max_tokens=60) for request in requests]
         before = await read(streams[0], at_least=20)
-        victim = replica.pids[-1]
+        victim = shell.pids[-1]
         os.kill(victim, signal.SIGKILL)
-        late = generate(replica, make_request("late", [30]), max_tokens=5)
+        late = generate(shell, make_request("late", [30]), max_tokens=5)
         rest = await asyncio.gather(*(read(stream) for stream in [*streams, late]))
         rest[0] = before + rest[0]
         for request, tokens in zip(requests, rest, strict=False):
             assert tokens == expected_tokens(request.prompt_token_ids, 60)
         assert rest[3] == expected_tokens([30], 5)
-        assert victim not in replica.pids
-        assert replica.healthy
-        assert replica.statistics()["finished"]["length"] == 4
+        assert victim not in shell.pids
+        assert shell.healthy
+        assert shell.statistics()["finished"]["length"] == 4
 
 
-async def test_replica_encoder_killed_leaves_text_alone(place: Place) -> None:
+async def test_shell_encoder_killed_leaves_text_alone(place: Place) -> None:
     """F6: with a process of its own, a lost encoder stops no text; images wait until it is back."""
-    async with replica_of(place, behaviour=Behaviour(step_s=0.002)) as replica:
-        text = generate(replica, make_request("text", [11, 12, 13]), max_tokens=40)
+    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
+        text = generate(shell, make_request("text", [11, 12, 13]), max_tokens=40)
         await read(text, at_least=2)
-        generate_pid = replica.pids[1]
-        os.kill(replica.pids[0], signal.SIGKILL)
-        image = generate(replica, make_request("image", [7], [(0, 6, b"a")]), max_tokens=5)
+        generate_pid = shell.pids[1]
+        os.kill(shell.pids[0], signal.SIGKILL)
+        image = generate(shell, make_request("image", [7], [(0, 6, b"a")]), max_tokens=5)
         await read(text)
         assert await read(image) == expected_tokens([5] * 6 + [7], 5)
-        assert replica.pids[1] == generate_pid
+        assert shell.pids[1] == generate_pid
 
 
-async def test_replica_request_that_kills_its_ranks_twice_is_ended(
+async def test_shell_request_that_kills_its_ranks_twice_is_ended(
     place: Place, tmp_path: Path
 ) -> None:
     """F6: a rank that exits by itself once costs its requests nothing."""
     behaviour = Behaviour(exit_at=12, meet=str(tmp_path))
-    async with replica_of(place, behaviour=behaviour) as replica:
-        tokens = await read(generate(replica, make_request("r", [11, 12]), max_tokens=20))
+    async with shell_of(place, behaviour=behaviour) as shell:
+        tokens = await read(generate(shell, make_request("r", [11, 12]), max_tokens=20))
         assert (tmp_path / "exited").exists()
         assert tokens == expected_tokens([11, 12], 20)
 
 
-async def test_replica_image_that_cannot_be_encoded_fails_alone(place: Place) -> None:
+async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> None:
     """F1, G8: the encoder's error fails that request, with a text that names no path; others are served."""
-    async with replica_of(place, behaviour=Behaviour(encode_error=7)) as replica:
-        bad = generate(replica, make_request("bad", [7], [(0, 7, b"bad")]), max_tokens=5)
-        good = generate(replica, make_request("good", [7], [(0, 6, b"good")]), max_tokens=5)
+    async with shell_of(place, behaviour=Behaviour(encode_error=7)) as shell:
+        bad = generate(shell, make_request("bad", [7], [(0, 7, b"bad")]), max_tokens=5)
+        good = generate(shell, make_request("good", [7], [(0, 6, b"good")]), max_tokens=5)
         with pytest.raises(RequestFailed, match="^the image could not be encoded$") as caught:
             await read(bad)
         assert caught.value.code == "encode_failed"
         assert await read(good) == expected_tokens([5] * 6 + [7], 5)
-        assert replica.healthy
+        assert shell.healthy
 
 
-async def test_replica_start_fails_with_what_a_rank_says(place: Place) -> None:
+async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
     """F2: and nothing keeps running."""
     with pytest.raises(CheckpointError, match="weights.safetensors"):
-        async with replica_of(place, behaviour=Behaviour(load_error="CheckpointError")):
+        async with shell_of(place, behaviour=Behaviour(load_error="CheckpointError")):
             pass
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-async def test_replica_stop_in_the_middle_of_a_restart_leaves_no_process(
+async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
     place: Place, turns: int
 ) -> None:
     """F2: stopping cancels a restart that is under way, at whatever point it is."""
-    async with replica_of(place) as replica:
-        pids = replica.pids
+    async with shell_of(place) as shell:
+        pids = shell.pids
         os.kill(pids[1], signal.SIGKILL)
         async with asyncio.timeout(10):
-            while replica.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
+            while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
                 await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)
-        await replica.stop()
-        assert replica.pids == []
+        await shell.stop()
+        assert shell.pids == []
         assert not any(is_running(pid) for pid in pids)
     assert not place_children(), "no rank was started after the stop"
 
@@ -126,65 +131,65 @@ def place_children() -> list[int]:
     return [int(pid) for pid in children if is_running(int(pid))]
 
 
-async def test_replica_that_cannot_restart_ends_and_refuses_requests(
+async def test_shell_that_cannot_restart_ends_and_refuses_requests(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2, F4: after the last attempt everybody gets an answer, and nobody waits for what will not come."""
-    monkeypatch.setattr(replica_module, "RESTART_DELAYS_S", (0.0, 0.0))
-    async with replica_of(place, behaviour=Behaviour(step_s=0.005)) as replica:
-        stream = generate(replica, make_request("r", [11, 12]), max_tokens=300)
+    monkeypatch.setattr(revival_module, "RESTART_DELAYS_S", (0.0, 0.0))
+    async with shell_of(place, behaviour=Behaviour(step_s=0.005)) as shell:
+        stream = generate(shell, make_request("r", [11, 12]), max_tokens=300)
         await read(stream, at_least=2)
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        os.kill(replica.pids[1], signal.SIGKILL)
+        os.kill(shell.pids[1], signal.SIGKILL)
         with pytest.raises(RequestFailed):
             await read(stream)
-        assert replica.given_up == "generate could not be restarted"
-        assert not replica.healthy
+        assert shell.given_up == "generate could not be restarted"
+        assert not shell.healthy
         with pytest.raises(RequestRefused, match="could not be restarted") as caught:
-            generate(replica, make_request("r2", [11]), max_tokens=3)
+            generate(shell, make_request("r2", [11]), max_tokens=3)
         assert caught.value.status == 503
 
 
-async def test_replica_refused_request_leaves_the_one_of_its_id_alone(place: Place) -> None:
+async def test_shell_refused_request_leaves_the_one_of_its_id_alone(place: Place) -> None:
     """F4: an id that is in use is refused; whose it is gets its tokens and its one end."""
-    async with replica_of(place, behaviour=Behaviour(step_s=0.002)) as replica:
-        stream = generate(replica, make_request("same", [11, 12]), max_tokens=20)
+    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
+        stream = generate(shell, make_request("same", [11, 12]), max_tokens=20)
         with pytest.raises(RequestRefused) as caught:
-            generate(replica, make_request("same", [99]), max_tokens=3)
+            generate(shell, make_request("same", [99]), max_tokens=3)
         assert caught.value.code == "duplicate_id"
         assert await read(stream) == expected_tokens([11, 12], 20)
 
 
-async def test_replica_abort_frees_and_others_go_on(place: Place) -> None:
+async def test_shell_abort_frees_and_others_go_on(place: Place) -> None:
     """F3, E20: an aborted stream ends with its reason; clearing ends the rest and reports 0 and 0."""
-    async with replica_of(place, behaviour=Behaviour(step_s=0.002)) as replica:
+    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
         streams = [
-            generate(replica, make_request(f"r{index}", [11 + index]), max_tokens=200)
+            generate(shell, make_request(f"r{index}", [11 + index]), max_tokens=200)
             for index in range(6)
         ]
         await read(streams[0], at_least=3)
         streams[0].abort()
         assert streams[0].reason == "abort"
         await read(streams[1], at_least=3)
-        replica.clear()
-        statistics = replica.statistics()
+        shell.clear()
+        statistics = shell.statistics()
         assert (statistics["running"], statistics["waiting"]) == (0, 0)
         for stream in streams[1:]:
             with pytest.raises(RequestFailed, match="cleared"):
                 await read(stream)
-        last = generate(replica, make_request("last", [50, 51]), max_tokens=4)
+        last = generate(shell, make_request("last", [50, 51]), max_tokens=4)
         assert await read(last) == expected_tokens([50, 51], 4)
 
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tests.unit.rank.crews import Place, replica_of
+from tests.unit.rank.crews import Place, shell_of
 
 async def main():
     place = Place(Path(sys.argv[1]))
-    async with replica_of(place) as replica:
-        print(*replica.pids, flush=True)
+    async with shell_of(place) as shell:
+        print(*shell.pids, flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -25,6 +25,7 @@ from vsched.policy import (
     PreemptionPolicy,
     PreemptionView,
     Probe,
+    ReplicaView,
     RoutingPolicy,
     RoutingView,
 )
@@ -94,6 +95,32 @@ class FirstReplica(RoutingPolicy, frozen=True, kw_only=True):
         return 0
 
 
+class PastTheLast(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        return len(view.replicas)
+
+
+class Sorts(RoutingPolicy, frozen=True, kw_only=True):
+    """Changes what it was only shown."""
+
+    def choose(self, view: RoutingView) -> int:
+        assert isinstance(view.replicas, list)
+        view.replicas.sort(key=lambda replica: (not replica.healthy, replica.load_tokens))
+        first: ReplicaView = view.replicas[0]
+        return first.index
+
+
+class Counts(RoutingPolicy, frozen=True, kw_only=True):
+    """Keeps state, though the view says how many requests were routed before."""
+
+    calls: ClassVar[list[int]] = []
+
+    def choose(self, view: RoutingView) -> int:
+        self.calls.append(1)
+        healthy = [replica.index for replica in view.replicas if replica.healthy] or [0]
+        return healthy[len(self.calls) % len(healthy)]
+
+
 class Greedy(MemoryPolicy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> Build | Fail:
         return Build(view.ranks[0].total_bytes)
@@ -150,6 +177,9 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (NoOrder, "policy NoOrder failed"),
         (Nobody, "index -1 is outside"),
         (FirstReplica, "replica 0 is down"),
+        (PastTheLast, "outside 0 to"),
+        (Sorts, "it changed what it was shown"),
+        (Counts, "and asked again replica"),
         (Greedy, "does not fit on an empty device"),
         (Endless, "it comes to no end"),
         (Hasty, "accepts what does not stand"),

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel import blocks, request
 from vsched.kernel.blocks import BlockPool
+from vsched.kernel.book import RequestBook
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.generate import GenerateStage
 from vsched.kernel.request import RequestState
@@ -55,11 +56,11 @@ def early_chunks(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_claims(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_drop_claims", lambda *_: None)
+    patch.setattr(RequestBook, "drop_claims", lambda *_: None)
 
 
 def sleepy_line(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_break_stall", lambda _: False)
+    patch.setattr(Scheduler, "_break_stall", lambda *_: False)
 
 
 def run_many() -> None:

@@ -34,10 +34,16 @@ from vsched.wire import (
     Hello,
     LeaderLog,
     Loading,
+    Pulse,
     Ready,
     Report,
+    RunHook,
+    SizeKv,
+    StepCheck,
     Stop,
     TokenLogprob,
+    Turns,
+    check_of,
     decode_report,
     encode_report,
 )
@@ -71,6 +77,8 @@ ENTRIES: list[Entry] = [
     FULL,
     EncodeDecision(1, [EncodeTask(b"k" * 32, (1, 2, 4), 2, Extent(64, 128), [0, 1])]),
     Heartbeat(),
+    RunHook("balance"),
+    SizeKv(64, stress=True, canary_bytes=1, renew=True),
     Stop(),
 ]
 REPORTS: list[Report] = [
@@ -86,6 +94,10 @@ REPORTS: list[Report] = [
         8,
     ),
     EncodeResult(4, "the image could not be encoded", 5),
+    Ready(0, {}, {"balance": 60.0}),
+    EncodeResult(4, "", 5, ["balance"]),
+    StepCheck(3, b"12345678"),
+    Pulse(),
     Beat(12, {}),
     Failure("RankDesync", "why"),
 ]
@@ -115,6 +127,17 @@ def test_wire_garbage_is_no_report(frame: bytes) -> None:
         decode_report(frame)
 
 
+def test_wire_damaged_report_is_no_report() -> None:
+    """A7: a flipped bit would else be another token, or give a token to another request."""
+    tokens = (7).to_bytes(4, "little") * 3
+    frame = encode_report(GenerateResult(3, tokens, tokens, [], [], 5))
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(msgspec.DecodeError):
+            decode_report(bytes(damaged))
+
+
 def test_wire_follower_keeps_up_with_the_leader() -> None:
     """A7: numbers are contiguous, and both ends roll the same digest."""
     leader, follower = LeaderLog(), FollowerLog()
@@ -130,7 +153,7 @@ def test_wire_follower_keeps_up_with_the_leader() -> None:
     assert len(digests) == 20, "a digest covers the order of everything before it"
 
 
-Log = list[list[bytes]]
+Log = list[bytes]
 
 
 def without_second(log: Log) -> Log:
@@ -150,19 +173,25 @@ def from_the_middle(log: Log) -> Log:
 
 
 def another_body(log: Log) -> Log:
-    return [log[0], [log[1][0], log[2][1]]]
+    return [log[0], log[1][:32] + log[2][32:]]
+
+
+def one_bit(log: Log, place: int) -> Log:
+    frame = bytearray(log[1])
+    frame[place] ^= 1
+    return [log[0], bytes(frame)]
 
 
 def one_bit_of_the_body(log: Log) -> Log:
-    body = bytearray(log[1][1])
-    body[-1] ^= 1
-    return [log[0], [log[1][0], bytes(body)]]
+    return one_bit(log, -1)
 
 
 def one_bit_of_the_digest(log: Log) -> Log:
-    header = bytearray(log[1][0])
-    header[-1] ^= 1
-    return [log[0], [bytes(header), log[1][1]]]
+    return one_bit(log, 20)
+
+
+def one_bit_of_the_turn(log: Log) -> Log:
+    return one_bit(log, 24)
 
 
 def another_history(log: Log) -> Log:
@@ -171,20 +200,16 @@ def another_history(log: Log) -> Log:
     return [log[0], other.append(GenerateDecision(2))]
 
 
-def no_frames(log: Log) -> Log:
-    return [log[0], []]
-
-
-def one_frame(log: Log) -> Log:
-    return [log[0], log[1][:1]]
-
-
-def three_frames(log: Log) -> Log:
-    return [log[0], [*log[1], b""]]
+def nothing(log: Log) -> Log:
+    return [log[0], b""]
 
 
 def short_header(log: Log) -> Log:
-    return [log[0], [log[1][0][:-1], log[1][1]]]
+    return [log[0], log[1][:31]]
+
+
+def no_body(log: Log) -> Log:
+    return [log[0], log[1][:32]]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +223,10 @@ def short_header(log: Log) -> Log:
         (one_bit_of_the_body, "entry 2 .* decided differently"),
         (one_bit_of_the_digest, "entry 2 .* decided differently"),
         (another_history, "entry 2 .* decided differently"),
-        (no_frames, "after entry 1: 0 frames"),
-        (one_frame, "after entry 1: 1 frames"),
-        (three_frames, "after entry 1: 3 frames"),
-        (short_header, "after entry 1: 2 frames"),
+        (one_bit_of_the_turn, "entry 2 .* decided differently"),
+        (no_body, "entry 2 .* decided differently"),
+        (nothing, "after entry 1: a frame of 0 bytes"),
+        (short_header, "after entry 1: a frame of 31 bytes"),
     ],
 )
 def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], message: str) -> None:
@@ -210,7 +235,7 @@ def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], mess
     log = spoil([leader.append(GenerateDecision(step)) for step in (1, 2, 3)])
     heard = []
     with pytest.raises(RankDesync, match=message):
-        heard += [follower.accept(frames) for frames in log]
+        heard += [follower.accept(frame) for frame in log]
     assert follower.seq < 3
 
 
@@ -219,14 +244,46 @@ def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], mess
 )
 def test_wire_follower_refuses_a_body_that_is_no_decision(body: bytes) -> None:
     """A7, G2: even with the right number and digest."""
-    header = struct.pack("<Q16s", 1, blake2b(bytes(16) + body, digest_size=16).digest())
+    turn = bytes(8)
+    digest = blake2b(bytes(16) + turn + body, digest_size=16).digest()
     follower = FollowerLog()
     with pytest.raises(RankDesync, match="entry 1 of the decision log cannot be read"):
-        follower.accept([header, body])
+        follower.accept(struct.pack("<Q16s", 1, digest) + turn + body)
     assert (follower.seq, follower.digest) == (0, bytes(16)), "a refused entry is not counted"
+
+
+def test_wire_steps_of_all_logs_have_turns() -> None:
+    """A7: whoever follows two logs knows the one order in which their steps were decided."""
+    turns = Turns()
+    encode, generate = LeaderLog(turns), LeaderLog(turns)
+    heard = {"encode": FollowerLog(), "generate": FollowerLog()}
+    order = []
+    for name, log, entry in (
+        ("generate", generate, GenerateDecision(1)),
+        ("encode", encode, EncodeDecision(1, [])),
+        ("encode", encode, Heartbeat()),
+        ("encode", encode, RunHook("balance")),
+        ("generate", generate, SizeKv(64, stress=False, canary_bytes=0)),
+        ("generate", generate, GenerateDecision(2)),
+    ):
+        heard[name].accept(log.append(entry))
+        order.append(heard[name].turn)
+    assert order == [1, 2, 0, 3, 0, 4]
+
+
+def test_wire_checks_tell_results_apart() -> None:
+    """A7: another token or another request is another check; times and who asks for hooks are not."""
+    result = GenerateResult(3, b"\1\2", b"\3\4", [], [], 8)
+    replaced = [
+        msgspec.structs.replace(result, **change)
+        for change in ({"tokens": b"\1\3"}, {"numbers": b"\3\5"}, {"busy_ns": 9, "wanted": ["x"]})
+    ]
+    assert [check_of(one) == check_of(result) for one in replaced] == [False, False, True]
+    assert len(check_of(result)) == 8
+    failed = [EncodeResult(1, "out of memory", 5), EncodeResult(1, "could not be encoded", 6)]
+    assert check_of(failed[0]) == check_of(failed[1]) != check_of(EncodeResult(1, "", 5))
 
 
 def test_wire_frames_of_a_steady_step_are_small() -> None:
     """Cost follows change: a steady decode step takes a few bytes on the wire, not one a request."""
-    frames = LeaderLog().append(GenerateDecision(1_000_000))
-    assert sum(map(len, frames)) < 48
+    assert len(LeaderLog().append(GenerateDecision(1_000_000))) < 48

@@ -68,7 +68,7 @@ class SimulatedGenerator:
     def device_memory(self) -> SimulatedMemory:
         return self.memory
 
-    def build_kv(self, *, blocks: int, block_size: int) -> None:
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         self.events.append(f"build {blocks}")
         self._kv = [self.memory.allocate(blocks * block_size * KV_BYTES)]
         self.blocks = blocks

@@ -38,14 +38,14 @@ class Encoder:
             embeddings[list(job.pages)] = int(job.pixels.sum())
 
 
-def rank_of(encoder: Encoder) -> tuple[EncodeRank, npt.NDArray[np.uint8]]:
+def rank_of(encoder: Encoder, *, rank: int = 0) -> tuple[EncodeRank, npt.NDArray[np.uint8]]:
     embeddings = np.zeros((6, 4, 8), np.uint8)
     region = np.arange(256, dtype=np.float32).view(np.uint8)
 
     def read(extent: Extent) -> npt.NDArray[np.uint8]:
         return region[extent.offset : extent.offset + extent.size]
 
-    return EncodeRank(encoder, embeddings, read, patch_values=2), embeddings
+    return EncodeRank(encoder, embeddings, read, patch_values=2, rank=rank), embeddings
 
 
 def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> EncodeTask:
@@ -109,3 +109,14 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
     assert (embeddings[5] == rows[:4]).all()
     assert (embeddings[2, :2] == rows[4:]).all()
     assert not embeddings[2, 2:].any()
+
+
+def test_encode_rank_copies_on_the_first_rank_alone() -> None:
+    """A7: one rank writes the arena; the others take part in what is encoded."""
+    encoder = Encoder()
+    rank, embeddings = rank_of(encoder, rank=1)
+    encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
+    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
+    assert result.error == ""
+    assert [job.key for job in encoder.batches[0]] == [b"a"]
+    assert not embeddings[[5, 2]].any()

@@ -42,7 +42,7 @@ class Script:
     def device_memory(self) -> DeviceMemory:
         raise NotImplementedError
 
-    def build_kv(self, *, blocks: int, block_size: int) -> None:
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         raise NotImplementedError
 
     def drop_graphs(self) -> None:

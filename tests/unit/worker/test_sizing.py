@@ -152,3 +152,39 @@ def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
     sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0, probe=True))
     sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0))
     assert [context for _, context, *_ in worker.batches if context] == [126, 127, 30, 31]
+
+
+class Sharing(SimulatedGenerator):
+    """A worker of several ranks: notes when it tells its peers that it has failed."""
+
+    def abort(self) -> None:
+        self.events.append("abort")
+
+
+def sharing_on(total_bytes: int) -> tuple[KvSizing, Sharing]:
+    worker = Sharing(SimulatedMemory(total_bytes))
+    return KvSizing(worker, model_info(), LOAD), worker
+
+
+def test_carry_out_tells_peers_that_it_failed() -> None:
+    """C18: a rank whose cache or canary does not fit leaves no peer waiting in a step."""
+    order = SizeKv(4096, stress=True, canary_bytes=0)
+    sizing, worker = sharing_on(256 * MIB)
+    assert sizing.carry_out(order).outcome == "fits"
+    assert "abort" not in worker.events
+    canary = SizeKv(4096, stress=True, canary_bytes=1 << 40)
+    assert sizing.carry_out(canary).outcome == "out_of_memory"
+    assert worker.events.count("abort") == 1
+    too_large = SizeKv(1 << 30, stress=True, canary_bytes=0)
+    assert sizing.carry_out(too_large).outcome == "out_of_memory"
+    assert worker.events.count("abort") == 2
+
+
+def test_carry_out_renews_when_ranks_disagreed() -> None:
+    """C18: who succeeded meets its peers anew, too, before anything is built."""
+    sizing, worker = sharing_on(256 * MIB)
+    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0))
+    worker.events.clear()
+    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0, renew=True))
+    assert worker.events[0] == "abort"
+    assert worker.events.count("abort") == 1

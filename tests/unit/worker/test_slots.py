@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
 
@@ -24,6 +25,58 @@ def test_slots_reset_covers_every_field() -> None:
             assert getattr(table, COUNTED[field.name])[1] == 0
         else:
             assert (rows[1] == getattr(fresh, field.name)[1]).all(), field.name
+
+
+def filled(slots: int) -> SlotTable:
+    """Return a table whose every field holds other values in every slot (a flag: true in odd slots)."""
+    table = SlotTable(slots, context_tokens=10, block_size=4)
+    for place, field in enumerate(table.fields):
+        rows = getattr(table, field.name)
+        values = np.arange(rows.size).reshape(rows.shape) + 1 + 1000 * place
+        rows[...] = values % 2 == 0 if field.dtype is np.bool_ else values
+    return table
+
+
+def rows_of(table: SlotTable, slot: int) -> dict[str, list[int]]:
+    """Return all that a table holds of a slot, whatever the table of fields says."""
+    arrays = {name: one for name, one in vars(table).items() if isinstance(one, np.ndarray)}
+    return {name: np.atleast_1d(rows[slot]).tolist() for name, rows in arrays.items()}
+
+
+def test_slots_swap_covers_every_field() -> None:
+    """E6: two slots change places with all that they hold, and nobody else notices."""
+    table, before = filled(4), filled(4)
+    assert all(
+        rows_of(before, 0)[name] != rows_of(before, 3)[name] for name in rows_of(before, 0)
+    ), "a field that is the same in both would prove nothing"
+    table.swap(0, 3)
+    for slot, was in enumerate((3, 1, 2, 0)):
+        assert rows_of(table, slot) == rows_of(before, was), slot
+    table.swap(2, 2)
+    assert rows_of(table, 2) == rows_of(before, 2)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_slots_resize_covers_every_field(slots: int) -> None:
+    """E6: what stays keeps all that it holds, what is new is empty, in every field."""
+    table, before = filled(3), filled(3)
+    fresh = SlotTable(5, context_tokens=10, block_size=4)
+    table.resize(slots)
+    for slot in range(slots):
+        assert rows_of(table, slot) == rows_of(before if slot < 3 else fresh, slot), slot
+    for field in table.fields:
+        rows = getattr(table, field.name)
+        assert (len(rows), rows.dtype) == (slots, field.dtype), field.name
+
+
+def test_slots_swap_and_reset_go_together() -> None:
+    """E6: a slot that was reset after a swap is as one that never was."""
+    table, fresh = filled(3), SlotTable(3, context_tokens=10, block_size=4)
+    table.swap(0, 2)
+    table.reset(2)
+    narrow = {field.name for field in table.fields} - COUNTED.keys()
+    for name in narrow:
+        assert rows_of(table, 2)[name] == rows_of(fresh, 2)[name], name
 
 
 def test_slots_table_lists_every_array() -> None:

@@ -9,8 +9,11 @@ from vsched.errors import CheckpointError
 from vsched_workers.families.base import Family
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
 from vsched_workers.families.qwen3_vl import Qwen3Vl
+from vsched_workers.families.qwen3_vl_moe import Qwen3VlMoe
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Qwen25Vl(), Qwen3Vl())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Qwen25Vl(), Qwen3Vl(), Qwen3VlMoe())
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

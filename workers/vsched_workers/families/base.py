@@ -6,8 +6,10 @@ transformers are imported by the methods that build or run a module.
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,6 +27,33 @@ Grid = tuple[int, int, int]
 Items = Sequence[tuple[int, int, Grid]]
 
 
+class Split(enum.Enum):
+    """How the ranks share a linear layer: by its outputs, by its inputs, or its three parts by outputs each."""
+
+    COLUMN = enum.auto()
+    ROW = enum.auto()
+    FUSED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How several ranks share a module; what is not named every rank has in full.
+
+    Attributes:
+        linears: The linear layers to split, by patterns of their names.
+        experts: The mixtures of experts, by a pattern of their names; a rank has whole experts of each.
+        absent: Patterns of linear layers that a checkpoint may be without.
+        counts: Attributes of modules that count heads, by patterns of the modules' names; a rank counts its own.
+        sizes: Entries of the module's part of `config.json` that the number of ranks must divide.
+    """
+
+    linears: Mapping[str, Split]
+    sizes: Sequence[str]
+    counts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    experts: str = ""
+    absent: Sequence[str] = ()
+
+
 class Family(ABC):
     """One model family; stateless.
 
@@ -34,6 +63,9 @@ class Family(ABC):
         vision_prefixes: The same for its vision tower.
         text_defaults: Sizes that a `config.json` may leave out of its text part.
         vision_defaults: The same for its vision part.
+        language_sharing: How ranks share the language model, its head aside.
+        flips: Patterns of tensors of the language model that may lie in a file with their last dimensions swapped.
+        vision_sharing: How ranks share the vision tower.
     """
 
     name: ClassVar[str]
@@ -41,6 +73,9 @@ class Family(ABC):
     vision_prefixes: ClassVar[tuple[str, ...]]
     text_defaults: ClassVar[Mapping[str, Any]]
     vision_defaults: ClassVar[Mapping[str, Any]]
+    language_sharing: ClassVar[Sharing]
+    flips: ClassVar[tuple[str, ...]] = ()
+    vision_sharing: ClassVar[Sharing]
 
     def text(self, config: Mapping[str, Any], key: str) -> Any:
         """Return one entry of the text part; older checkpoints keep it at the top level."""

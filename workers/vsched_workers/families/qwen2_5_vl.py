@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Family, Items
+from vsched_workers.families.base import Family, Items, Sharing, Split
 from vsched_workers.families.qwen_image import PixelLimits
 from vsched_workers.families.qwen_positions import rope_positions
 from vsched_workers.families.qwen_worst import largest_units
@@ -26,7 +26,9 @@ class Qwen25Vl(Family):
     vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.", "visual.")
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
+        "intermediate_size": 29568,
         "use_sliding_window": False,
     }
     vision_defaults: ClassVar[Mapping[str, Any]] = {
@@ -34,7 +36,34 @@ class Qwen25Vl(Family):
         "patch_size": 14,
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
     }
+    language_sharing: ClassVar[Sharing] = Sharing(
+        linears={
+            "layers.*.self_attn.[qkv]_proj": Split.COLUMN,
+            "layers.*.self_attn.o_proj": Split.ROW,
+            "layers.*.mlp.gate_proj": Split.COLUMN,
+            "layers.*.mlp.up_proj": Split.COLUMN,
+            "layers.*.mlp.down_proj": Split.ROW,
+        },
+        counts={"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
+        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    )
+    vision_sharing: ClassVar[Sharing] = Sharing(
+        linears={
+            "blocks.*.attn.qkv": Split.FUSED,
+            "blocks.*.attn.proj": Split.ROW,
+            "blocks.*.mlp.gate_proj": Split.COLUMN,
+            "blocks.*.mlp.up_proj": Split.COLUMN,
+            "blocks.*.mlp.down_proj": Split.ROW,
+            "merger.mlp.0": Split.COLUMN,
+            "merger.mlp.2": Split.ROW,
+        },
+        counts={"blocks.*.attn": ("num_heads",)},
+        sizes=("num_heads", "hidden_size", "intermediate_size"),
+    )
 
     def unsupported(self, config: Mapping[str, Any]) -> str | None:
         return "sliding windows" if self.text(config, "use_sliding_window") else None

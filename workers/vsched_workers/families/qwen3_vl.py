@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Family, Items
+from vsched_workers.families.base import Family, Items, Sharing, Split
 from vsched_workers.families.qwen_image import PixelLimits
 from vsched_workers.families.qwen_positions import rope_positions
 from vsched_workers.families.qwen_worst import largest_units
@@ -26,7 +26,9 @@ class Qwen3Vl(Family):
     vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
+        "num_attention_heads": 32,
         "num_key_value_heads": 32,
+        "intermediate_size": 22016,
         "head_dim": 128,
     }
     vision_defaults: ClassVar[Mapping[str, Any]] = {
@@ -35,7 +37,34 @@ class Qwen3Vl(Family):
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,
         "deepstack_visual_indexes": (8, 16, 24),
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
     }
+    language_sharing: ClassVar[Sharing] = Sharing(
+        linears={
+            "layers.*.self_attn.[qkv]_proj": Split.COLUMN,
+            "layers.*.self_attn.o_proj": Split.ROW,
+            "layers.*.mlp.gate_proj": Split.COLUMN,
+            "layers.*.mlp.up_proj": Split.COLUMN,
+            "layers.*.mlp.down_proj": Split.ROW,
+        },
+        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    )
+    vision_sharing: ClassVar[Sharing] = Sharing(
+        linears={
+            "blocks.*.attn.qkv": Split.FUSED,
+            "blocks.*.attn.proj": Split.ROW,
+            "blocks.*.mlp.linear_fc1": Split.COLUMN,
+            "blocks.*.mlp.linear_fc2": Split.ROW,
+            "merger.linear_fc1": Split.COLUMN,
+            "merger.linear_fc2": Split.ROW,
+            "deepstack_merger_list.*.linear_fc1": Split.COLUMN,
+            "deepstack_merger_list.*.linear_fc2": Split.ROW,
+        },
+        counts={"blocks.*.attn": ("num_heads",)},
+        sizes=("num_heads", "hidden_size", "intermediate_size"),
+    )
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
         return int(self.text(config, "head_dim"))

@@ -1,9 +1,9 @@
-"""What may raise inside a replica, and whom it may harm: one stream, or all of them, but never silently."""
+"""What may raise inside a shell, and whom it may harm: one stream, or all of them, but never silently."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import zmq
@@ -25,7 +25,7 @@ PROMPTS = ([11, 12], [21, 22, 23], [31])
 def streams_of(played: Played, **odd: object) -> list[Stream]:
     """Submit three requests; the one in the middle is odd."""
     return [
-        Stream(played.replica, make_request(f"r{index}", prompt), **(odd if index == 1 else {}))  # type: ignore[arg-type]
+        Stream(played.shell, make_request(f"r{index}", prompt), **(odd if index == 1 else {}))  # type: ignore[arg-type]
         for index, prompt in enumerate(PROMPTS)
     ]
 
@@ -40,7 +40,7 @@ def streams_of(played: Played, **odd: object) -> list[Stream]:
     ],
     ids=["push first", "push later", "push last", "flush"],
 )
-async def test_replica_stream_whose_text_fails_ends_alone(
+async def test_shell_stream_whose_text_fails_ends_alone(
     played: Played, text: Text, taken: int
 ) -> None:
     """F2, F4: its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
@@ -57,29 +57,29 @@ async def test_replica_stream_whose_text_fails_ends_alone(
     for index in (0, 2):
         assert await streams[index].tokens() == expected_tokens(PROMPTS[index], 10)
     assert [stream.ends for stream in streams] == [1, 1, 1]
-    statistics = played.replica.statistics()
+    statistics = played.shell.statistics()
     assert (statistics["running"], statistics["waiting"]) == (0, 0)
-    assert played.replica.healthy
+    assert played.shell.healthy
 
 
-async def test_replica_stream_whose_text_fails_stops_computing(played: Played) -> None:
+async def test_shell_stream_whose_text_fails_stops_computing(played: Played) -> None:
     """F3: what it holds is free before the next step."""
     broken, good = [
-        Stream(played.replica, make_request(name, [11]), max_tokens=300, text=text)
+        Stream(played.shell, make_request(name, [11]), max_tokens=300, text=text)
         for name, text in (("broken", Text(push_at=2)), ("good", Text()))
     ]
     played.ranks.run(2)
     assert (broken.ends, good.ends) == (1, 0)
-    assert played.replica.statistics()["running"] == 1
+    assert played.shell.statistics()["running"] == 1
 
 
-async def test_replica_on_end_that_raises_harms_nobody(played: Played) -> None:
+async def test_shell_on_end_that_raises_harms_nobody(played: Played) -> None:
     """F4: the stream has its end all the same."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
     for prompt, stream in zip(PROMPTS, streams, strict=True):
         assert await stream.tokens() == expected_tokens(prompt, 10)
-    assert played.replica.load_tokens() == 0
+    assert played.shell._streams.request_ids(1) == []
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
@@ -100,18 +100,18 @@ async def all_given_up(played: Played, streams: list[Stream]) -> None:
         error = await stream.error()
         assert (str(error), error.code, error.status) == ("the scheduler failed", "given_up", 503)
     await played.ranks.until(lambda: all(rank.ended for rank in played.ranks.made))
-    assert not played.replica.healthy
-    assert played.replica.load_tokens() == 0
+    assert not played.shell.healthy
+    assert played.shell._streams.request_ids(1) == []
     starts = played.ranks.starts
     with pytest.raises(RequestRefused, match="the scheduler failed. Remedy: restart") as caught:
-        Stream(played.replica, make_request("late", [41]))
+        Stream(played.shell, make_request("late", [41]))
     assert (caught.value.code, caught.value.status) == ("given_up", 503)
-    await played.replica.wait_idle()
+    await played.shell.wait_idle()
     assert played.ranks.starts == starts
 
 
 @pytest.mark.parametrize("group", ["generate", "encode"])
-async def test_replica_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
+async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     """F2, F4: an error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
@@ -124,19 +124,19 @@ async def test_replica_scheduler_that_fails_at_a_result_or_a_loss_ends_everythin
     assert [stream.ends for stream in streams] == [1, 1, 1]
 
 
-async def test_replica_scheduler_that_fails_at_a_submission_refuses_it(
+async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F4: who submits meanwhile is refused and has no stream to wait at; the others have their end."""
     streams = streams_of(played)
     fail_on(monkeypatch, Submitted)
     with pytest.raises(RequestRefused) as caught:
-        Stream(played.replica, make_request("odd", [41]))
+        Stream(played.shell, make_request("odd", [41]))
     assert (caught.value.code, caught.value.status) == ("given_up", 503)
     await all_given_up(played, streams)
 
 
-async def test_replica_command_that_fails_ends_everything(
+async def test_shell_command_that_fails_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2, F4: the same where the commands cannot be carried out, such as a decision that cannot be encoded."""
@@ -150,7 +150,7 @@ async def test_replica_command_that_fails_ends_everything(
     await all_given_up(played, streams)
 
 
-async def test_replica_that_fails_ends_a_restart_that_loads(
+async def test_shell_that_fails_ends_a_restart_that_loads(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2: ranks that are on their way for a scheduler that serves nothing more are stopped."""
@@ -160,10 +160,10 @@ async def test_replica_that_fails_ends_a_restart_that_loads(
     fail_on(monkeypatch, Stepped)
     played.ranks.run(1)
     await all_given_up(played, streams)
-    await played.ranks.until(lambda: not played.replica.pids)
+    await played.ranks.until(lambda: not played.shell.pids)
 
 
-async def test_replica_that_fails_ends_a_restart_that_pauses(
+async def test_shell_that_fails_ends_a_restart_that_pauses(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2: nor does one begin after the pause."""
@@ -180,7 +180,7 @@ async def test_replica_that_fails_ends_a_restart_that_pauses(
     for _ in range(20):
         await asyncio.sleep(0)
     assert ranks.starts == 2
-    assert played.replica.pids == []
+    assert played.shell.pids == []
 
 
 async def test_engine_whose_scheduler_failed_says_so(
@@ -188,7 +188,7 @@ async def test_engine_whose_scheduler_failed_says_so(
 ) -> None:
     """F2, F4: `/health` tells it, and requests are refused before their images are touched."""
     engine = Engine(Config())
-    engine._replicas, engine._state = [played.replica], "ready"
+    engine._shell, engine._state = played.shell, "ready"
     assert engine.state == "ready"
     fail_on(monkeypatch, Cleared)
     await engine.clear()
@@ -207,27 +207,27 @@ async def test_engine_whose_scheduler_failed_says_so(
     ],
     ids=["well", "flush", "on_end"],
 )
-async def test_replica_stop_ends_every_stream_and_every_rank(
+async def test_shell_stop_ends_every_stream_and_every_rank(
     played: Played, odd: dict[str, object]
 ) -> None:
     """F2, F4: clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
     streams = streams_of(played, **odd)
     played.ranks.run(3)
-    await played.replica.stop()
+    await played.shell.stop()
     for stream in streams:
         error = await stream.error()
         assert (error.code, error.status) == ("stopping", 503)
     assert all(rank.ended for rank in played.ranks.made)
-    assert played.replica.pids == []
+    assert played.shell.pids == []
 
 
-async def test_replica_stop_of_a_scheduler_that_fails_ends_everything(
+async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2, F4: also when the scheduler raises at that very moment."""
     streams = streams_of(played)
     fail_on(monkeypatch, Cleared)
-    await played.replica.stop()
+    await played.shell.stop()
     assert [(await stream.error()).code for stream in streams] == ["given_up"] * 3
     assert all(rank.ended for rank in played.ranks.made)
 
@@ -240,9 +240,9 @@ class FakeTimer:
         self.cancelled = True
 
 
-async def test_replica_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """F2: a new time takes the place of the old, or thousands of submissions leave thousands of timers."""
-    replica, timers = played.replica, list[FakeTimer]()
+    shell, timers = played.shell, list[FakeTimer]()
     rung: list[Event] = []
 
     class Loop:
@@ -256,24 +256,69 @@ async def test_replica_has_one_timer(played: Played, monkeypatch: pytest.MonkeyP
         rung.append(event)
         return [SetTimer(now_ns + 1_000_000_000 // len(rung))]
 
-    real_loop = replica._loop
+    real_loop = shell._loop
     monkeypatch.setattr(Scheduler, "handle", handle)
-    monkeypatch.setattr(replica, "_loop", Loop())
+    monkeypatch.setattr(shell, "_loop", Loop())
     for count in range(1, 6):
-        replica.clear()
+        shell.clear()
         assert [timer.cancelled for timer in timers] == [True] * (count - 1) + [False]
         assert 0.9 / count < timers[-1].delay_s <= 1 / count
     timers[-1].fire()
     assert rung[-1] == Timer()
     monkeypatch.undo()
-    replica._loop = real_loop
+    shell._loop = real_loop
 
 
 @pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
-async def test_replica_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
+async def test_shell_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
     """F2: what the start of a rank raises reaches the caller, and the other crew is stopped."""
-    await played.replica.stop()
+    await played.shell.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error)):
         await played.start()
     assert all(rank.ended for rank in played.ranks.made)
+
+
+class Noted:
+    """A recorder that keeps all in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.commands = 0
+        self.closed = False
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        assert not self.closed
+        assert now_ns > 0
+        self.events.append(type(event).__name__)
+        self.commands += len(commands)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_shell_records_every_event_and_its_commands(played: Played) -> None:
+    """F6: from the first to the last, so that a run can be replayed; a new kernel has a record of its own."""
+    await played.stop()
+    noted = Noted()
+    kernels: list[Scheduler] = []
+
+    def record(kernel: Scheduler) -> Noted:
+        kernels.append(kernel)
+        return noted
+
+    played.record = record
+    await played.start()
+    Stream(played.shell, make_request("r", [11, 12]))
+    played.ranks.run()
+    await played.stop()
+    assert noted.closed
+    assert noted.events == [
+        "GroupReady",
+        "GroupReady",
+        "Submitted",
+        *["Stepped"] * noted.events.count("Stepped"),
+        "Cleared",
+    ]
+    assert noted.commands > 10
+    assert kernels == [played.shell._kernel]

@@ -1,4 +1,4 @@
-"""One replica: a kernel, the crews that carry its decisions out, and the streams of its requests.
+"""The shell: a kernel, the crews that carry its decisions out, and the streams of its requests.
 
 Everything here runs on the event loop, and nothing between an event and the effects of its commands awaits. An event
 that arises while commands are carried out (a stop string found in a token, say) waits until they are.
@@ -11,11 +11,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
+from vsched.aio.crews import Crews, smallest_cache
+from vsched.aio.groups import ServedGroups
+from vsched.aio.revival import Reports, Revival
 from vsched.aio.stream import Generation
 from vsched.aio.streams import StreamTable, int32_array
+from vsched.aio.upkeep import Upkeep
 from vsched.errors import GroupLost as GroupLostError
 from vsched.errors import RequestRefused, limit_message
 from vsched.kernel import KernelPolicies, Scheduler, Sizes
@@ -23,6 +27,7 @@ from vsched.kernel.commands import (
     Accept,
     Command,
     Decide,
+    Drained,
     EmitTokens,
     Finish,
     Notice,
@@ -38,26 +43,39 @@ from vsched.kernel.events import (
     Event,
     GroupLost,
     GroupReady,
+    GroupRetired,
     Stepped,
     Submitted,
     Timer,
 )
 from vsched.types import FinishReason, Request
-from vsched.wire import EncodeResult, GenerateResult, Ready
+from vsched.wire import EncodeResult, GenerateResult
 
 logger = logging.getLogger(__name__)
-RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
-"""Pauses before attempts to bring a lost crew back; after the last, the replica stays down."""
-LOSSES_WINDOW_S = 60.0
-LOSSES_MAX = len(RESTART_DELAYS_S) + 1
-"""Losses within the window skip the shorter pauses; so many in it, and the replica is given up."""
 LIVE_SHOWN_MAX = 100
 """Live requests that statistics explain, oldest first."""
 CrewFactory = Callable[[CrewEvents], list[Crew]]
 
 
-class Replica:
-    """Serves requests with one encode and one generate group."""
+class Recorder(Protocol):
+    """Keeps what the kernel heard and decided; it never raises."""
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Keep one event and its commands."""
+        ...
+
+    def close(self) -> None:
+        """Keep nothing more."""
+        ...
+
+
+class Shell:
+    """Serves requests with several encode and generate groups, which one kernel schedules.
+
+    Attributes:
+        upkeep: What an operator does with one group.
+        given_up: Why nothing is served any more; empty while it is.
+    """
 
     def __init__(
         self,
@@ -66,66 +84,61 @@ class Replica:
         size: Callable[[int], Sizes],
         policies: KernelPolicies,
         on_progress: Callable[[str, str, float], None],
+        drain_s: float = 30.0,
+        record: Callable[[Scheduler], Recorder | None] = lambda _kernel: None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Prepare a replica; `size` gives the kernel's limits for a number of KV blocks.
+        """Prepare a shell; `size` gives the kernel's limits for a number of KV blocks of the smallest generate group.
 
-        `now_ns` is the kernel's clock; a simulation hands in its own. (An event loop's clock may
-        be as coarse as a millisecond.)
+        `record` opens the record of a kernel, if there is to be one. `now_ns` is the kernel's clock; a simulation
+        hands in its own. (An event loop's clock may be as coarse as a millisecond.)
         """
         self._now_ns = now_ns
         self._size = size
         self._policies = policies
-        self._crews = crews(
-            CrewEvents(on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress)
+        self._record = record
+        events = CrewEvents(
+            on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
         )
+        self._crews = Crews(crews(events))
+        self._revivals = [self._revival(crew) for crew in self._crews]
+        self._groups = ServedGroups(self._revivals)
+        self.upkeep = Upkeep(self._groups, self.handle, drain_s=drain_s)
         self._loop = asyncio.get_running_loop()
         self._kernel: Scheduler | None = None
-        self._events: deque[Event] = deque()
+        self._recorder: Recorder | None = None
+        self._events: deque[tuple[Event, GenerateResult | None]] = deque()
         self._handling = False
         self._result: GenerateResult | None = None
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self._arriving: Generation | None = None
         self._refused: Refuse | None = None
-        self._restarts: dict[int, asyncio.Task[None]] = {}
-        self._down: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
-        self._busy_ns = {"encode": 0, "generate": 0}
         self._stopping = False
-        self._lost_early = ""
         self.given_up = ""
+
+    def _revival(self, crew: Crew) -> Revival:
+        revival = Revival(
+            crew,
+            check=self._check_size,
+            on_back=lambda: self._on_back(revival),
+            on_failed=lambda reason: self._retire(revival, reason),
+        )
+        return revival
 
     # --- life ---
 
     async def start(self) -> None:
-        """Start all crews in parallel and wait until they are ready.
+        """Start all crews in parallel and wait until they are ready (E12).
 
         Blocks: up to the deadline for readiness.
 
         Raises:
             CheckpointError, DeviceOutOfMemory, GroupLost: When a crew cannot start; the others are stopped.
         """
-        starts = [self._loop.create_task(crew.start()) for crew in self._crews]
-        try:
-            # One that fails ends the others: they may be waiting for what it will never tell.
-            await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for start in starts:
-                start.cancel()
-            outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        errors: list[BaseException] = [one for one in outcomes if isinstance(one, Exception)]
-        if self._lost_early:
-            errors.append(GroupLostError(self._lost_early))
-        if errors:
-            await self.stop()
-            raise errors[0]
-        reports: dict[str, list[Ready]] = {}
-        for outcome in outcomes:
-            assert isinstance(outcome, dict)
-            reports.update(outcome)
-        blocks = min(ready.kv_blocks for ready in reports["generate"])
-        self._kernel = Scheduler(self._size(blocks), self._policies)
+        reports = await self._crews.start()
+        self._kernel = Scheduler(self._size(smallest_cache(reports)), self._policies)
+        self._recorder = self._record(self._kernel)
         for group in reports:
             self.handle(GroupReady(group))
 
@@ -135,12 +148,14 @@ class Replica:
         Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
-        await self._end_restarts()
+        await self._end_revivals()
         try:
             if self._kernel is not None:
                 self.handle(Cleared("the server is stopping", "stopping"))
         finally:
-            await asyncio.gather(*(crew.stop(grace_s=grace_s) for crew in self._crews))
+            await self._crews.stop(grace_s=grace_s)
+            if self._recorder is not None:
+                self._recorder.close()
 
     # --- requests ---
 
@@ -196,17 +211,28 @@ class Replica:
 
     # --- events and commands ---
 
-    def handle(self, event: Event) -> None:
-        """Hand an event to the kernel and carry its commands out; re-entrant calls wait in line."""
-        self._events.append(event)
+    def handle(self, event: Event, result: GenerateResult | None = None) -> None:
+        """Hand an event to the kernel and carry its commands out; re-entrant calls wait in line.
+
+        `result` has the tokens that the event speaks of.
+        """
+        self._events.append((event, result))
         if self._handling:
             return
-        assert self._kernel is not None, "an event before the replica is ready"
+        assert self._kernel is not None, "an event before the shell is ready"
         self._handling = True
         try:
             while self._events and not self.given_up:
-                commands = self._kernel.handle(self._events.popleft(), self._now_ns())
-                self._carry_out(commands)
+                due, self._result = self._events.popleft()
+                now_ns = self._now_ns()
+                commands: Sequence[Command] = ()
+                try:
+                    commands = self._kernel.handle(due, now_ns)
+                    self._carry_out(commands)
+                finally:
+                    # Also what the scheduler failed on: a replay fails there, too. Last, for it may take a moment.
+                    if self._recorder is not None:
+                        self._recorder.note(due, now_ns, commands)
         except Exception:
             logger.exception("the scheduler failed; every request is ended")
             self._give_up("the scheduler failed")
@@ -221,21 +247,15 @@ class Replica:
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_crews())
 
-    async def _end_restarts(self) -> None:
-        restarts = list(self._restarts.values())
-        for task in restarts:
-            task.cancel()
-        await asyncio.gather(*restarts, return_exceptions=True)
+    async def _end_revivals(self) -> None:
+        await asyncio.gather(*(revival.end() for revival in self._revivals))
 
     async def _end_crews(self) -> None:
-        await self._end_restarts()  # or one would bring ranks back that nobody uses
-        await asyncio.gather(*(crew.stop(grace_s=0) for crew in self._crews))
+        await self._end_revivals()  # or one would bring ranks back that nobody uses
+        await self._crews.stop(grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
-        # Decisions first: ranks work while tokens are detokenized.
-        for command in commands:
-            if isinstance(command, Decide):
-                self._crew_of(command.group).decide(command.group, command.decision)
+        self._send(commands)  # first: ranks work while tokens are detokenized
         for command in commands:
             match command:
                 case EmitTokens():
@@ -253,7 +273,15 @@ class Replica:
                 case Notice(message):
                     logger.warning("%s", message)
                 case RestartGroup(group):
-                    self._begin_restart(self._crew_of(group))
+                    if not self._stopping:
+                        self._groups[group].revival.begin()
+                case Drained(group):
+                    self._groups[group].drained.set()
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Decide):
+                self._groups[command.group].revival.crew.decide(command.group, command.decision)
 
     def _set_timer(self, deadline_ns: int) -> None:
         """There is one timer: a new one takes the place of the old."""
@@ -262,76 +290,68 @@ class Replica:
         delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
         self._timer = self._loop.call_later(delay_s, self.handle, Timer())
 
-    def _crew_of(self, group: str) -> Crew:
-        return next(crew for crew in self._crews if group in crew.groups)
-
     # --- ranks ---
 
-    def _on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
-        if self._stopping or self.given_up or group in self._down:
+    def _on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
+        group = self._groups[name]
+        if self._stopping or self.given_up or group.down:
             return
-        self._busy_ns[group] += result.busy_ns
+        group.busy_ns += result.busy_ns
         if isinstance(result, EncodeResult):
-            failed = EncodeFailed(result.step, result.error)
-            self.handle(failed if result.error else Encoded(result.step))
+            failed = EncodeFailed(result.step, result.error, name)
+            self.handle(failed if result.error else Encoded(result.step, name))
             return
         expected = 4 * self.sizes.slots
         if not len(result.tokens) == len(result.numbers) == expected:
-            self._crew_of(group).lose(f"a result of {len(result.tokens)} bytes, not {expected}")
+            reason = f"{name}: a result of {len(result.tokens)} bytes, not {expected}"
+            group.revival.crew.lose(reason)
             return
-        self._result = result
         tokens = int32_array(result.tokens)
-        self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns))
+        self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns, name), result)
 
-    def _on_lost(self, groups: list[str], reason: str) -> None:
+    def _on_lost(self, names: list[str], reason: str) -> None:
         if self._stopping or self.given_up:
             return
         if self._kernel is None:
-            self._lost_early = reason  # `start` waits for other crews still, and raises
+            self._crews.lose_early(reason)
             return
-        self._down.update(groups)
+        groups = [self._groups[name] for name in names]
+        if groups[0].down:
+            return  # its revival refused these ranks, and goes on with the next attempt
+        groups[0].revival.note_loss(reason)
         for group in groups:
-            self.handle(GroupLost(group, reason))
+            group.down = True
+        for name in names:
+            self.handle(GroupLost(name, reason))
 
-    def _begin_restart(self, crew: Crew) -> None:
-        """Restart a crew once, though each of its groups asks for it."""
-        if id(crew) not in self._restarts and not self._stopping:
-            self._restarts[id(crew)] = self._loop.create_task(self._restart(crew))
+    def _on_back(self, revival: Revival) -> None:
+        """The ranks of a lost crew are up again; its requests go on where they were."""
+        groups = self._groups.of_crew(revival)
+        for group in groups:
+            group.down = False
+        for group in groups:
+            if not group.down:  # else it was lost again within this loop
+                self.handle(GroupReady(group.name))
+                self.upkeep.back(group)
 
-    async def _restart(self, crew: Crew) -> None:
-        """Bring a lost crew back; its requests go on where they were."""
-        names = " and ".join(crew.groups)
-        self._losses_s.append(self._loop.time())
-        for delay_s in RESTART_DELAYS_S[self._recent_losses() - 1 :]:
-            await asyncio.sleep(delay_s)
-            try:
-                await crew.stop(grace_s=0)
-                self._check_size(await crew.start())
-            except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
-                logger.warning("%s did not come back: %s", names, error)
-                continue
-            self._down.difference_update(crew.groups)
-            del self._restarts[id(crew)]
-            logger.warning("%s: back", names)
-            for group in crew.groups:
-                if group not in self._down:  # else it was lost again within this loop
-                    self.handle(GroupReady(group))
+    def _retire(self, revival: Revival, reason: str) -> None:
+        """A crew will not come back: others of its stages take its requests, if there are any."""
+        groups = self._groups.of_crew(revival)
+        for group in groups:
+            group.retired = reason
+        if self._groups.gone_stage():
+            self._give_up(f"{revival.names} could not be restarted")
             return
-        logger.error("%s: could not be restarted; every request is ended", names)
-        self._give_up(f"{names} could not be restarted")
+        for group in groups:
+            self.handle(GroupRetired(group.name, reason))
 
-    def _recent_losses(self) -> int:
-        """Return how many losses, this one included, came in quick succession."""
-        since_s = self._loop.time() - LOSSES_WINDOW_S
-        return sum(1 for lost_s in self._losses_s if lost_s >= since_s)
-
-    def _check_size(self, reports: dict[str, list[Ready]]) -> None:
+    def _check_size(self, reports: Reports) -> None:
         """The kernel goes on with the blocks that it knows: a group with fewer cannot serve it."""
-        blocks = min((ready.kv_blocks for ready in reports.get("generate", [])), default=None)
-        if blocks is not None and blocks < self.sizes.blocks:
+        blocks = smallest_cache(reports)
+        if blocks and blocks < self.sizes.blocks:
             raise GroupLostError(
                 limit_message(
-                    "the generate group came back with a smaller KV cache",
+                    f"{' and '.join(reports)} came back with a smaller KV cache",
                     value=f"{blocks} blocks",
                     limit=f"at least {self.sizes.blocks} blocks",
                     remedy="see what else takes the device's memory, or pin a smaller size",
@@ -342,12 +362,12 @@ class Replica:
 
     @property
     def healthy(self) -> bool:
-        """Whether every group is up, and serves."""
-        return self._kernel is not None and not self._down and not self.given_up
+        """Whether every group is up, and takes work."""
+        return self._kernel is not None and self._groups.all_up() and not self.given_up
 
     @property
     def sizes(self) -> Sizes:
-        """The kernel's limits; the replica has started."""
+        """The kernel's limits; the shell has started."""
         assert self._kernel is not None
         return self._kernel.sizes
 
@@ -355,25 +375,25 @@ class Replica:
         """Return where a request is and why, in words."""
         return self._kernel.explain(request_id) if self._kernel is not None else ""
 
-    def load_tokens(self) -> int:
-        """Return tokens that are waiting or running, for routing."""
-        return self._streams.tokens()
+    def groups(self) -> list[dict[str, Any]]:
+        """Return every group as an operator sees it; see `ServedGroup.row`."""
+        statistics: dict[str, Any] = self._kernel.statistics() if self._kernel else {}
+        return [group.row(statistics.get(group.stage, {})) for group in self._groups.values()]
 
     def statistics(self) -> dict[str, Any]:
         """Return the kernel's counters and the ranks' memory."""
         if self._kernel is None:
             return {}
-        memory = {
-            group: {str(rank): dict(fields) for rank, fields in ranks.items()}
-            for crew in self._crews
-            for group, ranks in crew.memory().items()
-        }
-        busy_ms = {group: spent_ns / 1e6 for group, spent_ns in self._busy_ns.items()}
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
-        return {**self._kernel.statistics(), "ranks": memory, "busy_ms": busy_ms, "live": live}
+        return {
+            **self._kernel.statistics(),
+            "ranks": self._crews.memory(),
+            "busy_ms": self._groups.busy_ms(),
+            "live": live,
+        }
 
     @property
     def pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return [pid for crew in self._crews for pid in crew.pids]
+        return self._crews.pids

@@ -1,0 +1,245 @@
+"""What the built-in policies for routing decide, case by case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.properties import REPEATABLE
+from vsched.plugins import list_policies, resolve_policy
+from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
+from vsched.testing import check_policy
+from vsched_policies.routing import ImageAffinity, LeastLoaded, RoundRobin
+
+REGISTERED = [policy.name for policy in list_policies() if policy.kind == "routing"]
+LIMIT = 1000
+"""Tokens that a replica can run at once; a quarter of them is the default bound of image-affinity."""
+
+
+def replicas(
+    *loads: int,
+    down: Sequence[int] = (),
+    prefix: Sequence[int] = (),
+    seen: Sequence[int] = (),
+) -> list[ReplicaView]:
+    """Return replicas with these loads; `prefix` and `seen` of the first ones, 0 of the rest."""
+    known = [[*each, *[0] * (len(loads) - len(each))] for each in (prefix, seen)]
+    return [
+        ReplicaView(
+            index=index,
+            load_tokens=load,
+            healthy=index not in down,
+            prefix_tokens=known[0][index],
+            items_seen=known[1][index],
+        )
+        for index, load in enumerate(loads)
+    ]
+
+
+def routing_view(
+    of: list[ReplicaView], *, items: Sequence[bytes] = (), routed: int = 0, prompt_tokens: int = 100
+) -> RoutingView:
+    return RoutingView(
+        replicas=of,
+        prompt_tokens=prompt_tokens,
+        item_keys=items,
+        routed=routed,
+        load_limit_tokens=LIMIT,
+    )
+
+
+def image(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+# --- round-robin ---
+
+
+@pytest.mark.parametrize(
+    ("down", "turns"), [((), [0, 1, 2, 0]), ((1,), [0, 2, 0, 2]), ((0, 1, 2), [0, 1, 2, 0])]
+)
+def test_round_robin_takes_the_healthy_in_turn(down: Sequence[int], turns: list[int]) -> None:
+    of = replicas(9, 0, 5, down=down)
+    assert [RoundRobin().choose(routing_view(of, routed=routed)) for routed in range(4)] == turns
+
+
+# --- least-loaded ---
+
+
+@pytest.mark.parametrize(
+    ("loads", "down", "chosen"),
+    [
+        ((70, 30, 50), (), 1),
+        ((70, 30, 50), (1,), 2),
+        ((70, 30, 50), (1, 2), 0),
+        ((70, 30, 50), (0, 1, 2), 1),
+        ((31,), (), 0),
+        ((0, 1), (), 0),
+    ],
+)
+def test_least_loaded_takes_the_fewest_tokens(
+    loads: tuple[int, ...], down: Sequence[int], chosen: int
+) -> None:
+    """E9: of the healthy; with none healthy, of all: its queue holds the request."""
+    for routed in range(3):
+        view = routing_view(replicas(*loads, down=down), routed=routed)
+        assert LeastLoaded().choose(view) == chosen
+
+
+def test_least_loaded_equals_take_turns() -> None:
+    """E9: without this, an idle server would use its first replica only."""
+    idle = replicas(0, 7, 0, 0, down=[3])
+    chosen = [LeastLoaded().choose(routing_view(idle, routed=routed)) for routed in range(4)]
+    assert chosen == [0, 2, 0, 2]
+
+
+def test_least_loaded_spreads_a_burst_by_tokens() -> None:
+    """E9: with what nobody has pulled yet in the load, large and small requests come to the same sum."""
+    loads = [0, 0]
+    for routed, tokens in enumerate([900, 100, 100, 100, 100, 100, 100, 100, 100, 100]):
+        loads[LeastLoaded().choose(routing_view(replicas(*loads), routed=routed))] += tokens
+    assert loads == [900, 900]
+
+
+@REPEATABLE
+@given(
+    loads=st.lists(st.integers(0, 10**12), min_size=1, max_size=9),
+    well=st.integers(0, 511),
+    routed=st.integers(0, 10**12),
+)
+def test_least_loaded_none_has_less(loads: list[int], well: int, routed: int) -> None:
+    """E9."""
+    down = [index for index in range(len(loads)) if not well >> index & 1]
+    view = routing_view(replicas(*loads, down=down), routed=routed)
+    chosen = view.replicas[LeastLoaded().choose(view)]
+    rivals = [each for each in view.replicas if each.healthy] or view.replicas
+    assert chosen in rivals
+    assert chosen.load_tokens == min(each.load_tokens for each in rivals)
+
+
+# --- image-affinity ---
+
+
+@pytest.mark.parametrize(
+    ("of", "items", "chosen"),
+    [
+        # Of a text: the longest cached prefix, however long.
+        (replicas(0, 9, 9, prefix=[0, 16, 48]), 0, 2),
+        (replicas(9, 5, 7, prefix=[48, 48, 48]), 0, 1),
+        # Who has seen more of the images, even though others know the beginning that all prompts share.
+        (replicas(0, 9, prefix=[16, 0], seen=[0, 1]), 1, 1),
+        (replicas(0, 9, 9, seen=[0, 1, 2]), 3, 2),
+        # A prefix is a fact: it wins over an image that went elsewhere with another prompt.
+        (replicas(9, 0, prefix=[90], seen=[0, 1]), 1, 0),
+        # Whoever is down knows nothing.
+        (replicas(0, 9, 5, prefix=[0, 48, 16], down=[1]), 0, 2),
+        (replicas(5, 9, seen=[0, 1], down=[0, 1]), 1, 1),
+    ],
+)
+def test_image_affinity_goes_where_most_is_known(
+    of: list[ReplicaView], items: int, chosen: int
+) -> None:
+    keys = [image(number) for number in range(items)]
+    assert ImageAffinity().choose(routing_view(of, items=keys)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "load", "chosen"),
+    [(0.25, 350, 1), (0.25, 351, 0), (1.0, 1100, 1), (0.001, 102, 0)],
+)
+def test_image_affinity_is_bounded_by_load(imbalance: float, load: int, chosen: int) -> None:
+    """The bound is a share of what a replica can run, above the least loaded replica."""
+    of = replicas(100, load, prefix=[0, 99], seen=[0, 1])
+    policy = ImageAffinity(imbalance=imbalance)
+    assert policy.choose(routing_view(of, items=[image(1)])) == chosen
+    assert policy.choose(routing_view(of)) == chosen
+
+
+def test_image_affinity_bound_is_taken_of_the_healthy() -> None:
+    of = replicas(0, 600, 700, down=[0], seen=[0, 0, 1])
+    assert ImageAffinity().choose(routing_view(of, items=[image(1)])) == 2
+
+
+def test_image_affinity_without_images_falls_back_to_least_loaded() -> None:
+    of = replicas(30, 20, 20)
+    chosen = [ImageAffinity().choose(routing_view(of, routed=routed)) for routed in range(3)]
+    assert chosen == [1, 2, 1]
+
+
+def first_choice(number: int, count: int, *, down: Sequence[int] = (), loads: int = 0) -> int:
+    of = replicas(*[loads] * count, down=down)
+    return ImageAffinity().choose(routing_view(of, items=[image(number), image(7)], routed=number))
+
+
+def test_image_affinity_spreads_unseen_images() -> None:
+    counts = Counter(first_choice(number, 4) for number in range(1000))
+    assert sorted(counts) == [0, 1, 2, 3]
+    assert min(counts.values()) > 200
+
+
+def test_image_affinity_unseen_images_stay_when_a_replica_comes_or_goes() -> None:
+    """Only the images of the replica that went move, and those of the rest come to the new one."""
+    for number in range(200):
+        before = first_choice(number, 3)
+        assert first_choice(number, 4) in {before, 3}
+        after = first_choice(number, 3, down=[1])
+        assert after == before if before != 1 else after in {0, 2}
+
+
+def test_image_affinity_unseen_image_avoids_the_busy() -> None:
+    """The next choice of the hash is as good for everyone who asks about this image."""
+    for number in range(50):
+        before = first_choice(number, 3)
+        of = [
+            msgspec.structs.replace(replica, load_tokens=251 if replica.index == before else 0)
+            for replica in replicas(0, 0, 0)
+        ]
+        chosen = ImageAffinity().choose(routing_view(of, items=[image(number)]))
+        assert chosen == first_choice(number, 3, down=[before])
+
+
+def test_image_affinity_popular_image_does_not_pile_up() -> None:
+    """Everyone asks about one image: no replica ever has more than the bound and one request above the others."""
+    loads, seen = [0, 0, 0], [0, 0, 0]
+    for routed in range(300):
+        of = replicas(*loads, seen=seen)
+        chosen = ImageAffinity().choose(routing_view(of, items=[image(1)], routed=routed))
+        loads[chosen] += 100
+        seen = [int(index == chosen) for index in range(3)]
+        assert max(loads) - min(loads) <= LIMIT * 0.25 + 100
+    assert max(loads) - min(loads) >= 100, "there was no affinity to bound"
+
+
+@REPEATABLE
+@given(
+    loads=st.lists(st.integers(0, 3 * LIMIT), min_size=1, max_size=6),
+    known=st.lists(st.integers(0, 100), min_size=6, max_size=6),
+    items=st.integers(0, 3),
+    imbalance=st.floats(0.001, 1.0),
+)
+def test_image_affinity_keeps_its_bound(
+    loads: list[int], known: list[int], items: int, imbalance: float
+) -> None:
+    of = replicas(*loads, prefix=known[: len(loads)])
+    view = routing_view(of, items=[image(number) for number in range(items)])
+    chosen = of[ImageAffinity(imbalance=imbalance).choose(view)]
+    assert chosen.load_tokens <= min(loads) + imbalance * LIMIT
+
+
+# --- every one of them ---
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_routing_keeps_its_contract(name: str) -> None:
+    policy = resolve_policy("routing", {"use": name})
+    assert isinstance(policy, RoutingPolicy)
+    check_policy(policy, seeds=range(10))
+
+
+def test_routing_has_the_built_in_policies() -> None:
+    assert REGISTERED == ["image-affinity", "least-loaded", "round-robin"]

@@ -1,0 +1,162 @@
+"""When periodic collective work is due: by interval or signal, never in every iteration, never while idle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from tests.unit.aio.led import LIMITS, Led
+from vsched.aio.hooks import HOOK_GAP_S, HookTimes
+from vsched.kernel.decisions import GenerateDecision
+from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook
+
+
+@pytest.fixture
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
+    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    yield led
+    led.leader.close()
+
+
+def result(step: int, *, wanted: list[str] | None = None) -> GenerateResult:
+    return GenerateResult(step, b"", b"", [], [], 0, wanted or [])
+
+
+def run(hooks: HookTimes, now_s: float) -> list[str]:
+    """Run what is due, at once."""
+    due = hooks.take_due(now_s)
+    for name in due:
+        hooks.done(name, now_s)
+    return due
+
+
+def test_hooks_are_due_after_their_intervals() -> None:
+    """E10: each by its own interval, whatever the number of steps."""
+    hooks = HookTimes({"balance": 10.0, "tidy": 25.0}, 0.0)
+    ran = []
+    for tenth in range(600):
+        hooks.stepped()
+        ran += [(name, tenth // 10) for name in run(hooks, tenth / 10)]
+    assert [at for name, at in ran if name == "balance"] == [10, 20, 30, 40, 50]
+    assert [at for name, at in ran if name == "tidy"] == [25, 50]
+
+
+def test_hooks_of_an_idle_group_rest() -> None:
+    """E10: without a step since the last run nothing has changed; the first step after it makes one due."""
+    hooks = HookTimes({"balance": 10.0}, 0.0)
+    assert run(hooks, 100.0) == []
+    hooks.stepped()
+    assert run(hooks, 101.0) == ["balance"]
+    assert run(hooks, 1000.0) == []
+
+
+def test_hooks_run_on_a_signal() -> None:
+    """E10: one that is asked for runs at once, but not more often than once in a while."""
+    hooks = HookTimes({"balance": 0.0}, 0.0)
+    hooks.stepped()
+    assert run(hooks, 1000.0) == [], "an interval of 0 is none"
+    assert hooks.ask("balance")
+    assert run(hooks, 1000.0) == ["balance"]
+    assert hooks.ask("balance")
+    assert run(hooks, 1000.0 + HOOK_GAP_S / 2) == []
+    assert run(hooks, 1000.0 + HOOK_GAP_S) == ["balance"], "what was asked for is not forgotten"
+    assert run(hooks, 2000.0) == []
+    assert not hooks.ask("unheard of")
+
+
+def test_hooks_that_run_are_not_due_again() -> None:
+    """E10: the interval runs from the end of the last run, however long that took."""
+    hooks = HookTimes({"balance": 10.0}, 0.0)
+    hooks.stepped()
+    assert hooks.take_due(10.0) == ["balance"]
+    hooks.stepped()
+    hooks.ask("balance")
+    assert hooks.take_due(30.0) == []
+    hooks.done("balance", 31.0)
+    assert hooks.take_due(40.0) == []
+    assert hooks.take_due(41.0) == ["balance"]
+
+
+@pytest.mark.parametrize(("override_s", "due_s"), [(None, 10.0), (3.0, 3.0), (0.0, None)])
+def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: float | None) -> None:
+    """E10: by the configuration; one that is for signals alone stays so."""
+    hooks = HookTimes({"balance": 10.0, "signalled": 0.0}, 0.0, override_s=override_s)
+    hooks.stepped()
+    ran = [(name, at) for at in range(12) for name in run(hooks, float(at))]
+    assert ran == ([] if due_s is None else [("balance", due_s)])
+
+
+async def test_leader_puts_due_hooks_before_a_step(led: Led) -> None:
+    """E10: every rank meets the hook between the same two steps; most steps have none before them."""
+    led.enter(0, 1, hooks={"balance": 10.0})
+    for step in range(1, 31):
+        led.leader.decide(GenerateDecision(step))
+        for seq, entry in enumerate(led.entries(), 1):
+            if entry == RunHook("balance") and seq >= len(led.entries()) - 1:
+                led.hear(0, Beat(seq, {}))
+        led.hear(0, result(step))
+        led.advance(1)
+    entries = [entry for entry in led.entries() if entry != Heartbeat()]
+    steps_before = [at for at, entry in enumerate(entries) if isinstance(entry, RunHook)]
+    assert steps_before == [10, 21], "the tenth step after each, and nothing since"
+    assert led.link.sent[0] == led.link.sent[1]
+    assert led.lost == []
+
+
+async def test_leader_runs_a_hook_that_a_rank_asks_for(led: Led) -> None:
+    """E10: the signal comes with a result; two results that ask for the same make one run."""
+    led.enter(0, 1, hooks={"balance": 0.0})
+    led.leader.decide(GenerateDecision(1))
+    led.leader.decide(GenerateDecision(2))
+    led.hear(0, result(1, wanted=["balance"]))
+    led.hear(0, result(2, wanted=["balance"]))
+    assert led.entries() == [GenerateDecision(1), GenerateDecision(2), RunHook("balance")]
+    led.hear(0, Beat(3, {}))
+    led.advance(100, pulses=[0, 1])
+    assert led.entries().count(RunHook("balance")) == 1
+
+
+async def test_leader_runs_no_hook_in_an_idle_group(led: Led) -> None:
+    """E10: heartbeats, and nothing else."""
+    led.enter(0, 1, hooks={"balance": 1.0})
+    for _ in range(60):
+        led.loop.advance(1)
+        for rank in (0, 1):
+            led.hear(rank, Beat(len(led.link.sent.get(rank, [])), {}))
+    assert set(map(type, led.entries())) == {Heartbeat}
+    assert led.lost == []
+
+
+async def test_leader_deadline_of_a_hook(led: Led) -> None:
+    """F2, E10: a hook that does not end has the deadline of a step."""
+    led.enter(0, 1, hooks={"balance": 1.0})
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, result(1))
+    led.advance(LIMITS.heartbeat_s + 1)
+    assert led.entries()[-1] == RunHook("balance")
+    led.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
+    assert "limit 30 (deadlines.step_s)" in led.lost[0]
+
+
+async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: Led) -> None:
+    """E10: an unknown hook would be an error on every rank."""
+    led.enter(0, 1, hooks={"balance": 1.0})
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, result(1, wanted=["tidy"]))
+    assert led.lost == ["generate: rank 0 asked for the hook 'tidy', which it did not announce"]
+
+
+async def test_leader_takes_the_interval_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """E10: `hooks_s` of the deadlines overrides what the worker says."""
+    led = Led(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
+    led.enter(0, hooks={"balance": 1000.0})
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, result(1))
+    led.advance(3)
+    led.leader.decide(GenerateDecision(2))
+    assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
+    led.leader.close()

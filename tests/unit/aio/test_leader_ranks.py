@@ -1,0 +1,264 @@
+"""A leader of several ranks: they agree, keep up and live, or the group is given up with the name of who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.aio.led import LIMITS, Led
+from vsched.aio.leader import Presence
+from vsched.aio.watch import Checks
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.policy import RankMemory
+from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity
+from vsched.wire import (
+    Beat,
+    EncodeResult,
+    Failure,
+    GenerateResult,
+    Hello,
+    Pulse,
+    Ready,
+    Sized,
+    SizeKv,
+    StepCheck,
+    check_of,
+    encode_report,
+)
+
+MEMORY = RankMemory(
+    rank=0, pool="x", total_bytes=1, available_bytes=1, reserved_bytes=0, weights_bytes=0
+)
+
+
+@pytest.fixture
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
+    led = Led(monkeypatch, ranks=3, limits=LIMITS)
+    led.enter(0, 1, 2)
+    yield led
+    led.leader.close()
+
+
+def result(step: int, token: bytes = b"\1\0\0\0") -> GenerateResult:
+    return GenerateResult(step, token, b"\0\0\0\0", [], [], 0)
+
+
+def said(rank: int, step: int, token: bytes = b"\1\0\0\0") -> GenerateResult | StepCheck:
+    """Return what a rank says of a step that yielded this token."""
+    one = result(step, token)
+    return one if rank == 0 else StepCheck(step, check_of(one))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+async def test_leader_ranks_that_agree_go_on(led: Led, order: tuple[int, ...]) -> None:
+    """A7: whoever speaks first; the first rank's result is taken when it comes, and nothing is kept."""
+    for step in range(1, 6):
+        led.leader.decide(GenerateDecision(step))
+        for rank in order:
+            led.hear(rank, said(rank, step))
+            assert len(led.results) == step - (0 not in order[: order.index(rank) + 1])
+    assert (led.lost, [one.step for one in led.results]) == ([], [1, 2, 3, 4, 5])
+    assert len(led.leader._checks) == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+async def test_leader_rank_that_computed_something_else_is_named(
+    led: Led, order: tuple[int, ...]
+) -> None:
+    """A7: rank and step, however late; what is known to differ is not passed on."""
+    led.leader.decide(GenerateDecision(1))
+    for rank in order:
+        led.hear(rank, said(rank, 1, b"\2\0\0\0" if rank == 2 else b"\1\0\0\0"))
+    assert led.lost == ["generate: rank 2 has another result of step 1 than rank 0 (RankDesync)"]
+    assert len(led.results) == (order.index(0) < order.index(2))
+
+
+async def test_leader_ranks_may_be_steps_apart(led: Led) -> None:
+    """A7: the difference is found when the slow rank comes to that step."""
+    for step in range(1, 5):
+        led.leader.decide(GenerateDecision(step))
+        led.hear(0, said(0, step))
+        led.hear(1, said(1, step))
+    for step in range(1, 4):
+        led.hear(2, said(2, step))
+    assert led.lost == []
+    led.hear(2, said(2, 4, b"\7\0\0\0"))
+    assert led.lost == ["generate: rank 2 has another result of step 4 than rank 0 (RankDesync)"]
+
+
+async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A7, F1: a batch fails on all ranks or on none; what a peer knows of why may differ."""
+    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
+    led.enter(0, 1)
+    led.leader.decide(EncodeDecision(1, []))
+    led.hear(0, EncodeResult(1, "the encoder ran out of memory for this image", 0))
+    led.hear(1, StepCheck(1, check_of(EncodeResult(1, "the image could not be encoded", 0))))
+    assert led.lost == []
+    led.leader.decide(EncodeDecision(2, []))
+    led.hear(1, StepCheck(2, check_of(EncodeResult(2, "the image could not be encoded", 0))))
+    led.hear(0, EncodeResult(2, "", 0))
+    assert led.lost == ["encode-1: rank 1 has another result of step 2 than rank 0 (RankDesync)"]
+    led.leader.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "report", "reason"),
+    [
+        (1, result(1), "rank 1 sent a result of no step that is out"),
+        (0, StepCheck(1, b""), "rank 0 sent a result of no step that is out"),
+        (0, EncodeResult(1, "", 0), "rank 0 sent a result of no step that is out"),
+        (2, StepCheck(2, b""), "rank 2 sent the result of step 2, due was 1"),
+        (1, Failure("DeviceOutOfMemory", "full"), "rank 1 stopped with DeviceOutOfMemory: full"),
+    ],
+)
+async def test_leader_gives_up_a_rank_that_is_out_of_order(
+    led: Led, rank: int, report: GenerateResult, reason: str
+) -> None:
+    """A7: each rank answers every step once, in order, with what is its to say."""
+    led.leader.decide(GenerateDecision(1))
+    led.hear(rank, report)
+    assert led.lost == [f"generate: {reason}"]
+
+
+async def test_leader_rank_that_stops_reporting_is_given_up(led: Led) -> None:
+    """F2: the first rank goes on and gets no slower; the deadline of a step is that of every rank."""
+    step, waited_s = 0, 0
+    while not led.lost:
+        step, waited_s = step + 1, waited_s + 1
+        led.leader.decide(GenerateDecision(step))
+        for rank in (0, 1):
+            led.hear(rank, said(rank, step))
+        if step == 1:
+            led.hear(2, said(2, step))
+        led.advance(1)
+        assert waited_s < 100
+    assert led.lost[0].startswith("generate: rank 2 has not answered step 2 for 3")
+    assert waited_s <= LIMITS.step_s + LIMITS.heartbeat_s + 2
+
+
+async def test_leader_rank_that_is_too_far_behind_is_deaf(led: Led) -> None:
+    """G2, A7: what is kept of steps that a rank has not come to is bounded, whatever the deadline."""
+    for step in range(1, QUEUE_MAX + 1):
+        led.leader.decide(GenerateDecision(step))
+        for rank in (0, 1):
+            led.hear(rank, said(rank, step))
+    assert led.lost == []
+    led.leader.decide(GenerateDecision(QUEUE_MAX + 1))
+    assert led.lost == ["generate: rank 2 is more steps behind than its queue is long"]
+    assert len(led.leader._checks) <= QUEUE_MAX
+
+
+async def test_leader_rank_that_is_stopped_in_a_step_is_found_by_its_pulse(led: Led) -> None:
+    """A18, F2: long before the step's deadline, which is 120 s as configured; the others are not blamed."""
+    led.leader.decide(GenerateDecision(1))
+    led.advance(LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s, pulses=[0, 2])
+    assert led.lost[0].startswith("generate: rank 1 was silent for 2")
+
+
+async def test_leader_pulse_does_not_stand_for_an_answer(led: Led) -> None:
+    """A18: a process that runs but follows its log no more is silent."""
+    waited_s = 0
+    while not led.lost:
+        led.advance(1)
+        waited_s += 1
+        for rank in (0, 2):
+            led.hear(rank, Beat(len(led.link.sent.get(rank, [])), {}))
+        assert waited_s < 100
+    assert led.lost[0].startswith("generate: rank 1 was silent for ")
+    assert waited_s > LIMITS.rank_timeout_s
+
+
+async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
+    """G2: it proves that a process runs; reports come from what follows the log."""
+    led.leader.decide(GenerateDecision(1))
+    led.pulse(0, 1, 2)
+    for report in (result(1), Failure("RankDesync", "ha"), Beat(1, {"kv": 99})):
+        led.link.on_frame(pulse_identity(0), encode_report(report))
+    assert (led.results, led.lost) == ([], [])
+    assert led.leader.memory[0] == {"kv": 0}
+
+
+async def test_leader_ignores_a_pulse_without_the_secret(led: Led) -> None:
+    """G2: a stranger cannot make a dead rank look alive, nor speak for it."""
+    led.leader.decide(GenerateDecision(1))
+    until_s = led.loop.now_s + LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s
+    while led.loop.now_s < until_s:
+        led.pulse(0, 2)
+        for report in (Hello(1, "wrong"), Pulse(), Failure("RankDesync", "ha")):
+            led.link.on_frame(pulse_identity(1), encode_report(report))
+        led.loop.advance(1)
+    assert led.lost[0].startswith("generate: rank 1 was silent")
+
+
+@pytest.mark.parametrize(
+    "other", [Ready(11, {}), Ready(10, {}, {"balance": 1.0}), Ready(10, {}, {"tidy": 2.0})]
+)
+async def test_leader_ranks_must_be_ready_for_the_same(
+    monkeypatch: pytest.MonkeyPatch, other: Ready
+) -> None:
+    """A7, E12: the same KV cache and the same periodic work, or the group does not start."""
+    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    led.hear(0, Hello(0, "sesame"))
+    led.hear(1, Hello(1, "sesame"))
+    led.hear(1, other)
+    led.hear(0, Ready(10, {}, {"balance": 2.0}))
+    assert not led.leader.ready.done()
+    assert led.lost[0].startswith("generate: rank 1 is ready with 1")
+    assert led.lost[0].endswith("(RankDesync)")
+    led.leader.close()
+
+
+async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C18: a retry is all ranks': where only some ran out of memory, the next order renews all."""
+    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    led.enter(0, 1)
+    order = SizeKv(64, stress=True, canary_bytes=0)
+    for votes in (("fits", "out_of_memory"), ("out_of_memory",) * 2, ("fits", "fits")):
+        sizing = asyncio.ensure_future(led.leader.size(order))
+        await asyncio.sleep(0)
+        for rank, outcome in enumerate(votes):
+            led.hear(rank, Sized(outcome, "", MEMORY))  # type: ignore[arg-type]
+        assert [vote.outcome for vote in await sizing] == list(votes)
+    orders = [entry for entry in led.entries() if isinstance(entry, SizeKv)]
+    assert [one.renew for one in orders] == [False, True, False]
+    led.leader.close()
+
+
+async def test_leaders_of_the_same_processes_share_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A7, A18: steps of both logs have one order, and a step of one group is no silence in the other."""
+    presence = Presence()
+    encode = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", presence=presence)
+    generate = Led(monkeypatch, ranks=2, limits=LIMITS, presence=presence, loop=encode.loop)
+    encode.enter(0, 1)
+    generate.enter(0, 1)
+    encode.leader.decide(EncodeDecision(1, []))
+    generate.leader.decide(GenerateDecision(1))
+    encode.leader.decide(EncodeDecision(2, []))
+    for rank in (0, 1):
+        encode.hear(rank, EncodeResult(1, "", 0) if rank == 0 else StepCheck(1, b""))
+        encode.hear(rank, EncodeResult(2, "", 0) if rank == 0 else StepCheck(2, b""))
+    encode.advance(LIMITS.step_s - 1)
+    assert (encode.lost, generate.lost) == ([], [])
+    assert presence.turns.last == 3
+    encode.advance(LIMITS.heartbeat_s + 2)
+    assert encode.lost == []
+    assert "has not answered step 1" in generate.lost[0]
+    encode.leader.close()
+    generate.leader.close()
+
+
+def test_checks_are_forgotten_when_all_have_spoken() -> None:
+    """A7: what is kept is what is still to be compared."""
+    checks = Checks(3)
+    assert checks.add(1, 1, b"x") is None
+    assert checks.add(2, 1, b"y") is None
+    assert len(checks) == 1
+    assert checks.add(0, 1, b"x") == 2
+    assert len(checks) == 0

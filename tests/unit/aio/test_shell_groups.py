@@ -1,0 +1,364 @@
+"""Several replicas behind one kernel: what happens to one group is no other's business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.unit.aio.ranks import (
+    BLOCKS,
+    SEPARATE,
+    TOGETHER,
+    TWO_GENERATE,
+    TWO_OF_EACH,
+    TWO_TOGETHER,
+    Groups,
+    Played,
+    Stream,
+)
+from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.aio.revival import RESTART_DELAYS_S
+from vsched.errors import CheckpointError, GroupLost, RequestRefused
+from vsched.testing import make_request
+from vsched.types import stage_of
+from vsched.wire import StepCheck
+
+PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])
+ITEM = (0, 6, b"a")
+
+
+def streams_of(played: Played, *, named: str = "r") -> list[Stream]:
+    """Submit four requests; they go to two generate groups in turn."""
+    return [
+        Stream(played.shell, make_request(f"{named}{index}", prompt))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+async def check_tokens(streams: Sequence[Stream]) -> None:
+    """Assert that nobody noticed anything."""
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        assert await stream.tokens() == expected_tokens(prompt, 10)
+
+
+def state_of(played: Played, group: str) -> object:
+    """Return the state of a group, on which shell and kernel must agree."""
+    row = next(row for row in played.shell.groups() if row["name"] == group)
+    kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
+    assert row["state"] == kernel["state"]
+    return row["state"]
+
+
+async def is_lost(played: Played, group: str) -> None:
+    """Lose a group for as long as it stays broken and its pause lasts."""
+    ranks = played.ranks
+    ranks.broken.add(group)
+    ranks.pause_over.clear()
+    ranks.of(group).exit(-9)
+    await ranks.until(lambda: ranks.pauses_s)
+
+
+@pytest.mark.parametrize(
+    "played", [TWO_GENERATE, TWO_OF_EACH, TWO_TOGETHER], indirect=True, ids=str
+)
+async def test_shell_without_one_generate_crew_serves_with_the_other(played: Played) -> None:
+    """F6, A18: requests of the lost one wait for its return, and their streams go on; others do not wait."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(3)
+    await is_lost(played, "generate-1")
+    assert not played.shell.healthy
+    assert state_of(played, "generate-1") == "down"
+    ranks.run()
+    assert [stream.ends for stream in streams] == [1, 0, 1, 0]
+    late = Stream(played.shell, make_request("late", [51]))
+    ranks.run()
+    assert await late.tokens() == expected_tokens([51], 10)
+    ranks.broken.clear()
+    ranks.pause_over.set()
+    await ranks.until(lambda: played.shell.healthy)
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def test_shell_shows_operators_each_group(played: Played) -> None:
+    """F6: who looks sees which group was lost, why, and how often it came back."""
+    await played.stop()
+    await played.start(TWO_GENERATE, ranks=2)
+    streams_of(played)
+    played.ranks.run(1, groups=["generate-1"])
+    rows = {row["name"]: row for row in played.shell.groups()}
+    assert list(rows) == ["encode", "generate-0", "generate-1"]
+    assert [(row["stage"], row["state"]) for row in rows.values()] == [
+        ("encode", "up"),
+        ("generate", "up"),
+        ("generate", "up"),
+    ]
+    assert rows["generate-1"]["running"] == 2
+    assert [rank["rank"] for rank in rows["generate-1"]["ranks"]] == [0, 1]
+    pids = [rank["pid"] for row in rows.values() for rank in row["ranks"]]
+    assert pids == played.shell.pids
+    assert rows["generate-1"]["last_loss"] is None
+    played.ranks.of("generate-1", 1).exit(-9)
+    await played.ranks.until(lambda: played.shell.healthy)
+    row = played.shell.groups()[2]
+    assert row["restarts"] == 1
+    assert row["last_loss"]["reason"] == "generate-1: rank 1 exited with code -9"
+    assert played.shell.groups()[1]["restarts"] == 0
+
+
+@pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
+async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Played) -> None:
+    """F6: the images of its batch are encoded by the other; nobody waits for its return."""
+    ranks = played.ranks
+    images = [
+        Stream(played.shell, make_request(name, [7], [(0, 6, name.encode())])) for name in "abc"
+    ]
+    busy = [name for name in ("encode-0", "encode-1") if ranks.wires[name].frames[0]]
+    await is_lost(played, busy[0])
+    ranks.run()
+    for image in images:
+        assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+    assert not played.shell.healthy
+    ranks.broken.clear()
+    ranks.pause_over.set()
+    await ranks.until(lambda: played.shell.healthy)
+
+
+@pytest.mark.parametrize(
+    ("played", "lost"),
+    [
+        (TWO_OF_EACH, ("generate-0", "generate-1")),
+        (TWO_OF_EACH, ("encode-0", "generate-1")),
+        (TWO_OF_EACH, ("encode-0", "encode-1")),
+        (TWO_OF_EACH, ("encode-0", "encode-1", "generate-0", "generate-1")),
+        (TWO_TOGETHER, ("generate-0", "generate-1")),
+        (SEPARATE, ("encode", "generate")),
+    ],
+    indirect=["played"],
+    ids=str,
+)
+async def test_shell_groups_lost_at_once_all_come_back(
+    played: Played, lost: tuple[str, ...]
+) -> None:
+    """F6: two faults at the same time cost no request a token."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    image = Stream(played.shell, make_request("image", [7], [ITEM]))
+    ranks.run_all(2)
+    for group in lost:
+        ranks.of(group).exit(-9)
+    await ranks.until(lambda: played.shell.healthy)
+    ranks.run()
+    await check_tokens(streams)
+    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+    assert ranks.pauses_s == []
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> None:
+    """F2: every crew has pauses of its own."""
+    ranks = played.ranks
+    for _ in RESTART_DELAYS_S:
+        ranks.of("generate-0").exit(-9)
+        await ranks.until(lambda: played.shell.healthy)
+    assert ranks.pauses_s == [delay_s for delay_s in RESTART_DELAYS_S if delay_s]
+    ranks.pauses_s.clear()
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: played.shell.healthy)
+    assert ranks.pauses_s == []
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+@pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
+async def test_shell_fault_during_recovery_ends_in_service(played: Played, second: str) -> None:
+    """F6: while one crew loads again it is lost again, or another one is."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(3)
+    ranks.mute.add("generate-0")
+    starts = ranks.starts
+    ranks.of("generate-0").exit(-9)
+    await ranks.until(lambda: ranks.starts == starts + 1)
+    ranks.mute.clear()
+    ranks.of(second).exit(-9)
+    if second != "generate-0":
+        await ranks.until(lambda: ranks.starts == starts + 2)
+        ranks.of("generate-0").exit(-9)  # or it would load for ever
+    await ranks.until(lambda: played.shell.healthy)
+    ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("groups", [TWO_OF_EACH, TWO_TOGETHER], ids=str)
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (CheckpointError("weights are missing"), "weights are missing"),
+        (OSError("no pid"), "no pid"),
+    ],
+    ids=["checkpoint", "system"],
+)
+async def test_shell_crew_that_cannot_start_is_one_clear_error(
+    played: Played, groups: Groups, error: Exception, told: str
+) -> None:
+    """E12, F2: the start of all crews ends at once with what the one said, and no rank stays."""
+    await played.stop()
+    played.ranks.failures.append(error)
+    with pytest.raises(type(error), match=told):
+        await played.start(groups)
+    assert all(rank.ended for rank in played.ranks.made)
+    await played.start(groups)  # the test's end stops it
+
+
+async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Played) -> None:
+    """E12, F2: a crew that was ready and is lost is not waited for until another one's deadline."""
+    await played.stop()
+    ranks = played.ranks
+    ranks.mute.add("generate-1")
+    starting = asyncio.ensure_future(played.start(TWO_GENERATE))
+    await ranks.until(lambda: ranks.starts == 3)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not starting.done(), "generate-1 has not loaded"
+    ranks.of("encode").exit(-9)
+    with pytest.raises(GroupLost, match="^encode: rank 0 exited with code -9$"):
+        async with asyncio.timeout(1):
+            await starting
+    assert all(rank.ended for rank in ranks.made)
+    ranks.mute.clear()
+    await played.start(TWO_GENERATE)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
+    """E12: no crew waits for another one to be ready."""
+    await played.stop()
+    ranks = played.ranks
+    ranks.mute.update({"generate-0", "generate-1"})
+    starting = asyncio.ensure_future(played.start(TWO_GENERATE))
+    await ranks.until(lambda: ranks.starts == 3)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await played.shell.stop()
+    ranks.mute.clear()
+    await played.start(TWO_GENERATE)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE, TWO_TOGETHER], indirect=True, ids=str)
+async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) -> None:
+    """F2, F6: the other replica takes them, and their streams go on; without a replica everybody is told."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(3)
+    ranks.broken.add("generate-1")
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: state_of(played, "generate-1") == "retired")
+    assert ranks.pauses_s == [delay_s for delay_s in RESTART_DELAYS_S if delay_s]
+    assert not played.shell.healthy
+    assert not played.shell.given_up
+    ranks.run()
+    await check_tokens(streams)
+    last = Stream(played.shell, make_request("last", [51]))
+    ranks.broken.add("generate-0")
+    ranks.of("generate-0").exit(-9)
+    await ranks.until(lambda: played.shell.given_up)
+    assert "generate-0 could not be restarted" in played.shell.given_up
+    assert (await last.error()).code == "given_up"
+    with pytest.raises(RequestRefused) as caught:
+        Stream(played.shell, make_request("late", [41]))
+    assert caught.value.status == 503
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) -> None:
+    """F2: a crew whose KV cache came back too small, every time, is stopped when it is given up."""
+    ranks = played.ranks
+    ranks.blocks = BLOCKS - 1
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: state_of(played, "generate-1") == "retired")
+    assert ranks.of("generate-1").ended
+    assert "smaller KV cache: value 99 blocks" in played.shell._groups["generate-1"].retired
+
+
+@pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
+async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: Groups) -> None:
+    """A18, G2: one rank of two does not read: both are replaced, the ranks of other crews are not."""
+    await played.stop()
+    ranks = played.ranks
+    await played.start(groups, ranks=2)
+    others = [rank for rank in ranks.made if groups[-1][-1] not in rank.groups]
+    ranks.deaf.add((groups[-1][-1], 1))
+    streams = streams_of(played)
+    await ranks.until(lambda: played.shell.healthy and not ranks.deaf)
+    assert ranks.starts == 2 * len(groups) + 2
+    assert not any(rank.ended for rank in others)
+    ranks.run()
+    await check_tokens(streams)
+
+
+FAULTS: dict[str, Callable[[Played], None]] = {
+    "exit": lambda played: played.ranks.of("generate", 1).exit(-9),
+    "another result": lambda played: played.ranks.say("generate", StepCheck(1, b"another"), 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_shell_any_rank_takes_the_whole_crew_down(played: Played, fault: str) -> None:
+    """A7, F6: what is wrong with the second rank is wrong with the group; requests go on with new ranks."""
+    await played.stop()
+    ranks = played.ranks
+    await played.start(SEPARATE, ranks=2)
+    streams = streams_of(played)
+    ranks.say("generate", ranks.step())
+    victims = [ranks.of("generate", number) for number in (0, 1)]
+    FAULTS[fault](played)
+    assert not played.shell.healthy
+    await ranks.until(lambda: played.shell.healthy)
+    assert all(rank.ended for rank in victims)
+    assert ranks.starts == 6
+    ranks.run()
+    await check_tokens(streams)
+
+
+async def test_crew_tells_each_rank_who_it_is(played: Played) -> None:
+    """E12: numbers, and a place to meet that no start before has used."""
+    await played.stop()
+    ranks = played.ranks
+    await played.start(TWO_TOGETHER, ranks=2)
+    met: dict[str, set[str]] = {}
+    for rank in ranks.made:
+        for role in (rank.spec.encode, rank.spec.generate):
+            assert role is not None
+            assert (role.settings.rank, role.settings.ranks) == (rank.spec.rank, 2)
+            met.setdefault(role.address, set()).add(role.settings.rendezvous)
+    assert [len(places) for places in met.values()] == [1] * 4, "ranks of a group meet at one place"
+    places = {place for one in met.values() for place in one}
+    assert len(places) == 4
+    assert all(place.startswith(ranks.made[0].spec.run_dir) for place in places)
+    ranks.of("generate-0").exit(-9)
+    await ranks.until(lambda: played.shell.healthy)
+    role = ranks.of("generate-0").spec.generate
+    assert role is not None
+    assert role.settings.rendezvous not in places
+
+
+async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: Played) -> None:
+    """F2: the first rank is not forgotten."""
+    await played.stop()
+    ranks = played.ranks
+    real, started = ranks.launch, list[int]()
+
+    def start(*args: object, **more: object) -> object:
+        started.append(1)
+        if len(started) == 2:
+            raise OSError("no processes left")
+        return real(*args, **more)  # type: ignore[arg-type]
+
+    ranks.launch = start  # type: ignore[method-assign,assignment]
+    with pytest.raises(OSError, match="no processes left"):
+        await played.start(SEPARATE, ranks=2)
+    assert all(rank.ended for rank in ranks.made)

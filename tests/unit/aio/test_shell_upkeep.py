@@ -1,0 +1,344 @@
+"""Draining, restarting and resuming one group while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.aio.ranks import (
+    SEPARATE,
+    TOGETHER,
+    TWO_GENERATE,
+    TWO_OF_EACH,
+    TWO_TOGETHER,
+    Played,
+    Stream,
+)
+from tests.unit.aio.test_shell_groups import ITEM, check_tokens, state_of, streams_of
+from tests.unit.api.fakes import Client
+from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.aio.revival import LOSSES_MAX
+from vsched.api import ApiSettings, create_app
+from vsched.config import Config
+from vsched.engine import Engine
+from vsched.errors import RequestRefused
+from vsched.testing import make_request
+
+GENERATORS = ("generate-0", "generate-1")
+
+
+def running(played: Played) -> list[int]:
+    return [row["running"] for row in played.shell.groups() if row["stage"] == "generate"]
+
+
+async def soon(task: asyncio.Future[Any]) -> Any:
+    async with asyncio.timeout(1):
+        return await task
+
+
+async def serve_until(played: Played, task: asyncio.Future[Any]) -> Any:
+    """Carry decisions out, a few a turn of the loop, until something is done."""
+    for _ in range(2000):
+        if task.done():
+            return task.result()
+        played.ranks.run_all(1)
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
+async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Played) -> None:
+    """F6: no stream notices; once nothing runs there, whoever drains it is told, and may resume it."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(2)
+    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    await asyncio.sleep(0)
+    assert state_of(played, "generate-1") == "draining"
+    assert not played.shell.healthy
+    more = [Stream(played.shell, make_request(f"more{index}", [51])) for index in range(2)]
+    assert not draining.done()
+    ranks.run(groups=["generate-1"])
+    assert await soon(draining) is True
+    assert [stream.ends for stream in [*streams, *more]] == [0, 1, 0, 1, 0, 0]
+    ranks.run(groups=["generate-0"])
+    await check_tokens(streams)
+    for stream in more:
+        assert await stream.tokens() == expected_tokens([51], 10)
+    played.shell.upkeep.resume("generate-1")
+    assert state_of(played, "generate-1") == "up"
+    streams_of(played, named="late")
+    ranks.run_all(1)
+    assert running(played) == [2, 2]
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> None:
+    """F2: the wait has a deadline; the drain has not."""
+    streams = streams_of(played)
+    played.ranks.run_all(2)
+    assert await played.shell.upkeep.drain("generate-1") is False
+    assert state_of(played, "generate-1") == "draining"
+    played.ranks.run()
+    assert await soon(asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))) is True
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
+    """F2: who waited is told that it did not come to that."""
+    streams = streams_of(played)
+    played.ranks.run_all(2)
+    played.shell.upkeep._drain_s = 60
+    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    await asyncio.sleep(0)
+    played.shell.upkeep.resume("generate-1")
+    assert await soon(draining) is False
+    assert played.shell.healthy
+    played.ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Played) -> None:
+    """F6: what ran there goes on there; what the operator asked for still holds."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(2)
+    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    await asyncio.sleep(0)
+    starts = ranks.starts
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: ranks.of("generate-1").serves and ranks.starts == starts + 1)
+    await ranks.until(lambda: state_of(played, "generate-1") == "draining")
+    await serve_until(played, draining)
+    ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize(
+    ("played", "group"),
+    [
+        (TWO_GENERATE, "generate-1"),
+        (TWO_OF_EACH, "generate-0"),
+        (TWO_OF_EACH, "encode-1"),
+        (TWO_TOGETHER, "generate-1"),
+        (TWO_TOGETHER, "encode-0"),
+        (SEPARATE, "generate"),
+        (SEPARATE, "encode"),
+        (TOGETHER, "generate"),
+    ],
+    indirect=["played"],
+    ids=str,
+)
+async def test_restart_under_load_costs_no_request_a_token(played: Played, group: str) -> None:
+    """F6: drained first, so nothing is computed twice; the last of its stage can be restarted, too."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    image = Stream(played.shell, make_request("image", [7], [ITEM]))
+    ranks.run_all(2)
+    old, starts = ranks.of(group), ranks.starts
+    restarting = asyncio.ensure_future(played.shell.upkeep.restart(group))
+    assert await serve_until(played, restarting) is True
+    assert old.ended
+    assert ranks.starts == starts + 1
+    assert ranks.pauses_s == []
+    assert played.shell.healthy
+    late = Stream(played.shell, make_request("late", [51]))
+    ranks.run()
+    await check_tokens([*streams])
+    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+    assert await late.tokens() == expected_tokens([51], 10)
+    row = next(row for row in played.shell.groups() if row["name"] == group)
+    assert (row["restarts"], row["last_loss"]["reason"]) == (1, "restarted by an operator")
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE, SEPARATE], indirect=True, ids=str)
+async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
+    """F2, F6: what runs still goes on after the restart, as after any loss."""
+    ranks = played.ranks
+    streams = streams_of(played)
+    ranks.run_all(2)
+    group = list(ranks.wires)[-1]
+    assert await soon(asyncio.ensure_future(played.shell.upkeep.restart(group))) is True
+    assert played.shell.healthy
+    ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("played", [SEPARATE], indirect=True)
+async def test_restarts_are_no_losses(played: Played) -> None:
+    """F2: however often an operator restarts a crew, the first loss is answered at once."""
+    ranks = played.ranks
+    for _ in range(6):
+        assert await played.shell.upkeep.restart("generate") is True
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: played.shell.healthy)
+    assert ranks.pauses_s == []
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played) -> None:
+    """F2: it has not begun to stop anything."""
+    streams_of(played)
+    played.ranks.run_all(2)
+    restarting = asyncio.ensure_future(played.shell.upkeep.restart("generate-1"))
+    await asyncio.sleep(0)
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    assert state_of(played, "generate-1") == "up"
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_retired_group_can_be_restarted(played: Played) -> None:
+    """F6: once its device is mended, it serves again."""
+    ranks = played.ranks
+    ranks.broken.add("generate-1")
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: state_of(played, "generate-1") == "retired")
+    assert await played.shell.upkeep.restart("generate-1") is False, "nobody has mended it"
+    assert state_of(played, "generate-1") == "retired"
+    ranks.broken.clear()
+    assert await played.shell.upkeep.restart("generate-1") is True
+    assert played.shell.healthy
+    streams = streams_of(played)
+    ranks.run_all(1)
+    assert running(played) == [2, 2]
+    ranks.run()
+    await check_tokens(streams)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_group_that_was_lost_too_often_can_be_restarted(played: Played) -> None:
+    """F6: who restarts it has looked after it; it has all its attempts again."""
+    ranks = played.ranks
+    for _ in range(LOSSES_MAX):
+        ranks.of("generate-1").exit(-9)
+        await ranks.until(lambda: state_of(played, "generate-1") in ("up", "retired"))
+    assert state_of(played, "generate-1") == "retired"
+    assert await played.shell.upkeep.restart("generate-1") is True
+
+
+async def refusal(played: Played, action: str, group: str) -> RequestRefused:
+    with pytest.raises(RequestRefused) as caught:
+        await act(played, action, group)
+    return caught.value
+
+
+async def act(played: Played, action: str, group: str) -> None:
+    match action:
+        case "drain":
+            await played.shell.upkeep.drain(group)
+        case "restart":
+            await played.shell.upkeep.restart(group)
+        case _:
+            played.shell.upkeep.resume(group)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+@pytest.mark.parametrize("action", ["drain", "restart", "resume"])
+async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action: str) -> None:
+    """F4: whoever mistypes a name reads the right ones."""
+    error = await refusal(played, action, "generate")
+    assert (error.code, error.status) == ("unknown_group", 400)
+    assert "name one of encode, generate-0, generate-1." in str(error)
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -> None:
+    """F4: requests would wait for an operator; the only encoder, the last generator."""
+    assert (await refusal(played, "drain", "encode")).code == "last_group"
+    assert await played.shell.upkeep.drain("generate-0") is True
+    error = await refusal(played, "drain", "generate-1")
+    assert (error.code, error.status) == ("last_group", 409)
+    assert "Remedy: restart it" in str(error)
+    assert await played.shell.upkeep.restart("generate-1") is True
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: Played) -> None:
+    """F4: one that is coming back already, one that nobody drained, one that is being restarted."""
+    error = await refusal(played, "resume", "generate-1")
+    assert (error.code, error.status) == ("wrong_state", 409)
+    assert "cannot resume generate-1, which is up" in str(error)
+    streams = streams_of(played)
+    played.ranks.run_all(2)
+    restarting = asyncio.ensure_future(played.shell.upkeep.restart("generate-1"))
+    await asyncio.sleep(0)
+    for action in ("drain", "restart", "resume"):
+        assert "which is restarting" in str(await refusal(played, action, "generate-1"))
+    assert await serve_until(played, restarting) is True
+    played.ranks.of("generate-1").exit(-9)
+    for action in ("drain", "restart", "resume"):
+        assert "which is down" in str(await refusal(played, action, "generate-1"))
+    await played.ranks.until(lambda: played.shell.healthy)
+    played.ranks.run()
+    await check_tokens(streams)
+
+
+async def post(engine: Engine, group: str, action: str) -> Any:
+    app = create_app(engine, ApiSettings())
+    body = {"group": group, "action": action}
+    return await Client(app).send("POST", "/admin/replicas", body)
+
+
+@pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
+async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -> None:
+    """F6, A18: a rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
+    engine = Engine(Config())
+    engine._shell, engine._state = played.shell, "ready"
+    old = list(played.ranks.made)
+    streams: list[Sequence[Stream]] = []
+    for row in engine.groups():
+        streams.append(streams_of(played, named=row["name"]))
+        played.ranks.run_all(2)
+        posting = asyncio.ensure_future(post(engine, row["name"], "restart"))
+        await asyncio.sleep(0)
+        assert engine.state == "degraded"
+        reply = await serve_until(played, posting)
+        assert reply.json == {
+            "group": row["name"],
+            "action": "restart",
+            "done": True,
+            "state": "up",
+        }
+        assert engine.state == "ready"
+    played.ranks.run()
+    for four in streams:
+        await check_tokens([*four])
+    assert all(rank.ended for rank in old)
+    assert [row["restarts"] for row in engine.groups()] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
+async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
+    """F4: also while nothing is served."""
+    engine = Engine(Config())
+    reply = await post(engine, "generate-0", "drain")
+    assert (reply.status, reply.error["code"]) == (503, "loading")
+    engine._shell, engine._state = played.shell, "ready"
+    assert (await post(engine, "nobody", "drain")).status == 400
+    reply = await post(engine, "generate-0", "drain")
+    assert reply.json["done"] is True
+    reply = await post(engine, "generate-1", "drain")
+    assert (reply.status, reply.error["code"]) == (409, "last_group")
+    reply = await post(engine, "generate-0", "resume")
+    assert reply.json == {"group": "generate-0", "action": "resume", "done": True, "state": "up"}
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_clear_reaches_every_replica(played: Played) -> None:
+    """E20: running and waiting on all groups, one that is down included; then there is nothing."""
+    engine = Engine(Config())
+    engine._shell, engine._state = played.shell, "ready"
+    streams = [Stream(played.shell, make_request(f"r{index}", [11])) for index in range(14)]
+    played.ranks.run_all(2)
+    assert running(played) == [4, 4]
+    played.ranks.of("generate-1").exit(-9)
+    assert await engine.clear() == {"running": 0, "waiting": 0}
+    for stream in streams:
+        assert (await stream.error()).code == "cleared"

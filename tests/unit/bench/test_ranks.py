@@ -1,0 +1,23 @@
+"""`vsched bench ranks` measures what it says, over real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from vsched.bench.ranks import PAUSES_S, WAYS, measure_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+async def test_ranks_bench_measures_every_way() -> None:
+    """A7: the digest is checked on the way that is measured; all ways and pauses have their row."""
+    advanced: list[None] = []
+    rows = await measure_ranks(messages=40, rounds=2, advanced=lambda: advanced.append(None))
+    assert [(row.way, row.pause_ms) for row in rows] == [
+        (way, pause_s * 1e3) for pause_s in PAUSES_S for way in WAYS
+    ]
+    assert len(advanced) == 2 * len(rows)
+    for row in rows:
+        assert 0 < row.spread_us[0] <= row.p50_us <= row.p99_us
+        assert row.spread_us[0] <= row.p50_us <= row.spread_us[1]
+        assert row.messages == (20 if row.pause_ms else 40)

@@ -1,0 +1,371 @@
+"""Several groups: one line for all encoders, a router for the generators, and groups that come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    image_request,
+    sizes,
+    words,
+)
+from vsched.kernel.events import Drain, GroupRetired, Resume
+from vsched.kernel.routing import ITEMS_MAX
+from vsched.policy import RoutingPolicy, RoutingView
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.types import FinishReason
+
+SEEN: list[RoutingView] = []
+
+
+class Fixed(RoutingPolicy, frozen=True, kw_only=True):
+    """Always the same replica; remembers what it was shown."""
+
+    index: int = 0
+
+    def choose(self, view: RoutingView) -> int:
+        SEEN.append(view)
+        return self.index
+
+
+def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) -> Any:
+    return make_request(name, words(length, start=start), max_tokens=max_tokens)
+
+
+def homes(cluster: ModelCluster) -> dict[str, str]:
+    """Return the group that each request joined last."""
+    found = {}
+    for group in cluster.generators.values():
+        for number in group.sequences:
+            found[cluster.names[number]] = group.name
+    return found
+
+
+# --- encoders ---
+
+
+def test_encoders_share_one_line() -> None:
+    """A11: each of two encode groups takes its share of the batch from the front of one FIFO."""
+    cluster = ModelCluster(sizes(encoders=2, encode_items=4))
+    cluster.lose("encode-0")
+    cluster.lose("encode-1")
+    images = [(b"%d" % number, 4) for number in range(10)]
+    cluster.submit(image_request("r", *images))
+    cluster.restore("encode-0")
+    cluster.restore("encode-1")
+    sent = {name: [task.key for task in log[0].tasks] for name, log in cluster.encode_logs.items()}
+    assert sent == {"encode-0": [b"0", b"1", b"2", b"3"], "encode-1": [b"4", b"5", b"6", b"7"]}
+    cluster.run_encode("encode-1")
+    assert [task.key for task in cluster.encode_logs["encode-1"][0].tasks] == [b"8", b"9"]
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+def test_encoders_lose_one_and_go_on_with_the_other() -> None:
+    """F6: what the lost group was encoding goes to the other, one by one."""
+    cluster = ModelCluster(sizes(encoders=2))
+    cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
+    assert list(cluster.encode_logs["encode-0"])
+    cluster.lose("encode-0")
+    assert cluster.restarts == ["encode-0"]
+    assert [task.key for task in cluster.encode_logs["encode-1"][0].tasks] == [b"a"]
+    cluster.drain()
+    assert_served(cluster, "r")
+    assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
+
+
+# --- routing ---
+
+
+def test_router_shows_loads_in_tokens() -> None:
+    """E9: the load of a replica is what is not pulled, waiting and running there, prompts and outputs, in tokens."""
+    SEEN.clear()
+    limits = sizes(generators=2, slots=1, generate_depth=1)
+    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=1)))
+    cluster.submit(text("running", length=6, max_tokens=9))
+    cluster.submit(text("waiting", start=50, length=10))
+    cluster.submit(image_request("not pulled", (b"a", 7)))
+    for _ in range(3):
+        cluster.run_generate("generate-1")
+    cluster.submit(text("asked", start=90))
+    view = SEEN[-1]
+    assert [one.load_tokens for one in view.replicas] == [0, 6 + 4 + 10 + 8], "a step is out, too"
+    assert view.load_limit_tokens == limits.blocks * limits.block_size
+    cluster.drain()
+    assert generate_statistics(cluster)["load_tokens"] == 0
+
+
+def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
+    SEEN.clear()
+    cluster = ModelCluster(sizes(generators=2), default_policies(routing=Fixed(index=1)))
+    cluster.submit(image_request("first", (b"a", 8), (b"b", 8)))
+    cluster.drain()
+    cluster.submit(image_request("second", (b"a", 8), (b"c", 8)))
+    here, there = SEEN[-1].replicas[1], SEEN[-1].replicas[0]
+    assert (here.prefix_tokens, here.items_seen) == (8, 1)
+    assert (there.prefix_tokens, there.items_seen) == (0, 0)
+    cluster.drain()
+
+
+def test_router_forgets_images_beyond_its_bound() -> None:
+    SEEN.clear()
+    cluster = ModelCluster(
+        sizes(generators=2, encode_items=1), default_policies(routing=Fixed(index=0))
+    )
+    router = cluster.kernel._book._router
+    cluster.submit(image_request("first", (b"first", 1)))
+    cluster.drain()
+    router._sent.update((b"%d" % number, 1) for number in range(ITEMS_MAX - 1))
+    cluster.submit(image_request("again", (b"first", 1)))
+    cluster.submit(image_request("one more", (b"one more", 1)))
+    cluster.submit(image_request("asked", (b"0", 1), (b"first", 1)))
+    assert len(router._sent) == ITEMS_MAX
+    assert SEEN[-1].replicas[1].items_seen == 0, "what was sent longest ago went first"
+    assert SEEN[-1].replicas[0].items_seen == 1
+
+
+@pytest.mark.parametrize(("index", "faults"), [(3, 1), (-1, 1), (0, 0)])
+def test_router_overrules_a_wrong_choice(index: int, faults: int) -> None:
+    """A replica that does not exist, or is down while others are up, is not taken."""
+    cluster = ModelCluster(sizes(generators=3), default_policies(routing=Fixed(index=index)))
+    cluster.lose("generate-0")
+    cluster.submit(text("r"))
+    assert cluster.busy("generate") == ["generate-1"]
+    cluster.drain()
+    assert_served(cluster, "r")
+    counted = cluster.kernel.statistics()["policy_faults"]
+    assert isinstance(counted, dict)
+    assert sum(counted.values()) == faults
+
+
+# --- losses ---
+
+
+def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
+    """F6: streams go on after the restart; whoever only waited is served elsewhere at once."""
+    limits = sizes(generators=2, slots=1)
+    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
+    cluster.submit(text("ran"))
+    cluster.submit(text("waited", start=60))
+    cluster.run_generate("generate-0")
+    cluster.lose("generate-0")
+    assert cluster.restarts == ["generate-0"]
+    while cluster.busy("generate"):
+        cluster.run_generate()
+    assert_served(cluster, "waited")
+    assert "waiting for its group" in cluster.kernel.explain("ran")
+    cluster.restore("generate-0")
+    cluster.drain()
+    assert_served(cluster, "ran")
+    assert_holds_nothing(cluster)
+
+
+def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
+    """F5: an older request that waits for its group claims nothing that a younger one could use."""
+    limits = sizes(generators=2, pages=4, page_rows=4, prefix_cache=False)
+    cluster = ModelCluster(limits)  # round-robin
+    cluster.submit(image_request("older", (b"a", 16), max_tokens=20))
+    cluster.run_encode()
+    cluster.run_generate("generate-0")
+    cluster.lose("generate-0")
+    cluster.submit(image_request("younger", (b"b", 16)))
+    while cluster.busy("encode") or cluster.busy("generate"):
+        cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
+    assert_served(cluster, "younger")
+    cluster.restore("generate-0")
+    cluster.drain()
+    assert_served(cluster, "older")
+
+
+def test_retired_generator_gives_everything_away() -> None:
+    """F6: a group that cannot be brought back: its requests go on elsewhere, in their order."""
+    cluster = ModelCluster(sizes(generators=2), default_policies(routing=Fixed(index=0)))
+    for number in range(3):
+        cluster.submit(text(f"r{number}", start=40 * number))
+    cluster.run_generate("generate-0")
+    cluster.lose("generate-0")
+    cluster.retire("generate-0")
+    joins = [join.number for join in cluster.generators["generate-1"].log[0].joined]
+    assert joins == sorted(joins)
+    cluster.drain()
+    assert_served(cluster, "r0", "r1", "r2")
+    groups = cluster.kernel.statistics()["generate"]["groups"]
+    assert [one["state"] for one in groups.values()] == ["retired", "up"]
+
+
+@pytest.mark.parametrize("stage", ["encode", "generate"])
+def test_last_retired_group_ends_everything(stage: str) -> None:
+    """F4: with nobody left to serve, every request gets its end, and new ones are refused."""
+    cluster = ModelCluster(sizes(encoders=2, generators=2))
+    for index in range(2):
+        cluster.lose(f"{stage}-{index}")
+    cluster.submit(image_request("r", (b"a", 4)))
+    for index in range(2):
+        cluster.send(GroupRetired(f"{stage}-{index}", "it would not start"))
+    assert cluster.ended["r"].code == "given_up"
+    cluster.submit(text("late"))
+    refusal = cluster.refused["late"]
+    assert (refusal.code, refusal.status) == ("given_up", 503)
+    assert "it would not start. Remedy: restart the server" in refusal.message
+
+
+def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
+    """F6: what ran in a group that is restarted on purpose goes on elsewhere, and is no suspect for it."""
+    cluster = ModelCluster(sizes(generators=2, slots=1), default_policies(routing=Fixed(index=0)))
+    cluster.submit(image_request("r", (b"a", 8), max_tokens=40))
+    cluster.lose("encode", planned=True)
+    cluster.restore("encode")
+    cluster.lose("encode", planned=True)
+    cluster.restore("encode")
+    cluster.run_encode()
+    for _ in range(4):
+        for group in ("generate-0", "generate-1"):
+            while not cluster.generators[group].sequences and cluster.busy("generate"):
+                cluster.run_generate()
+            cluster.run_generate()
+            cluster.lose(group, planned=True)
+            assert cluster.busy("generate"), "it runs in the other group at once"
+            cluster.restore(group)
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+# --- poison ---
+
+
+def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
+    """Run a cluster in which a group is lost whenever a request is in it; return the losses."""
+    losses = 0
+    for _ in range(500):
+        if poison in cluster.ended:
+            return losses
+        number = next(number for number, name in cluster.names.items() if name == poison)
+        sequences = cluster.generators[group].sequences
+        if number in sequences and sequences[number].computed:
+            losses += 1
+            cluster.lose(group)
+            cluster.restore(group)
+        elif cluster.busy("generate"):
+            cluster.run_generate()
+    raise AssertionError("the poison was never found")
+
+
+def test_poison_alone_is_ended_at_its_second_loss() -> None:
+    """F6, F4: not retried for ever."""
+    cluster = ModelCluster(sizes(slots=1))
+    cluster.submit(text("poison"))
+    assert lose_while_running(cluster, "poison") == 2
+    assert cluster.ended["poison"].code == "group_lost"
+    assert_holds_nothing(cluster)
+
+
+def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
+    """F6, F1: suspects come back one at a time; the one on probation when the group goes is the culprit."""
+    cluster = ModelCluster(sizes(slots=8))
+    names = [f"r{number}" for number in range(7)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=12))
+    losses = lose_while_running(cluster, "r4")
+    assert losses == 3
+    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
+        "group_lost": 1
+    }
+    cluster.drain()
+    assert_served(cluster, *(name for name in names if name != "r4"))
+
+
+def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
+    """F6: a group that was killed from outside, however often, ends nobody as long as others run there."""
+    cluster = ModelCluster(sizes(slots=4))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=40))
+    for _ in range(4):
+        while len(cluster.kernel.generators[0].running) < 4:
+            cluster.run_generate()
+        for _ in range(3):
+            cluster.run_generate()
+        cluster.lose("generate")
+        cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, *names)
+
+
+# --- draining ---
+
+
+def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
+    limits = sizes(generators=2, slots=1)
+    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
+    cluster.submit(text("runs"))
+    cluster.submit(text("waits", start=60))
+    cluster.send(Drain("generate-0"))
+    cluster.submit(text("new", start=90))
+    assert not cluster.drained
+    cluster.drain()
+    assert cluster.drained == ["generate-0"]
+    assert_served(cluster, "runs", "waits", "new")
+    first = cluster.kernel.generators[0].statistics()
+    assert first["admitted"] == 1
+    cluster.send(Resume("generate-0"))
+    cluster.submit(text("after", start=120))
+    cluster.drain()
+    assert cluster.kernel.generators[0].statistics()["admitted"] == 2
+
+
+def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
+    """F4: nothing is refused for it; who waits, waits a little longer."""
+    cluster = ModelCluster(sizes(slots=1))
+    cluster.submit(image_request("runs", (b"a", 8), max_tokens=5))
+    cluster.run_encode()
+    cluster.send(Drain("generate"))
+    cluster.submit(image_request("waits", (b"b", 8)))
+    cluster.drain()
+    assert cluster.drained == ["generate"]
+    assert cluster.unserved()
+    assert "generate is draining" in cluster.kernel.explain("waits")
+    cluster.lose("generate")  # it is restarted
+    assert cluster.ended["runs"].reason is FinishReason.LENGTH
+    cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, "waits")
+
+
+def test_draining_encoder_finishes_its_batch() -> None:
+    cluster = ModelCluster(sizes(encoders=2))
+    cluster.submit(image_request("r", (b"a", 8)))
+    cluster.send(Drain("encode-0"))
+    cluster.submit(image_request("s", (b"b", 8)))
+    assert [log[0].tasks[0].key for log in cluster.encode_logs.values()] == [b"a", b"b"]
+    assert not cluster.drained
+    cluster.drain()
+    assert cluster.drained == ["encode-0"]
+    assert_served(cluster, "r", "s")
+
+
+# --- expiry ---
+
+
+def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
+    """E17: each at its own time, though others before and behind it have left; whoever started is let be."""
+    cluster = ModelCluster(sizes(slots=1, waiting_ns=1_000_000_000))
+    cluster.submit(text("runs", max_tokens=200))
+    for number in range(4):
+        cluster.wait(100_000_000)
+        cluster.submit(text(f"w{number}", start=60))
+    cluster.abort("w1")
+    cluster.wait(950_000_000)
+    assert cluster.ended["w0"].code == "expired"
+    assert "waited for its first step for 1 s" in cluster.ended["w0"].message
+    assert sorted(cluster.ended) == ["w0", "w1", "w2"], "w1 left by itself, w2 expired by now"
+    cluster.wait(100_000_000)
+    assert sorted(cluster.ended) == ["w0", "w1", "w2", "w3"]
+    cluster.drain()
+    assert_served(cluster, "runs")
+    assert_holds_nothing(cluster)

@@ -1,0 +1,161 @@
+"""A process that follows two logs carries their steps out in the one order in which they were decided."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from vsched import rank as rank_module
+from vsched.errors import GroupLost, RankDesync
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.rank import follow
+from vsched.wire import (
+    EncodeResult,
+    Entry,
+    GenerateResult,
+    Heartbeat,
+    LeaderLog,
+    Stop,
+    Turns,
+)
+from vsched.worker.member import Member
+
+Done = list[tuple[str, int]]
+
+
+class Link:
+    """A rank's link whose frames come when the test lets them."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.sent: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(frame)
+
+    def receive(self, _timeout_s: float = 0.0) -> bytes | None:
+        return self.frames.popleft() if self.frames else None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Noting:
+    """A side that notes what it is told to do."""
+
+    def __init__(self, name: str, done: Done) -> None:
+        self._name = name
+        self._done = done
+
+    def wanted(self) -> list[str]:
+        return []
+
+    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult:
+        assert isinstance(entry, GenerateDecision | EncodeDecision)
+        self._done.append((self._name, entry.step))
+        return EncodeResult(entry.step, "", 0)
+
+
+class Following:
+    """Two members of one process; `late` holds what the links have not delivered yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rank_module, "wait_readable", self._wait)
+        self.done: Done = []
+        self.late: list[tuple[str, bytes]] = []
+        self.turns = Turns()
+        self.logs = {name: LeaderLog(self.turns) for name in ("encode", "generate")}
+        spec = SimpleNamespace(rank=0, secret="sesame")
+        self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
+        for name, member in self.members.items():
+            member.side = Noting(name, self.done)  # type: ignore[assignment]
+            member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
+
+    def decide(self, name: str, entry: Entry) -> None:
+        self.late.append((name, self.logs[name].append(entry)))
+
+    def follow(self) -> None:
+        follow(list(self.members.values()), 60.0)  # type: ignore[arg-type]
+
+    def _deliver_next(self) -> bool:
+        if self.late:
+            name, frame = self.late.pop(0)
+            self.members[name].link.frames.append(frame)
+            return True
+        return False
+
+    def _wait(self, links: list[Link], _timeout_s: float) -> bool:
+        while not any(link.frames for link in links):
+            if not self._deliver_next():
+                return False
+        return True
+
+    def _deliver(self, member: Member[Link], listen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def delivered(timeout_s: float) -> None:
+            if timeout_s:
+                self._wait([member.link], timeout_s)
+            listen(timeout_s)
+
+        return delivered
+
+
+def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]]:
+    """Return frames in another order that each link by itself may have."""
+    rng = random.Random(seed)
+    by_name: dict[str, list[tuple[str, bytes]]] = {"encode": [], "generate": []}
+    for name, frame in late:
+        by_name[name].append((name, frame))
+    mixed = []
+    while any(by_name.values()):
+        name = rng.choice([name for name, frames in by_name.items() if frames])
+        mixed.append(by_name[name].pop(0))
+    return mixed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A7: however the two links deliver, all ranks do the same one after the other; none waits for a peer elsewhere."""
+    following = Following(monkeypatch)
+    rng = random.Random(seed)
+    expected: Done = []
+    steps = {"encode": 0, "generate": 0}
+    for _ in range(40):
+        name = rng.choice(["encode", "generate"])
+        steps[name] += 1
+        if rng.random() < 0.2:
+            following.decide(rng.choice(["encode", "generate"]), Heartbeat())
+        step = steps[name]
+        following.decide(
+            name, EncodeDecision(step, []) if name == "encode" else GenerateDecision(step)
+        )
+        expected.append((name, step))
+    following.late = shuffled(following.late, seed)
+    following.decide("generate", Stop())
+    following.decide("encode", Stop())
+    following.follow()
+    # The stop of one log ends the process; steps that were decided before it in the other may be left.
+    assert following.done == expected[: len(following.done)]
+    assert len(following.done) >= sum(name == "generate" for name, _ in expected)
+
+
+def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A7: a turn that is missing in both logs is a divergence, not a wait for ever."""
+    following = Following(monkeypatch)
+    following.turns.last = 1
+    following.decide("encode", EncodeDecision(1, []))
+    following.decide("generate", GenerateDecision(1))
+    with pytest.raises(RankDesync, match="waits for a turn that none of them has"):
+        following.follow()
+    assert following.done == []
+
+
+def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A18: after the first entry; before it, the leader waits for other ranks."""
+    following = Following(monkeypatch)
+    following.decide("encode", EncodeDecision(1, []))
+    with pytest.raises(GroupLost, match=r"heard nothing from the engine for 60 s"):
+        following.follow()
+    assert following.done == [("encode", 1)]

@@ -1,0 +1,210 @@
+"""Several real rank processes as one group: they agree, they are noticed when they do not, and they idle."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.rank.crews import LIMITS, Heard, Place, is_running
+from tests.unit.rank.fake_plugin import Behaviour
+from vsched.aio.crew import Crew
+from vsched.aio.leader import Deadlines
+from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
+from vsched.types import SamplingParams
+from vsched.wire import EncodeResult, GenerateResult
+
+pytestmark = pytest.mark.slow
+
+IDLE_S = float(os.environ.get("VSCHED_IDLE_S", "2"))
+PROMPT = (7).to_bytes(4, "little") * 3
+
+
+def limits(**changes: float) -> Deadlines:
+    return msgspec.structs.replace(LIMITS, **changes)
+
+
+def first_step() -> GenerateDecision:
+    """A request of three tokens that may run on for long; it decodes in every later step."""
+    data = RequestData(PROMPT, 3, [], SamplingParams(temperature=0.0, max_tokens=390), ())
+    blocks = list(range(100))
+    return GenerateDecision(
+        1, joined=[Join(1, 0, 0, 3, blocks, data)], chunks=[ChunkPlan(0, 0, 3, [])]
+    )
+
+
+async def answered(heard: Heard, count: int) -> None:
+    """Wait for so many results, or until something is lost."""
+    await heard.wait_until(lambda: len(heard.results) >= count or heard.lost)
+
+
+async def steps(crew: Crew, heard: Heard, count: int, *, group: str = "generate") -> None:
+    """Let a group that is fresh run so many steps, or until something is lost."""
+    for step in range(1, count + 1):
+        crew.decide(group, first_step() if step == 1 else GenerateDecision(step))
+        await answered(heard, step)
+
+
+@asynccontextmanager
+async def started(*crews: Crew) -> AsyncIterator[None]:
+    """Start crews, and leave no process behind, stopped or not."""
+    try:
+        await asyncio.gather(*(crew.start() for crew in crews))
+        yield
+    finally:
+        for crew in crews:
+            await crew.stop(grace_s=0)
+
+
+async def test_group_of_ranks_agrees(place: Place) -> None:
+    """A7: every rank reports every step; rank 0 speaks for the group."""
+    heard = Heard()
+    crew = place.crew(heard.events, ranks=2)
+    async with started(crew):
+        await steps(crew, heard, 30)
+        results = [result for _, result in heard.results]
+        assert [result.step for result in results] == list(range(1, 31))
+        assert all(isinstance(result, GenerateResult) for result in results)
+        assert heard.lost == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> None:
+    """A7: one token of one rank differs: the rank and the step are named, and nothing goes on."""
+    heard = Heard()
+    crew = place.crew(heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5))
+    async with started(crew):
+        await steps(crew, heard, 20)
+        await heard.wait_until(lambda: heard.lost)
+        ((groups, reason),) = heard.lost
+        assert groups == ["generate"]
+        assert reason == "generate: rank 1 has another result of step 3 than rank 0 (RankDesync)"
+        assert len(heard.results) >= 2
+
+
+async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Path) -> None:
+    """E10: every rank runs the hook that rank 0 asked for between the same two steps, once."""
+    heard = Heard()
+    behaviour = Behaviour(hook_s=0.0, hook_at=6, notes=str(tmp_path))
+    crew = place.crew(heard.events, ranks=2, behaviour=behaviour)
+    async with started(crew):
+        await steps(crew, heard, 30)
+        assert heard.lost == []
+        noted = [(tmp_path / f"hooks-{rank}").read_text() for rank in (0, 1)]
+        assert noted[0] == noted[1]
+        (line,) = noted[0].splitlines()
+        assert line.startswith("balance ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank: int) -> None:
+    """F2, A18: within the timeout of ranks, not of steps; a step that is merely long is not killed."""
+    heard = Heard()
+    crew = place.crew(
+        heard.events,
+        ranks=2,
+        behaviour=Behaviour(step_s=1.5, slow_at=5),
+        limits=limits(rank_timeout_s=0.4, heartbeat_s=0.1, step_s=60),
+    )
+    async with started(crew):
+        await steps(crew, heard, 2)
+        crew.decide("generate", GenerateDecision(3))
+        await asyncio.sleep(0.1)
+        os.kill(crew.pids[rank], signal.SIGSTOP)
+        started_s = time.monotonic()
+        await heard.wait_until(lambda: heard.lost)
+        assert time.monotonic() - started_s < 1.3
+        assert heard.lost[0][1].startswith(f"generate: rank {rank} was silent for ")
+        pids = crew.pids
+    assert not any(is_running(pid) for pid in pids)
+
+
+async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Path) -> None:
+    """G2: one rank of a group reads nothing; sending to it never waits, and another group keeps its pace."""
+    deaf_heard, heard = Heard(), Heard()
+    other = Place(tmp_path / "other")
+    other.run_dir.mkdir(mode=0o700)
+    patient = limits(rank_timeout_s=60, step_s=60, ready_s=30)
+    deaf = place.crew(deaf_heard.events, ranks=2, limits=patient)
+    crew = other.crew(heard.events, ranks=2)
+    async with started(deaf, crew):
+        os.kill(deaf.pids[1], signal.SIGSTOP)
+        deaf.decide("generate", first_step())
+        sent, longest_s, step = 1, 0.0, 0
+        while not deaf_heard.lost:
+            step += 1
+            started_s = time.monotonic()
+            crew.decide("generate", first_step() if step == 1 else GenerateDecision(step))
+            for _ in range(25):  # far more than a kernel would have out
+                sent += 1
+                decided_s = time.monotonic()
+                deaf.decide("generate", GenerateDecision(sent))
+                assert time.monotonic() - decided_s < 0.5
+            await answered(heard, step)
+            longest_s = max(longest_s, time.monotonic() - started_s)
+            assert sent < 5000
+        assert heard.lost == []
+        assert longest_s < 2
+        ((_, reason),) = deaf_heard.lost
+        assert reason.startswith("generate: rank 1 ")
+        assert "behind" in reason or "does not read" in reason
+    other.close()
+
+
+async def test_group_together_follows_one_order(place: Place) -> None:
+    """A7: two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
+    heard = Heard()
+    crew = place.crew(heard.events, groups=("encode", "generate"), ranks=2)
+    async with started(crew):
+        decided = []
+        for step in range(1, 101):
+            first = ("encode", "generate") if step % 3 else ("generate", "encode")
+            for group in first:
+                decided.append((group, step))
+                if group == "encode":
+                    crew.decide(group, EncodeDecision(step, []))
+                else:
+                    crew.decide(group, first_step() if step == 1 else GenerateDecision(step))
+            if step % 10 == 0:
+                await answered(heard, len(decided))
+        assert heard.lost == []
+        kinds = {"encode": EncodeResult, "generate": GenerateResult}
+        assert all(isinstance(result, kinds[group]) for group, result in heard.results)
+        for group in kinds:
+            assert [one.step for name, one in heard.results if name == group] == list(range(1, 101))
+
+
+@pytest.mark.timeout(IDLE_S + 30)
+async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
+    """A18, A21: idle for VSCHED_IDLE_S seconds: alive, and what each rank measured are gaps within the interval."""
+    heard = Heard()
+    heartbeat_s = min(1.0, IDLE_S / 8)
+    crew = place.crew(
+        heard.events,
+        ranks=2,
+        behaviour=Behaviour(notes=str(tmp_path)),
+        limits=limits(heartbeat_s=heartbeat_s, rank_timeout_s=5 * heartbeat_s),
+    )
+    async with started(crew):
+        pids = crew.pids
+        await asyncio.sleep(IDLE_S)
+        assert heard.lost == []
+        assert all(is_running(pid) for pid in pids)
+        crew.decide("generate", first_step())
+        await heard.wait_until(lambda: heard.results)
+        for rank in (0, 1):
+            lines = (tmp_path / f"heard-{rank}").read_text().splitlines()
+            beats = [float(line.split()[0]) for line in lines if line.endswith("Heartbeat")]
+            gaps = [after - before for before, after in itertools.pairwise(beats)]
+            assert len(beats) >= IDLE_S / heartbeat_s - 2
+            assert max(gaps) <= heartbeat_s + 0.25, "what a busy machine may add at worst"
+            late = sum(gap > heartbeat_s for gap in gaps)
+            print(f"rank {rank}: {len(beats)} gaps, longest {max(gaps):.4f} s, {late} too long")

@@ -1,0 +1,128 @@
+"""Random runs with a record of them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from vsched.config import Config
+from vsched.config.sections import RecordConfig
+from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel.commands import Command
+from vsched.kernel.events import Event
+from vsched.policy import Policy
+from vsched.record import Recorder, open_recorder
+from vsched.testing import ModelCluster, run_random
+from vsched.testing.defaults import default_policies
+
+TABLES = {
+    "encode_admission": ("encode", "admission"),
+    "encoding": ("encode", "encoding"),
+    "embedding_eviction": ("encode", "eviction"),
+    "generate_admission": ("generate", "admission"),
+    "prefix_eviction": ("generate", "eviction"),
+    "preemption": ("generate", "preemption"),
+}
+"""Where the configuration names what the kernel consults in each place."""
+
+
+def table(policy: Policy) -> dict[str, object]:
+    """Return the configuration table of a policy."""
+    cls = type(policy)
+    fields: dict[str, object] = msgspec.to_builtins(policy)
+    return {"use": f"{cls.__module__}:{cls.__qualname__}", **fields}
+
+
+def config_for(
+    path: Path,
+    policies: KernelPolicies,
+    *,
+    sizes: Sizes | None = None,
+    segment_bytes: int = 64 << 20,
+    segments: int = 8,
+) -> Config:
+    """Return a configuration that names these policies and records."""
+    record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
+    config = Config(routing=table(policies.routing), record=record)
+    for place, (section, name) in TABLES.items():
+        changed = msgspec.structs.replace(
+            getattr(config, section), **{name: table(getattr(policies, place))}
+        )
+        config = msgspec.structs.replace(config, **{section: changed})
+    if sizes is None:
+        return config
+    return msgspec.structs.replace(
+        config,
+        encode=msgspec.structs.replace(config.encode, replicas=sizes.encoders),
+        generate=msgspec.structs.replace(config.generate, replicas=sizes.generators),
+    )
+
+
+class RecordedCluster(ModelCluster):
+    """Records what it does from the first event on."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        policies: KernelPolicies | None,
+        begin: Callable[[Scheduler, KernelPolicies], Recorder],
+    ) -> None:
+        self._begin = begin
+        self._policies = policies or default_policies()
+        self.recorder: Recorder | None = None
+        self.heard: list[Event] = []
+        super().__init__(sizes, self._policies)
+
+    def _handle(self, event: Event) -> list[Command]:
+        if self.recorder is None:
+            self.recorder = self._begin(self.kernel, self._policies)
+        commands = self.kernel.handle(event, self.now_ns)
+        self.heard.append(event)
+        self.recorder.note(event, self.now_ns, commands)
+        for command in commands:
+            self.carry_out(command)
+        self.kernel.check_invariants()
+        return commands
+
+
+def record_run(
+    path: Path,
+    seed: int,
+    *,
+    policies: KernelPolicies | None = None,
+    sizes: Sizes | None = None,
+    events: int = 80,
+    segment_bytes: int = 64 << 20,
+    segments: int = 8,
+    faults: bool = True,
+) -> RecordedCluster:
+    """Record a random run."""
+
+    def begin(kernel: Scheduler, policies: KernelPolicies) -> Recorder:
+        config = config_for(
+            path, policies, sizes=kernel.sizes, segment_bytes=segment_bytes, segments=segments
+        )
+        recorder = open_recorder(config, kernel)
+        assert recorder is not None
+        return recorder
+
+    cluster = run_random(
+        random.Random(seed),
+        policies,
+        sizes=sizes,
+        events=events,
+        faults=faults,
+        make=lambda sizes, policies: RecordedCluster(sizes, policies, begin),
+    )
+    assert isinstance(cluster, RecordedCluster)
+    assert cluster.recorder is not None
+    cluster.recorder.close()
+    return cluster
+
+
+if __name__ == "__main__":
+    record_run(Path(sys.argv[1]), 0, events=300, segment_bytes=8192)

@@ -1,0 +1,203 @@
+"""What is kept of a record, and that recording never stops serving."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.record.odd_policies import Locked
+from tests.unit.record.recorded import config_for, record_run
+from vsched.config import Config
+from vsched.errors import ConfigError
+from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel.events import GroupReady, Timer
+from vsched.record import Recorder, check_record_path, open_recorder, replay
+from vsched.testing.defaults import default_policies
+
+SIZES = Sizes(blocks=8, slots=2, context_tokens=64, pages=4)
+
+
+def begin(
+    path: Path, policies: KernelPolicies | None = None, *, segment_bytes: int = 1 << 20
+) -> tuple[Scheduler, Recorder]:
+    policies = policies or default_policies()
+    kernel = Scheduler(SIZES, policies)
+    recorder = open_recorder(config_for(path, policies, segment_bytes=segment_bytes), kernel)
+    assert recorder is not None
+    return kernel, recorder
+
+
+def note(kernel: Scheduler, recorder: Recorder, times: int = 1) -> None:
+    for _ in range(times):
+        recorder.note(Timer(), 0, kernel.handle(Timer(), 0))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_recorder_is_none_where_no_path_is_given() -> None:
+    assert open_recorder(Config(), Scheduler(SIZES, default_policies())) is None
+
+
+def test_recorder_writes_for_its_owner_only(tmp_path: Path) -> None:
+    """A record holds what clients asked."""
+    _, recorder = begin(tmp_path / "run.vlog")
+    recorder.close()
+    assert (tmp_path / "run.vlog").stat().st_mode & 0o777 == 0o600
+
+
+def test_recorder_writes_each_event_at_once(tmp_path: Path) -> None:
+    """A killed process loses nothing that was noted."""
+    path = tmp_path / "run.vlog"
+    kernel, recorder = begin(path)
+    for number in range(1, 4):
+        note(kernel, recorder)
+        assert replay(path).events == number
+    recorder.close()
+
+
+def test_recorder_is_bounded_and_what_is_left_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.vlog"
+    cluster = record_run(path, 0, events=300, segment_bytes=4096, segments=3)
+    found = names(tmp_path)
+    assert len(found) == 3
+    assert found[0] == "run.vlog"
+    assert "run.vlog.000001" not in found
+    report = replay(path)
+    assert report.difference is None
+    assert report.segments == 3
+    assert report.first_event > 0
+    assert report.first_event + report.events == len(cluster.heard)
+
+
+def test_recorder_does_not_write_a_large_state_after_every_event(tmp_path: Path) -> None:
+    kernel, recorder = begin(tmp_path / "run.vlog", segment_bytes=4096)
+    state_bytes = (tmp_path / "run.vlog").stat().st_size
+    assert state_bytes > 4096
+    note(kernel, recorder, 10)
+    recorder.close()
+    assert names(tmp_path) == ["run.vlog"]
+
+
+def test_recorder_sets_an_earlier_record_aside(tmp_path: Path) -> None:
+    """A restart after a crash must not destroy what tells of it; the record before that goes."""
+    path = tmp_path / "run.vlog"
+    runs = []
+    for seed in range(3):
+        cluster = record_run(path, seed, events=200, segment_bytes=4096)
+        runs.append(len(cluster.heard))
+    assert replay(path).events == runs[2]
+    earlier = replay(tmp_path / "run.vlog.previous")
+    assert earlier.events == runs[1]
+    assert earlier.segments > 1
+    assert not [name for name in names(tmp_path) if name.endswith(".new")]
+
+
+def test_recorder_refuses_a_path_that_it_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^record.path: .*No such file.*Remedy"):
+        begin(tmp_path / "nowhere" / "run.vlog")
+
+
+def test_recorder_path_is_checked_without_a_trace(tmp_path: Path) -> None:
+    policies = default_policies()
+    check_record_path(Config())
+    check_record_path(config_for(tmp_path / "run.vlog", policies))
+    for path in (tmp_path / "nowhere" / "run.vlog", tmp_path):
+        with pytest.raises(ConfigError, match=r"^record.path: .*folder.*Remedy"):
+            check_record_path(config_for(path, policies))
+    assert not names(tmp_path)
+
+
+def test_recorder_refuses_a_record_that_another_server_writes(tmp_path: Path) -> None:
+    kernel, recorder = begin(tmp_path / "run.vlog")
+    with pytest.raises(ConfigError, match=r"^record.path: .*another server records here"):
+        begin(tmp_path / "run.vlog")
+    with pytest.raises(ConfigError, match=r"^record.path: .*another server records here"):
+        check_record_path(config_for(tmp_path / "run.vlog", default_policies()))
+    note(kernel, recorder)
+    recorder.close()
+    assert replay(tmp_path / "run.vlog").events == 1
+    begin(tmp_path / "run.vlog")[1].close()
+
+
+def test_recorder_says_once_that_the_disk_is_full_and_serving_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.vlog"
+    kernel, recorder = begin(path)
+    note(kernel, recorder, 2)
+    write = os.write
+    left = [20]
+
+    def full(fd: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count, left[0] = left[0], 0
+        return write(fd, bytes(data)[:count])
+
+    monkeypatch.setattr(os, "write", full)
+    note(kernel, recorder, 3)
+    monkeypatch.undo()
+    (said,) = caplog.records
+    assert said.levelno == logging.ERROR
+    assert "No space left on device" in said.getMessage()
+    assert "after 2 events, serving goes on" in said.getMessage()
+    report = replay(path)
+    assert (report.events, report.dropped_bytes) == (2, 20)
+    recorder.close()
+
+
+def test_recorder_without_room_for_the_next_segment_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel, recorder = begin(tmp_path / "run.vlog", segment_bytes=4096)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "open", full)
+    note(kernel, recorder, 1000)
+    monkeypatch.undo()
+    assert len(caplog.records) == 1
+    assert names(tmp_path) == ["run.vlog"]
+    assert replay(tmp_path / "run.vlog").difference is None
+
+
+def test_recorder_does_not_begin_where_a_policy_cannot_be_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.vlog"
+    path.write_text("an earlier record")
+    policies = default_policies(prefix_eviction=Locked(early=True))
+    assert open_recorder(config_for(path, policies), Scheduler(SIZES, policies)) is None
+    (said,) = caplog.records
+    assert "lock" in said.getMessage()
+    assert "LockedOrder" in said.getMessage()
+    assert path.read_text() == "an earlier record"
+
+
+def test_recorder_ends_where_a_policy_comes_to_hold_what_cannot_be_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.vlog"
+    policies = default_policies(prefix_eviction=Locked(), embedding_eviction=Locked())
+    cluster = record_run(path, 0, policies=policies, events=300, segment_bytes=4096)
+    (said,) = caplog.records
+    assert "the record ends after" in said.getMessage()
+    report = replay(path)
+    assert report.difference is None
+    assert 0 < report.events < len(cluster.heard)
+
+
+def test_recorder_outlives_anything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, recorder = begin(tmp_path / "run.vlog")
+    recorder.note(GroupReady("encode"), 0, [object()])  # type: ignore[list-item]
+    recorder.note(GroupReady("encode"), 0, [])
+    assert len(caplog.records) == 1
+    recorder.close()
+    recorder.close()

@@ -1,0 +1,263 @@
+"""A record replays to the same decisions, and a record of others is found out."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.record.odd_policies import Ring
+from tests.unit.record.recorded import record_run
+from vsched.cli import app, replay_command
+from vsched.cli.main import COMMANDS
+from vsched.errors import RecordError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command
+from vsched.kernel.events import Event
+from vsched.record import replay
+from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.testing.defaults import default_policies
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
+    """A7: random schedules with faults, drains and restarts, under the default policies and under any."""
+    policies = random_policies(random.Random(seed)) if seed % 2 else None
+    segment_bytes = 4096 if seed % 3 else 64 << 20
+    cluster = record_run(
+        tmp_path / "run.vlog", seed, policies=policies, segment_bytes=segment_bytes, segments=100
+    )
+    report = replay(tmp_path / "run.vlog")
+    assert report.difference is None
+    assert report.events == len(cluster.heard)
+    assert report.dropped_bytes == 0
+
+
+def test_replay_takes_up_policies_with_a_state_of_their_own(tmp_path: Path) -> None:
+    policies = default_policies(prefix_eviction=Ring(), embedding_eviction=Ring())
+    record_run(tmp_path / "run.vlog", 0, policies=policies, events=300, segment_bytes=4096)
+    report = replay(tmp_path / "run.vlog")
+    assert report.segments > 2
+    assert report.difference is None
+
+
+@pytest.mark.slow
+def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
+    """A7, E15: recorded by one process, replayed by another that hashes differently."""
+
+    def run(hash_seed: str, *words: str) -> str:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=15,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    record = str(tmp_path / "run.vlog")
+    run("1", "-m", "tests.unit.record.recorded", record)
+    said = run("2", "-m", "tests.unit.record.replayed", record)
+    assert "Everything was decided the same again." in said
+
+
+# --- what is wrong with a record ---
+
+
+def rewrite(path: Path, change: Callable[[int, list[Any]], Any]) -> None:
+    """Let `change` edit each entry in place, before it is framed anew."""
+    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    for index, body in enumerate(bodies[1:], start=1):
+        entry = msgspec.msgpack.decode(body)
+        change(entry[0], entry)
+        bodies[index] = msgspec.msgpack.encode(entry)
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+
+
+def decisions(path: Path) -> list[int]:
+    """Return the numbers of the events that led to a generate decision."""
+    found: list[int] = []
+
+    def look(number: int, entry: list[Any]) -> None:
+        rows = [row for row in entry[3] if row[0] == "Decide" and row[2][0] == "g"]
+        found.extend([number] if rows else [])
+
+    rewrite(path, look)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.vlog"
+    record_run(path, 0, events=100)
+    return path
+
+
+def test_replay_finds_a_decision_that_was_changed(path: Path) -> None:
+    target = decisions(path)[5]
+
+    def tamper(number: int, entry: list[Any]) -> None:
+        if number == target:
+            (row, *_) = [row for row in entry[3] if row[0] == "Decide" and row[2][0] == "g"]
+            row[2][1] += 1000  # the step
+
+    rewrite(path, tamper)
+    report = replay(path)
+    found = report.difference
+    assert found is not None
+    assert found.number == target
+    assert report.events == target + 1
+    assert found.group.startswith("generate")
+    assert found.segment == "run.vlog"
+    step = int(found.got.partition("step=")[2].partition(",")[0])
+    assert f"step={step + 1000}," in found.expected
+    assert found.got == found.expected.replace(f"step={step + 1000},", f"step={step},")
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_replay_finds_a_command_more_or_less(path: Path, more: bool) -> None:
+    target = decisions(path)[3]
+
+    def tamper(number: int, entry: list[Any]) -> None:
+        if number == target:
+            entry[3] = [*entry[3], ["Drained", "generate"]] if more else entry[3][:-1]
+
+    rewrite(path, tamper)
+    found = replay(path).difference
+    assert found is not None
+    assert found.number == target
+    assert "nothing" in (found.got if more else found.expected)
+
+
+def test_replay_finds_request_data_that_was_changed(path: Path) -> None:
+    changed: list[int] = []
+
+    def tamper(number: int, entry: list[Any]) -> None:
+        if entry[4] and not changed:
+            changed.append(number)
+            entry[4] = bytes(16)
+
+    rewrite(path, tamper)
+    found = replay(path).difference
+    assert found is not None
+    assert [found.number] == changed
+    assert "digest" in found.expected
+
+
+def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Scheduler.handle
+    handled: list[int] = []
+
+    def fail(self: Scheduler, event: Event, now_ns: int) -> list[Command]:
+        handled.append(now_ns)
+        if len(handled) == 30:
+            raise KeyError("a bug")
+        return handle(self, event, now_ns)
+
+    monkeypatch.setattr(Scheduler, "handle", fail)
+    found = replay(path).difference
+    assert found is not None
+    assert found.number == 29
+    assert "KeyError: 'a bug'" in found.got
+
+
+def test_replay_of_a_truncated_record_goes_as_far_as_it_is_whole(path: Path) -> None:
+    events = replay(path).events
+    path.write_bytes(path.read_bytes()[:-3])
+    report = replay(path)
+    assert report.events == events - 1
+    assert report.dropped_bytes > 0
+    assert report.difference is None
+
+
+def test_replay_of_a_flipped_byte_names_the_position(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    ends = [position for position, _ in FrameReader(path, newest=True).bodies()]
+    data[ends[10] + 30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match=rf"run.vlog: damaged at byte {ends[10]}"):
+        replay(path)
+
+
+def test_replay_finds_an_event_that_is_missing(path: Path) -> None:
+    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    del bodies[8]
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+    with pytest.raises(RecordError, match="event 8 follows, 7 was due"):
+        replay(path)
+
+
+def test_replay_finds_a_segment_that_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.vlog"
+    record_run(path, 0, events=300, segment_bytes=4096)
+    (tmp_path / "run.vlog.000002").unlink()
+    with pytest.raises(RecordError, match="a segment is missing"):
+        replay(path)
+
+
+def test_replay_of_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no such record"):
+        replay(tmp_path / "run.vlog")
+    (tmp_path / "run.vlog").write_bytes(FORMAT)
+    with pytest.raises(RecordError, match="nothing was recorded yet"):
+        replay(tmp_path / "run.vlog")
+
+
+def test_replay_of_a_record_by_another_version_says_which(path: Path) -> None:
+    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    header = msgspec.msgpack.decode(bodies[0])
+    header[2] = "9.9"
+    next(one for one in header if isinstance(one, dict) and "generate" in one)["new"] = {}
+    bodies[0] = msgspec.msgpack.encode(header)
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+    with pytest.raises(RecordError, match=r"recorded with vsched 9\.9, and its configuration"):
+        replay(path)
+
+
+# --- the command ---
+
+
+def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: Path) -> None:
+    assert replay_command in COMMANDS
+    figures = tmp_path / "figures.json"
+    trace = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app, ["replay", str(path), "--json", str(figures), "--timeline", str(trace)]
+    )
+    assert done.exit_code == 0, done.output
+    report = replay(path)
+    assert f"{report.events} events from number 0 on" in done.output
+    assert "Everything was decided the same again." in done.output
+    assert "ui.perfetto.dev" in done.output
+    assert msgspec.json.decode(figures.read_bytes())["decisions"] == report.decisions
+    assert msgspec.json.decode(trace.read_bytes())["traceEvents"]
+
+
+def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> None:
+    target = decisions(path)[5]
+
+    def tamper(number: int, entry: list[Any]) -> None:
+        if number == target:
+            entry[3] = []
+
+    rewrite(path, tamper)
+    done = CliRunner().invoke(app, ["replay", str(path)])
+    assert done.exit_code == 1
+    assert f"Event {target} (run.vlog, " in done.output
+    assert "was answered differently" in done.output
+    assert "recorded  nothing" in done.output

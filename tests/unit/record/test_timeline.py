@@ -1,0 +1,171 @@
+"""The trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.record.recorded import RecordedCluster, config_for, record_run
+from vsched.kernel import Sizes
+from vsched.kernel.events import Stepped
+from vsched.record import Timeline, replay
+from vsched.record.entries import Header
+from vsched.testing.defaults import default_policies
+
+SIZES = Sizes(
+    blocks=60,
+    slots=4,
+    batch_tokens=64,
+    context_tokens=200,
+    page_rows=4,
+    pages=40,
+    encoders=2,
+    generators=2,
+)
+
+
+def trace_of(path: Path) -> list[dict[str, Any]]:
+    file = io.BytesIO()
+    drawn = Timeline(file)
+    report = replay(path, observer=drawn)
+    drawn.close()
+    assert report.difference is None
+    events: list[dict[str, Any]] = msgspec.json.decode(file.getvalue())["traceEvents"]
+    assert len(events) == drawn.events
+    return events
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> RecordedCluster:
+    return record_run(tmp_path / "run.vlog", 3, sizes=SIZES, events=400, faults=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
+    assert cluster.ended
+    return trace_of(tmp_path / "run.vlog")
+
+
+def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:
+    return {one["args"]["name"]: one["pid"] for one in trace if one["name"] == key}
+
+
+def test_timeline_has_every_field_that_the_format_asks_for(trace: list[dict[str, Any]]) -> None:
+    """Source: Trace Event Format."""
+    required = {
+        "X": {"name", "ts", "dur", "pid", "tid"},
+        "C": {"name", "ts", "pid", "args"},
+        "i": {"name", "ts", "pid", "tid", "s"},
+        "b": {"name", "ts", "pid", "cat", "id"},
+        "e": {"name", "ts", "pid", "cat", "id"},
+        "M": {"name", "pid", "args"},
+    }
+    for one in trace:
+        assert required[one["ph"]] <= one.keys()
+        assert one.get("ts", 0) >= 0
+        assert one.get("dur", 0) >= 0
+
+
+def test_timeline_has_a_process_for_each_group(trace: list[dict[str, Any]]) -> None:
+    assert {"scheduler", "encode-0", "encode-1", "generate-0", "generate-1"} == set(
+        named(trace, "process_name")
+    )
+
+
+def test_timeline_has_a_slice_for_each_step_and_none_overlap(
+    trace: list[dict[str, Any]], cluster: RecordedCluster
+) -> None:
+    slices: dict[int, list[dict[str, Any]]] = {}
+    for one in trace:
+        if one["ph"] == "X":
+            slices.setdefault(one["pid"], []).append(one)
+    assert len(slices) == 4
+    assert sum(map(len, slices.values())) == len(cluster.decisions) + len(cluster.encoded)
+    for own in slices.values():
+        assert [one["args"]["step"] for one in own] == list(range(1, len(own) + 1))
+        for before, after in pairwise(own):
+            assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
+
+
+def test_timeline_counts_what_steps_did(
+    trace: list[dict[str, Any]], cluster: RecordedCluster
+) -> None:
+    prefill = sum(one["args"].get("prefill_tokens", 0) for one in trace if one["ph"] == "X")
+    yielded = sum(one["args"].get("yielded", 0) for one in trace if one["ph"] == "X")
+    decodes = sum(one["args"].get("decodes", 0) for one in trace if one["ph"] == "X")
+    assert prefill == cluster.kernel.statistics()["generate"]["tokens_prefilled"]
+    heard = [event for event in cluster.heard if isinstance(event, Stepped)]
+    assert yielded == sum(token >= 0 for event in heard for token in event.tokens)
+    assert 0 < decodes < yielded
+    counters = {one["name"] for one in trace if one["ph"] == "C"}
+    assert counters == {
+        "requests",
+        "encode queue",
+        "embedding pages",
+        "prompt tokens",
+        "KV blocks of generate-0",
+        "KV blocks of generate-1",
+    }
+
+
+def test_timeline_ends_every_request_that_it_begins(trace: list[dict[str, Any]]) -> None:
+    begun = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "b")
+    ended = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "e")
+    assert begun == ended
+    assert "decode" in {name for _, name in begun}
+
+
+def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
+    policies = default_policies()
+    config = config_for(tmp_path / "run.vlog", policies)
+    config = msgspec.structs.replace(
+        config, generate=msgspec.structs.replace(config.generate, tensor_parallel=4)
+    )
+    header = Header(
+        run=b"",
+        segment=1,
+        version="",
+        started_s=0.0,
+        number=0,
+        config={},
+        sizes={},
+        policies={},
+        state=b"",
+    )
+    file = io.BytesIO()
+    drawn = Timeline(file)
+    drawn.begin(header, config)
+    drawn.close()
+    trace = msgspec.json.decode(file.getvalue())["traceEvents"]
+    process = named(trace, "process_name")["generate"]
+    ranks = [
+        one["args"]["name"]
+        for one in trace
+        if one["name"] == "thread_name" and one["pid"] == process
+    ]
+    assert ranks == ["rank 0", "rank 1", "rank 2", "rank 3"]
+
+
+def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
+    for seed in range(3, 9):
+        record_run(tmp_path / "run.vlog", seed, sizes=SIZES, events=200)
+        trace = trace_of(tmp_path / "run.vlog")
+        lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
+        marks = {one["pid"] for one in trace if one["ph"] == "i" and "lost: test" in one["name"]}
+        assert lost <= marks
+        if lost:
+            return
+    pytest.fail("no run lost a group while a step was out")
+
+
+def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> None:
+    record_run(tmp_path / "run.vlog", 3, sizes=SIZES, events=300, segment_bytes=4096, segments=2)
+    trace = trace_of(tmp_path / "run.vlog")
+    assert Counter(one["ph"] for one in trace)["X"] > 3
+    assert all(one.get("ts", 0) >= 0 for one in trace)

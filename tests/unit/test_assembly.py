@@ -1,0 +1,144 @@
+"""From a configuration to crews: who serves what, where, and what each rank is told of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.rank.fake_plugin import LAYOUT, model_info
+from vsched.assembly import (
+    check_parallel,
+    crew_plans,
+    kernel_sizes,
+    kv_sizing,
+    leader_deadlines,
+    memory_in_use,
+    rank_spec,
+)
+from vsched.config import Config, load_config, resolve_policies
+from vsched.errors import CheckpointError
+from vsched.transport.arena import Arena
+
+INFO = model_info()
+
+
+def config_of(*sets: str) -> Config:
+    return load_config(None, sets=sets, environ={}).config
+
+
+TWO_BY_TWO = (
+    "encode.replicas=2",
+    "generate.replicas=2",
+    "encode.tensor_parallel=2",
+    "generate.tensor_parallel=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ((), [(["encode"], 1), (["generate"], 1)]),
+        (("placement=together",), [(["encode", "generate"], 1)]),
+        (
+            ("generate.replicas=2", "generate.tensor_parallel=4"),
+            [(["encode"], 1), (["generate-0"], 4), (["generate-1"], 4)],
+        ),
+        (
+            (*TWO_BY_TWO, "placement=together"),
+            [(["encode-0", "generate-0"], 2), (["encode-1", "generate-1"], 2)],
+        ),
+    ],
+)
+def test_crews_follow_replicas_and_placement(
+    sets: tuple[str, ...], expected: list[tuple[list[str], int]]
+) -> None:
+    """A11: crew i of two stages together serves encode-i and generate-i."""
+    config = config_of(*sets)
+    plans = crew_plans(config, INFO, resolve_policies(config))
+    assert [(plan.groups, plan.ranks) for plan in plans] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "first_devices"),
+    [("cpu", ["cpu", "cpu"]), ("cuda", ["cuda:0", "cuda:2"]), ("cuda:4", ["cuda:4", "cuda:6"])],
+)
+def test_replicas_take_the_devices_behind_each_other(device: str, first_devices: list[str]) -> None:
+    """Rank r of replica i takes device N + i * tensor_parallel + r; the crew adds r."""
+    config = config_of(*TWO_BY_TWO, f"generate.device={device}")
+    plans = crew_plans(config, INFO, resolve_policies(config))
+    roles = [plan.generate for plan in plans if plan.generate is not None]
+    assert [role.settings.device for role in roles] == first_devices
+
+
+def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
+    """A11: batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
+    config = config_of("encode.replicas=2")
+    policies = resolve_policies(config)
+    plans = crew_plans(config, INFO, policies)
+    assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]
+    sizes = kernel_sizes(config, INFO, policies, blocks=7)
+    assert (sizes.encode_items, sizes.encoders, sizes.generators) == (4, 2, 1)
+
+
+def test_kernel_is_told_how_long_a_request_may_wait() -> None:
+    """E17: 0 is no limit."""
+    for set_, expected_ns in (("deadlines.waiting_s=0", 0), ("deadlines.waiting_s=1.5", 1.5e9)):
+        config = config_of(set_)
+        assert (
+            kernel_sizes(config, INFO, resolve_policies(config), blocks=1).waiting_ns == expected_ns
+        )
+
+
+@pytest.mark.parametrize(
+    ("set_", "hooks_s"), [("generate.slots=1", None), ("generate.hooks_s=0", 0.0), ("generate.hooks_s=9", 9.0)]
+)  # fmt: skip
+def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | None) -> None:
+    """E10: the worker's own interval unless the operator says another."""
+    assert leader_deadlines(config_of(set_)).hooks_s == hooks_s
+
+
+def test_rank_is_told_its_share_of_the_kv_cache() -> None:
+    """C4: what a token takes on one rank; statistics speak of all ranks together."""
+    config = config_of(*TWO_BY_TWO)
+    policies = resolve_policies(config)
+    arena = Arena.create(LAYOUT)
+    try:
+        specs = [
+            rank_spec(config, INFO, plan, arena=arena, run_dir="")
+            for plan in crew_plans(config, INFO, policies)
+        ]
+    finally:
+        arena.close()
+    assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
+    assert kv_sizing(config, INFO, policies)._limits.bytes_per_token == INFO.kv_bytes_per_token // 2
+    statistics = {
+        "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
+        "generate": {"blocks_held": 3},
+    }
+    used = memory_in_use(statistics, None, config, INFO)
+    assert used["kv"] == 3 * config.generate.block_size * INFO.kv_bytes_per_token
+
+
+class OddPlugin:
+    """A worker whose model has three heads."""
+
+    asked: list[tuple[str, int]]
+
+    def check_parallel(self, info: object, *, stage: str, ranks: int) -> None:
+        self.asked.append((stage, ranks))
+        if ranks == 2:
+            raise CheckpointError("3 heads cannot be shared by 2 ranks")
+
+
+def test_parallel_sizes_are_checked_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2: what does not divide is told by the plug-in; one rank needs no check."""
+    plugin: Any = OddPlugin()
+    plugin.asked = []
+    monkeypatch.setattr("vsched.assembly.load_worker", lambda name, path: plugin)
+    check_parallel(config_of(), INFO)
+    assert plugin.asked == []
+    check_parallel(config_of("encode.tensor_parallel=3"), INFO)
+    with pytest.raises(CheckpointError, match="3 heads"):
+        check_parallel(config_of("generate.tensor_parallel=2"), INFO)
+    assert plugin.asked == [("encode", 3), ("generate", 2)]

@@ -1,0 +1,111 @@
+"""Real processes that stand in for the ranks of a group: one executor a rank, each with one process that lives on."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
+from vsched.types import ModelInfo
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.tensor_parallel import RankGroup
+
+T = TypeVar("T")
+
+ANSWER_S = 80
+
+
+class Ranks:
+    """Runs a function as every rank of a group at once."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._executors = [
+            ProcessPoolExecutor(
+                1, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+            )
+            for _ in range(size)
+        ]
+
+    def run(self, function: Callable[..., T], *arguments: object, size: int = 2) -> list[T]:
+        """Call `function(settings, *arguments)` as each rank; return the results in order."""
+        started = self.start(function, *arguments, size=size)
+        # A rank that raises is told of at once: the others may wait for it.
+        done, _ = wait(started, timeout=ANSWER_S, return_when=FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        return [each.result(timeout=0) for each in started]
+
+    def start(
+        self, function: Callable[..., T], *arguments: object, size: int = 2
+    ) -> list[Future[T]]:
+        path = self._folder / f"group-{next(self._numbers)}"
+        return [
+            self._executors[rank].submit(
+                function,
+                WorkerSettings(threads=1, ranks=size, rank=rank, rendezvous=str(path)),
+                *arguments,
+            )
+            for rank in range(size)
+        ]
+
+    def stop(self) -> None:
+        for executor in self._executors:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def shared_embeddings(settings: WorkerSettings, info: ModelInfo) -> npt.NDArray[np.uint8]:
+    """Return memory that all ranks of a group see, as the arena is."""
+    shape = (PAGES, ROWS_A_PAGE, info.embedding_row_bytes)
+    path = Path(f"{settings.rendezvous}-arena")
+    with path.open("ab") as file:
+        file.truncate(PAGES * ROWS_A_PAGE * info.embedding_row_bytes)
+    return np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
+
+
+def load(settings: WorkerSettings, path: str, dtype: str = "float32") -> Stage:
+    return Stage.load(path, attention="exact", dtype=dtype, settings=settings)
+
+
+def driver_of(settings: WorkerSettings, stage: Stage, chunk: int) -> Driver:
+    embeddings = shared_embeddings(settings, stage.info)
+    return Driver(stage, chunk=chunk, seed=chunk, embeddings=embeddings)
+
+
+def answer(
+    settings: WorkerSettings, path: str, questions: Sequence[Question], dtype: str = "float32"
+) -> tuple[list[list[int]], npt.NDArray[np.uint8], dict[str, int]]:
+    """Run questions to their end; return the tokens, all embeddings, and the bytes of both stages' weights."""
+    stage = load(settings, path, dtype)
+    driver = driver_of(settings, stage, 40)
+    running = driver.run(questions, arrivals=2, preempts=7)
+    held = {
+        "encode": stage.encoder.weights_bytes,
+        "generate": stage.generator.weights_bytes,
+    }
+    return [each.output for each in running], np.array(driver.embeddings), held
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the name and the message of what a call raises, empty when it raises nothing."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  # the tests look at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def enter(group: RankGroup) -> None:
+    """Do one thing together."""
+    with group.together():
+        group.all_reduce(torch.ones(1))

@@ -1,0 +1,171 @@
+"""Mixtures of experts: against transformers, over several ranks, and while experts move between them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers import ranks as on_rank
+from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.ranks import Ranks
+from tests.workers.reference import Reference
+from tests.workers.test_language import crowd, expected, outputs
+from vsched.errors import CheckpointError
+from vsched.worker.abilities import PeriodicWork
+from vsched.worker.contract import WorkerSettings
+from vsched_workers import experts
+from vsched_workers.experts import (
+    BALANCE,
+    Placement,
+    SharedExperts,
+    max_rows,
+    next_placement,
+    place_experts,
+)
+from vsched_workers.plugin import plugin
+
+SIZE = "nano3moe"
+
+
+def test_place_experts_gives_the_heaviest_first_to_the_least_loaded() -> None:
+    assert place_experts([9, 1, 8, 2, 7, 3], 2) == [[0, 5, 3], [2, 4, 1]]
+    assert place_experts([5, 0, 0, 0], 2) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None:
+    """E10: every rank holds as many experts as before, each expert is held once, what stays keeps its place."""
+    draw = random.Random(seed)
+    ranks, share = draw.choice([2, 4]), draw.randint(1, 6)
+    order = draw.sample(range(ranks * share), ranks * share)
+    current = [order[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    rows = [draw.choice([0, 1, 5, 90]) for _ in order]
+    found = next_placement(rows, current)
+    assert sorted(expert for own in found for expert in own) == sorted(order)
+    assert [len(own) for own in found] == [share] * ranks
+    assert max_rows(rows, found) <= max_rows(rows, current)
+    assert found == next_placement(list(rows), [list(own) for own in current])
+    for before, after in zip(current, found, strict=True):
+        assert [x for x in before if x in after] == [
+            x for x, y in zip(before, after, strict=True) if x == y
+        ]
+
+
+def test_next_placement_moves_nothing_without_gain() -> None:
+    current: Placement = [[3, 0], [2, 1]]
+    assert next_placement([5, 5, 5, 5], current) is current
+    # Each rank keeps the group of which it holds more: two experts change places, not four.
+    found = next_placement([9, 8, 7, 1, 1, 1], [[1, 4, 5], [0, 2, 3]])
+    assert found == [[1, 2, 5], [0, 4, 3]]
+
+
+@pytest.mark.slow
+def test_step_equals_generate(
+    stages: Callable[..., Stage], references: Callable[[str], Reference]
+) -> None:
+    """Chunks, images and decode together, dense layers between: the tokens of transformers' `generate`."""
+    stage = stages(SIZE)
+    found = Driver(stage, chunk=40).run(crowd(), arrivals=2, preempts=7)
+    assert outputs(found) == expected(stage, references(SIZE), crowd())
+
+
+@pytest.mark.slow
+def test_load_takes_both_layouts(
+    stages: Callable[..., Stage], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Published checkpoints have the last two dimensions of the experts the other way round."""
+    for file in checkpoints(SIZE).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    flipped = [name for name in weights if ".experts." in name]
+    assert len(flipped) == 4
+    for name in flipped:
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+    save_file(weights, tmp_path / "model.safetensors")
+    other = Stage.load(str(tmp_path), attention="exact", dtype="float32")
+    mine: Any = stages(SIZE).generator
+    theirs: Any = other.generator
+    pairs = zip(mine._model.parameters(), theirs._model.parameters(), strict=True)
+    assert all(torch.equal(one, another) for one, another in pairs)
+
+
+def test_one_rank_has_nothing_to_balance(stages: Callable[..., Stage]) -> None:
+    for size in (SIZE, "nano3"):
+        generator = stages(size).generator
+        assert isinstance(generator, PeriodicWork)
+        assert (generator.hooks(), generator.wanted_hooks()) == ({}, [])
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_check_parallel_counts_experts(
+    checkpoints: Callable[[str], Path], tmp_path: Path, key: str
+) -> None:
+    info = plugin.inspect(str(checkpoints(SIZE)), dtype="auto", item_tokens_max=0)
+    plugin.check_parallel(info, stage="generate", ranks=2)
+    config = json.loads((checkpoints(SIZE) / "config.json").read_text())
+    config["text_config"].pop("num_local_experts", None)
+    config["text_config"][key] = 7
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = msgspec.structs.replace(info, path=str(tmp_path))
+    with pytest.raises(CheckpointError, match="num_experts is 7, which 2 ranks"):
+        plugin.check_parallel(other, stage="generate", ranks=2)
+
+
+def balanced_answer(
+    settings: WorkerSettings, path: str, questions: Sequence[Question], every: int
+) -> tuple[list[list[int]], list[Placement], dict[str, Any]]:
+    """Answer questions and balance after every so many steps; return tokens, placements and what was seen."""
+    stage = on_rank.load(settings, path)
+    worker: Any = stage.generator
+    layers = [each for each in worker._model.modules() if isinstance(each, SharedExperts)]
+    driver = on_rank.driver_of(settings, stage, 40)
+    step, steps = driver.step, 0
+    placements = [list(layers[0].placement)]
+    seen: dict[str, Any] = {"hooks": dict(worker.hooks()), "weights": worker.weights_bytes}
+    seen["experts"] = sum(each.numel() * 4 for each in layers[0].parameters())
+    seen["early"] = list(worker.wanted_hooks())
+
+    def counted(active: Any) -> None:
+        nonlocal steps
+        step(active)
+        steps += 1
+        if steps % every == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(experts, "ROWS_MIN", 1)
+                patch.setattr(experts, "GAIN_MIN", 1.0)
+                seen.setdefault("wanted", list(worker.wanted_hooks()))
+            worker.run_hook(BALANCE)
+            assert not worker._balance._counts().any()
+            placements.append(list(layers[0].placement))
+
+    driver.step = functools.partial(counted)  # type: ignore[method-assign]
+    running = driver.run(questions, arrivals=2, preempts=7)
+    return [each.output for each in running], placements, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_experts_move_and_the_tokens_stay(
+    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Stage]
+) -> None:
+    """E10: collective work between two steps; experts change ranks, and no token changes."""
+    questions = [Question("What is it?", [drawn_image(1, 90, 60)]), Question("How many are there?")]
+    alone = Driver(stages(SIZE), chunk=40, seed=40).run(questions, arrivals=2, preempts=7)
+    first, second = ranks.run(balanced_answer, str(checkpoints(SIZE)), questions, 4)
+    assert first[0] == second[0] == outputs(alone)
+    assert first[1] == second[1]
+    assert len({str(placement) for placement in first[1]}) > 2
+    assert first[2]["hooks"] == {BALANCE: experts.INTERVAL_S}
+    assert first[2]["early"] == []
+    assert first[2]["wanted"] == second[2]["wanted"] == [BALANCE]
+    layer: Any = stages(SIZE).generator._model.layers[0].mlp.experts  # type: ignore[attr-defined]
+    assert first[2]["experts"] * 2 == sum(each.numel() * 4 for each in layer.parameters())

@@ -1,0 +1,101 @@
+"""Several ranks, in processes of their own, against one: the same tokens, the same rows, each with its share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers import ranks as on_rank
+from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.ranks import Ranks
+from vsched.types import SamplingParams
+from vsched_workers.make_checkpoint import SIZES, make_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+QUESTIONS = [
+    Question("What is in the image?", [drawn_image(1, 90, 60)]),
+    Question("How many objects are there?", sampling=SamplingParams(seed=7, temperature=0.8)),
+    Question("Compare.", [drawn_image(2, 64, 64), drawn_image(3, 200, 70)], count=8),
+]
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a checkpoint like one of the named sizes, with four KV heads and four vision heads.
+
+    Its vocabulary does not divide by four, so that every rank has the whole head. It has biases.
+    """
+    root = tmp_path_factory.mktemp("four-heads")
+
+    def make(size: str) -> Path:
+        known = SIZES[size]
+        text = known.text | {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
+        if size == "nano25":
+            text |= {"hidden_size": 128}
+        vision = known.vision | {"num_heads": 4, "out_hidden_size": text["hidden_size"]}
+        if size == "nano25":
+            vision |= {"hidden_size": 64}
+        patch = pytest.MonkeyPatch()
+        with patch.context() as patched:
+            patched.setitem(
+                SIZES, "four", dataclasses.replace(known, vocab=390, text=text, vision=vision)
+            )
+            if not (root / size).exists():
+                make_checkpoint(str(root / size), "four", dtype="float32")
+                draw_biases(root / size / "model.safetensors")
+        return root / size
+
+    return make
+
+
+def draw_biases(path: Path) -> None:
+    """Make the biases random: they are zero at first, and then nobody sees how they are cut and added."""
+    weights = load_file(path)
+    torch.manual_seed(0)
+    for name in [name for name in weights if name.endswith(".bias")]:
+        weights[name] = torch.randn_like(weights[name]) / 4
+    save_file(weights, path)
+
+
+def one_rank(path: Path) -> tuple[list[list[int]], Any, Stage]:
+    stage = Stage.load(str(path), attention="exact", dtype="float32")
+    driver = Driver(stage, chunk=40, seed=40)
+    running = driver.run(QUESTIONS, arrivals=2, preempts=7)
+    return [each.output for each in running], driver.embeddings, stage
+
+
+def check_equal(ranks: Ranks, path: Path, size: int) -> None:
+    tokens, embeddings, stage = one_rank(path)
+    found = ranks.run(on_rank.answer, str(path), QUESTIONS, size=size)
+    for rank_tokens, rank_embeddings, _ in found:
+        assert rank_tokens == tokens
+        np.testing.assert_allclose(
+            rank_embeddings.view(np.float32), embeddings.view(np.float32), rtol=1e-3, atol=1e-4
+        )
+    assert stage.info.embedding_levels == 1 or "3" in stage.info.family
+
+
+def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], size: str) -> None:
+    """A7: prefill in chunks beside decode, images, deepstack, preemption, a seeded request: token for token."""
+    check_equal(ranks, checkpoints(size), 2)
+
+
+def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], size: str) -> None:
+    check_equal(ranks, four_heads(size), 4)
+
+
+def test_ranks_agree_in_bfloat16(
+    ranks: Ranks, checkpoints: Callable[[str], Path], size: str
+) -> None:
+    """Packed layers are cut like the others; every rank draws the same tokens."""
+    first, second = ranks.run(on_rank.answer, str(checkpoints(size)), QUESTIONS, "bfloat16")
+    assert first[0] == second[0]
+    assert [len(each) for each in first[0]] == [12, 12, 8]

@@ -1,0 +1,310 @@
+"""What one rank's failure is to the others: an error at once, and the next attempt works again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers import ranks as on_rank
+from tests.workers.driver import Driver, Question, drawn_image
+from tests.workers.ranks import Ranks, outcome
+from tests.workers.test_vision import empty_pages, jobs_of
+from vsched.errors import DeviceOutOfMemory
+from vsched.wire import SizeKv
+from vsched.worker.abilities import CollectiveWorker
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.sizing import KvSizing
+from vsched.worker.stress import Load
+from vsched_workers import language
+from vsched_workers.tensor_parallel import RankGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+QUESTIONS = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
+
+
+class Once:
+    """Calls a function, but fails instead the n-th time."""
+
+    def __init__(self, function: Callable[..., Any], error: Exception, *, at: int = 1) -> None:
+        self.calls = 0
+        self._function, self._error, self._at = function, error, at
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._at:
+            raise self._error
+        return self._function(*arguments, **options)
+
+
+def sums(settings: WorkerSettings) -> tuple[list[float], list[float], list[bytes]]:
+    group = RankGroup(settings, "generate")
+    torch.manual_seed(settings.rank)
+    numbers = [torch.rand(3, count) for count in (5, 1 << 17)]
+    with group.together(), torch.inference_mode():
+        found = [group.all_reduce(each.clone()) for each in numbers]
+        ordered = group.all_gather(torch.full((2, 2), float(settings.rank)))
+        few = group.all_reduce(torch.full((4,), float(1 + settings.rank)))
+    return few.tolist(), ordered[0].tolist(), [each.numpy().tobytes() for each in found]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
+    """Every rank has the same bits; a large tensor of four ranks takes the other way."""
+    found = ranks.run(sums, size=size)
+    assert found[0][0] == [size * (size + 1) / 2] * 4
+    assert found[0][1] == [float(rank) for rank in range(size) for _ in range(2)]
+    assert all(each == found[0] for each in found)
+
+
+def attempts(settings: WorkerSettings, culprit: int, kind: str) -> list[str]:
+    """Fail three times, at the culprit, and succeed after each; return what happened."""
+    group = RankGroup(settings, "generate")
+    here = settings.rank == culprit
+    error = DeviceOutOfMemory("own") if kind == "memory" else ValueError("own")
+    seen = []
+
+    def attempt(*, before: bool = False, between: bool = False, after: bool = False) -> None:
+        with group.together():
+            if before and here:
+                raise error
+            total = group.all_reduce(torch.ones(300))
+            if between and here:
+                raise error
+            assert float(group.all_reduce(total)[0]) == group.size**2
+            if after and here:
+                raise error
+
+    for fault in ("before", "between", "after"):
+        seen.append(outcome(lambda fault=fault: attempt(**{fault: True})))  # type: ignore[misc]
+        seen.append(outcome(attempt))
+    for alone in (lambda: prepare(group, error), lambda: abort_twice(group)):
+        # The culprit fails by itself; the others notice in what they do together next, where it takes no part.
+        seen.append(outcome(alone if here else attempt))
+        seen.append(outcome(attempt))
+    return seen
+
+
+def abort_twice(group: RankGroup) -> None:
+    group.abort()
+    group.abort()
+
+
+def prepare(group: RankGroup, error: Exception) -> None:
+    with group.watched():
+        raise error
+
+
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (4, 2)])
+def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, culprit: int) -> None:
+    """C18: no rank goes on or retries alone, wherever another one failed; the next attempt works on all."""
+    started = time.monotonic()
+    found = ranks.run(attempts, culprit, "memory", size=size)
+    assert time.monotonic() - started < 10
+    other = f"DeviceOutOfMemory: another rank of the group, {culprit}, ran out of memory."
+    own = "DeviceOutOfMemory: own"
+    for rank, seen in enumerate(found):
+        if rank == culprit:
+            assert seen == [own, ""] * 4 + ["", ""]
+        else:
+            assert seen == [other, ""] * 5
+
+
+def test_group_tells_other_failures_apart(ranks: Ranks) -> None:
+    """An error of another kind is not mistaken for a lack of memory, which would be retried in parts."""
+    found = ranks.run(attempts, 1, "value")
+    assert found[0][0] == "PeerFailed: another rank of the group, 1, failed: ValueError"
+    assert found[1][0] == "ValueError: own"
+    assert found[0][-1] == found[1][-1] == ""
+
+
+def lose(settings: WorkerSettings, how: str) -> str:
+    """Do one thing together; then rank 1 is gone, or says nothing for longer than the limit."""
+    group = RankGroup(settings, "generate", timeout_s=2.0)
+    on_rank.enter(group)
+    if settings.rank == 0:
+        return outcome(lambda: on_rank.enter(group))
+    if how == "gone":
+        group._group = group._store = None
+    else:
+        time.sleep(2.5)  # what the other one waits for, in a collective
+    return ""
+
+
+def test_group_is_lost_with_a_rank_that_is_gone(ranks: Ranks) -> None:
+    """F2: connections that close without a word are no lack of memory."""
+    assert "connection to another rank of the group is gone" in ranks.run(lose, "gone")[0]
+
+
+def test_group_does_not_wait_for_ever(ranks: Ranks) -> None:
+    """A18: a deaf rank is waited for as long as the limit says, which the message names."""
+    assert "value over 2, limit 2. Remedy" in ranks.run(lose, "deaf")[0]
+
+
+def meet_at_another_step(settings: WorkerSettings) -> str:
+    group = RankGroup(settings, "generate")
+    group._agreed = settings.rank
+    return outcome(lambda: on_rank.enter(group))
+
+
+def test_group_meets_at_one_step_only(ranks: Ranks) -> None:
+    """E12: ranks that are at different steps notice when they connect."""
+    found = ranks.run(meet_at_another_step)
+    assert all(each.startswith("RankDesync: ") and "[0, 1] steps" in each for each in found)
+
+
+def generate_with_faults(
+    settings: WorkerSettings, path: str, culprit: int
+) -> tuple[list[str], list[int]]:
+    """Fail one step at each place of a step, and run it again each time, to the end of a request."""
+    stage = on_rank.load(settings, path)
+    assert isinstance(stage.generator, CollectiveWorker)
+    worker: Any = stage.generator
+    driver = on_rank.driver_of(settings, stage, 16)
+    running = driver.start(0, QUESTIONS[0])
+    faults = [
+        (worker, "_pack"),
+        (worker._model.layers[1].mlp, "forward"),
+        (worker, "_head"),
+        (language, "sample"),
+    ]
+    seen = []
+    for owner, name in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if settings.rank == culprit:
+                patch.setattr(owner, name, Once(getattr(owner, name), OUT_OF_MEMORY))
+            seen.append(outcome(lambda: driver.step([running])))
+        driver.step([running])
+    while len(running.output) < running.budget:
+        driver.step([running])
+    return seen, running.output
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_step_fails_on_every_rank_and_can_be_run_again(
+    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], culprit: int
+) -> None:
+    """C16, C18: before the first collective, between two, and after the last; the tokens are the same as ever."""
+    found = ranks.run(generate_with_faults, str(checkpoints("nano25")), culprit)
+    wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
+    for rank, (seen, tokens) in enumerate(found):
+        assert tokens == wanted
+        words = "memory ran out while running a step" if rank == culprit else f"{culprit}, ran out"
+        assert len(seen) == 4
+        assert all(each.startswith("DeviceOutOfMemory") and words in each for each in seen), seen
+
+
+def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], Any]:
+    stage = on_rank.load(settings, path)
+    embeddings = empty_pages(stage.info)
+    encoder: Any = stage.encoder
+    block = encoder._tower.blocks[1]
+    faults: list[tuple[Any, Exception]] = [
+        (block, OUT_OF_MEMORY),
+        (encoder._tower, ValueError("shape")),
+    ]
+    seen = []
+    for owner, error in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if settings.rank == 1:
+                patch.setattr(owner, "forward", Once(owner.forward, error))
+            seen.append(outcome(lambda: encoder.encode(jobs_of(stage), embeddings)))
+    encoder.encode(jobs_of(stage), embeddings)
+    return seen, embeddings
+
+
+def test_encode_fails_on_every_rank_and_can_be_run_again(
+    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any]
+) -> None:
+    """F1, C18: the batch fails alike on all ranks; the next one is encoded, and the first rank alone writes."""
+    (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
+    assert seen[0] == "DeviceOutOfMemory: another rank of the group, 1, ran out of memory."
+    assert seen[1] == "PeerFailed: another rank of the group, 1, failed: ValueError"
+    assert own[0].startswith("DeviceOutOfMemory: memory ran out while encoding images")
+    assert own[1] == "ValueError: shape"
+    stage = stages("nano3")
+    wanted = empty_pages(stage.info)
+    assert (nothing == wanted).all()
+    stage.encoder.encode(jobs_of(stage), wanted)
+    np.testing.assert_allclose(rows.view(np.float32), wanted.view(np.float32), rtol=1e-3, atol=1e-4)
+
+
+def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str]]:
+    """Carry out orders as the leader gives them; rank 1 fails in three of them."""
+    stage = on_rank.load(settings, path)
+    load = Load(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
+    worker: Any = stage.generator
+    sizing = KvSizing(worker, worker._info, load, image=ImagePlan(grid=(1, 4, 4), tokens=4))
+    order = SizeKv(256, stress=True, canary_bytes=1 << 16, probe=True)
+    seen: list[tuple[str, str]] = []
+    memory = worker.device_memory()._memory
+    faults = [
+        (language, "require_available", DeviceOutOfMemory("no room")),
+        (memory, "hold", DeviceOutOfMemory("no canary")),
+        (worker, "prepare", MemoryError()),
+    ]
+    for owner, name, error in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if settings.rank == 1:
+                patch.setattr(owner, name, Once(getattr(owner, name), error))
+            sized = sizing.carry_out(order)
+            seen.append((sized.outcome, sized.message))
+        sized = sizing.carry_out(order)
+        seen.append((sized.outcome, sized.message))
+    return seen
+
+
+def test_sizing_fails_on_every_rank_and_goes_on(
+    ranks: Ranks, checkpoints: Callable[[str], Path]
+) -> None:
+    """C3, C18: cache, canary or stress: what one rank cannot do fails on all; frugal steps run in lockstep."""
+    first, second = ranks.run(size_with_faults, str(checkpoints("nano3")))
+    outcomes = ["out_of_memory", "fits"] * 3
+    assert [each for each, _ in first] == [each for each, _ in second] == outcomes
+    assert all("another rank of the group, 1, ran out" in words for _, words in first[::2])
+    assert "no room" in second[0][1]
+    assert "no canary" in second[2][1]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.tensor_parallel import RankGroup
+group = RankGroup(WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2]), "generate")
+with group.together():
+    group.all_reduce(torch.ones(1))
+if group.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+with group.together():
+    group.all_reduce(torch.ones(1))
+"""
+
+
+def test_group_notices_a_killed_rank_at_once(tmp_path: Path) -> None:
+    """F2: the connections of a process go with it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    first, second = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(rank), str(tmp_path / "group")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    _, said = first.communicate(timeout=50)
+    second.communicate(timeout=10)
+    assert second.returncode == -signal.SIGKILL
+    assert "PeerLost: the connection to another rank of the group is gone" in said

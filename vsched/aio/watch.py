@@ -1,0 +1,142 @@
+"""What the ranks of a group owe their leader, and since when: the one place that knows what is late.
+
+Every step and every hook that is sent is owed an answer by each rank, in the order of the log. A rank's process shows
+that it runs by a pulse of its own, so one that was stopped is found while a step is out, and one whose step is merely
+long is not taken for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import NamedTuple
+
+import msgspec
+
+from vsched.transport.zmq_link import QUEUE_MAX
+from vsched.wire import Turns
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for ranks, in seconds; see the configuration section of the same name.
+
+    `hooks_s` stands for the interval of every periodic hook, 0 for none but what ranks ask for; None leaves it to the
+    worker.
+    """
+
+    ready_s: float
+    step_s: float
+    heartbeat_s: float
+    rank_timeout_s: float
+    hooks_s: float | None = None
+
+
+class Presence:
+    """What is known of the rank processes; shared by the leaders of the same processes.
+
+    A process that serves two groups follows one log at a time: what either leader hears proves that it does, and while
+    it owes either of them a step, that step's deadline is the one that counts.
+
+    Attributes:
+        turns: Orders the steps of all logs that these processes follow.
+        heard_s: When a rank's log follower was last heard.
+        pulse_s: When anything of its process was.
+        owing: Answers that a rank owes to all its leaders.
+    """
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.heard_s: dict[int, float] = {}
+        self.pulse_s: dict[int, float] = {}
+        self.owing: Counter[int] = Counter()
+
+    def hear(self, rank: int, now_s: float, *, follows: bool) -> None:
+        """Take note of a sign of life; `follows` says that it comes from what follows the log."""
+        self.pulse_s[rank] = now_s
+        if follows:
+            self.heard_s[rank] = now_s
+
+
+class Owed(NamedTuple):
+    """A step, or the hook that stands at this place of the log, and since when the rank could be at work on it."""
+
+    number: int
+    hook: str
+    since_s: float
+
+
+class Watch:
+    """What each rank of one group owes, oldest first."""
+
+    def __init__(self, ranks: int, deadlines: Deadlines, presence: Presence) -> None:
+        self._deadlines = deadlines
+        self._presence = presence
+        self._owed: list[deque[Owed]] = [deque() for _ in range(ranks)]
+
+    def owe(self, number: int, now_s: float, *, hook: str = "") -> None:
+        """Every rank owes an answer more."""
+        for rank, owed in enumerate(self._owed):
+            owed.append(Owed(number, hook, now_s))
+            self._presence.owing[rank] += 1
+
+    def due(self, rank: int) -> Owed | None:
+        """Return what a rank has to answer next."""
+        return self._owed[rank][0] if self._owed[rank] else None
+
+    def answered(self, rank: int, now_s: float) -> None:
+        """A rank has answered what was due; the next began when that was done."""
+        owed = self._owed[rank]
+        owed.popleft()
+        self._presence.owing[rank] -= 1
+        if owed:
+            owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+
+    def complaint(self, now_s: float) -> str:
+        """Return which rank is late and why it is given up; empty when none is."""
+        limits, presence = self._deadlines, self._presence
+        silent_s = limits.rank_timeout_s + limits.heartbeat_s
+        for rank, owed in enumerate(self._owed):
+            waited_s = now_s - presence.pulse_s.get(rank, now_s)
+            if waited_s > silent_s:
+                return f"rank {rank} was silent for {waited_s:.0f} s"
+            if owed:
+                waited_s = now_s - owed[0].since_s
+                if waited_s > limits.step_s:
+                    what = f"hook {owed[0].hook}" if owed[0].hook else f"step {owed[0].number}"
+                    return (
+                        f"rank {rank} has not answered {what} for {waited_s:.0f} s, "
+                        f"limit {limits.step_s:g} (deadlines.step_s)"
+                    )
+            elif not presence.owing[rank]:
+                waited_s = now_s - presence.heard_s.get(rank, now_s)
+                if waited_s > silent_s:
+                    return f"rank {rank} was silent for {waited_s:.0f} s"
+        return ""
+
+    def deaf(self) -> int | None:
+        """Return a rank that is further behind than its queue is long."""
+        behind = (rank for rank, owed in enumerate(self._owed) if len(owed) > QUEUE_MAX)
+        return next(behind, None)
+
+
+class Checks:
+    """Compares what the other ranks say of a step with what the first says, whoever speaks first (A7).
+
+    Each rank answers in the order of the log and is given up when it is too far behind, so what is kept is bounded.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._said: dict[int, dict[int, bytes]] = {}
+
+    def add(self, rank: int, step: int, check: bytes) -> int | None:
+        """Take what a rank says; return a rank that says something else than the first."""
+        said = self._said.setdefault(step, {})
+        said[rank] = check
+        if len(said) == self._ranks:
+            del self._said[step]
+        if 0 not in said:
+            return None
+        return next((other for other, one in said.items() if one != said[0]), None)
+
+    def __len__(self) -> int:
+        return len(self._said)

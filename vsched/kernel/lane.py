@@ -1,0 +1,41 @@
+"""One encode group: the batch that is out there."""
+
+from __future__ import annotations
+
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.kernel.embedding import EmbeddingEntry
+from vsched.kernel.groups import Group
+
+
+class EncodeLane(Group):
+    """One encode group: at most one batch is out there at a time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.flying: list[EmbeddingEntry] = []
+        self.step = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no batch is out."""
+        return not self.flying
+
+    def send(self, batch: list[EmbeddingEntry]) -> EncodeDecision:
+        """Note a batch as out, and return the decision that sends it there."""
+        self.flying = batch
+        self.step += 1
+        return EncodeDecision(self.step, [_task(entry) for entry in batch])
+
+    def land(self, step: int) -> list[EmbeddingEntry]:
+        """Take the batch that was out."""
+        assert step == self.step, f"encode step {step} came back, {self.step} is out"
+        assert self.flying, f"encode step {step} came back, nothing is out"
+        batch, self.flying = self.flying, []
+        return batch
+
+
+def _task(entry: EmbeddingEntry) -> EncodeTask:
+    item = entry.item
+    assert item.pixels is not None, "an item without pixels reached the encode stage"
+    pages = list(entry.pages)
+    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, pages, item.encoded)

@@ -1,0 +1,71 @@
+"""Which generate group a request goes to: the routing policy proposes, from what the kernel remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vsched.kernel.generate import GenerateStage
+from vsched.kernel.guard import PolicyFaults, ask_routing
+from vsched.kernel.request import RequestState
+from vsched.kernel.sizes import Sizes
+from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
+
+ITEMS_MAX = 8192
+"""Items of which it is remembered where they went; the one that was sent longest ago is forgotten first."""
+
+
+class Router:
+    """Finds groups for requests."""
+
+    def __init__(self, policy: RoutingPolicy, sizes: Sizes, faults: PolicyFaults) -> None:
+        self._policy = policy
+        self._sizes = sizes
+        self._faults = faults
+        self._routed = 0
+        self._sent: dict[bytes, int] = {}
+
+    def choose(self, state: RequestState, stages: Sequence[GenerateStage]) -> GenerateStage:
+        """Return the group of a request: one that takes work, or else one that will come back."""
+        usable = [stage for stage in stages if stage.open] or [
+            stage for stage in stages if not stage.retired
+        ]
+        chosen = usable[0] if len(usable) == 1 else self._ask(state, stages, usable)
+        self._routed += 1
+        if len(stages) > 1:
+            self._remember(state, stages.index(chosen))
+        return chosen
+
+    def _ask(
+        self,
+        state: RequestState,
+        stages: Sequence[GenerateStage],
+        usable: Sequence[GenerateStage],
+    ) -> GenerateStage:
+        keys = [item.key for item in state.items]
+        view = RoutingView(
+            replicas=[
+                ReplicaView(
+                    index=index,
+                    load_tokens=stage.load_tokens,
+                    healthy=stage.open,
+                    prefix_tokens=len(stage.cached_prefix(state)) * self._sizes.block_size,
+                    items_seen=sum(self._sent.get(key) == index for key in keys),
+                )
+                for index, stage in enumerate(stages)
+            ],
+            prompt_tokens=state.prompt_length,
+            item_keys=keys,
+            routed=self._routed,
+            load_limit_tokens=self._sizes.blocks * self._sizes.block_size,
+        )
+        chosen = stages[ask_routing(self._policy, view, self._faults)]
+        if chosen in usable:
+            return chosen
+        return min(usable, key=lambda stage: stage.load_tokens)  # the first of equals
+
+    def _remember(self, state: RequestState, index: int) -> None:
+        for item in state.items:
+            self._sent.pop(item.key, None)  # it becomes the most recent
+            self._sent[item.key] = index
+        while len(self._sent) > ITEMS_MAX:
+            del self._sent[next(iter(self._sent))]

@@ -1,0 +1,15 @@
+"""Record what the scheduler heard and decided, and replay it: the same decisions, byte for byte."""
+
+from vsched.record.recorder import Recorder, check_record_path, open_recorder
+from vsched.record.replay import Difference, ReplayReport, replay
+from vsched.record.timeline import Timeline
+
+__all__ = [
+    "Difference",
+    "Recorder",
+    "ReplayReport",
+    "Timeline",
+    "check_record_path",
+    "open_recorder",
+    "replay",
+]

@@ -1,0 +1,215 @@
+"""What is recorded: the state that a segment starts from, then each event with the commands that it led to.
+
+Events and commands are the kernel's own structs, written as `[name, field, …]`. Two things are written shorter than
+they are: the tokens of a step, without the slots behind the last one in use; and the prompt that a decision carries to
+the ranks, which the event of its arrival has already: a digest of it stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import typing
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, cast
+
+import msgspec
+
+from vsched.errors import RecordError
+from vsched.kernel import commands as kernel_commands
+from vsched.kernel import events as kernel_events
+from vsched.kernel.commands import Command, Decide, Notice
+from vsched.kernel.decisions import GenerateDecision
+from vsched.kernel.events import Event
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The first record of a segment.
+
+    Attributes:
+        run: Drawn when recording began: the segments of one record share it.
+        segment: Its number, from 1.
+        version: That of the vsched that recorded.
+        started_s: When this segment began, seconds of the system's clock since 1970.
+        number: Number of the first event.
+        config: The configuration, as plain values.
+        sizes: The kernel's limits, as plain values.
+        policies: What each policy table stood for: the class and its fields, for the reader.
+        state: The kernel before that event; see `vsched.record.snapshot`.
+    """
+
+    run: bytes
+    segment: int
+    version: str
+    started_s: float
+    number: int
+    config: dict[str, Any]
+    sizes: dict[str, Any]
+    policies: dict[str, str]
+    state: bytes
+
+
+class PackedArray(msgspec.Struct, frozen=True, array_like=True):
+    """An int32 array of which the end, all -1, is left out."""
+
+    length: int
+    data: bytes
+
+    def unpack(self) -> array[int]:
+        """Return the array.
+
+        Raises:
+            RecordError: When the length is not that of such an array.
+        """
+        missing = self.length * 4 - len(self.data)
+        if missing < 0:
+            raise RecordError(f"an array of {self.length} numbers has {len(self.data)} bytes")
+        return array("i", self.data + b"\xff" * missing)
+
+
+class _PackedType:
+    """Stands for `array` where the annotations of events are resolved: it has no type arguments at run time."""
+
+    def __getitem__(self, item: object) -> type[PackedArray]:
+        return PackedArray
+
+
+def _mirrors(union: Any, module: Any) -> dict[str, tuple[type[msgspec.Struct], Any]]:
+    """Return for each member of a union its class, and a tagged struct with the same fields."""
+    found: dict[str, tuple[type[msgspec.Struct], Any]] = {}
+    for cls in typing.get_args(union):
+        hints = typing.get_type_hints(cls, {**vars(module), "array": _PackedType()})
+        mirror = msgspec.defstruct(
+            cls.__name__,
+            [(name, hints[name]) for name in cls.__struct_fields__],
+            tag=cls.__name__,
+            array_like=True,
+        )
+        found[cls.__name__] = (cls, mirror)
+    return found
+
+
+_EVENTS = _mirrors(kernel_events.Event, kernel_events)
+_COMMANDS = _mirrors(kernel_commands.Command, kernel_commands)
+
+
+def _union(mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]]) -> Any:
+    return functools.reduce(operator.or_, [mirror for _, mirror in mirrors.values()])
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    now_ns: int
+    event: msgspec.Raw
+    commands: list[msgspec.Raw]
+    data_digest: bytes = b""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One event as it was, and what came of it, as bytes that can be compared."""
+
+    number: int
+    now_ns: int
+    event: Event
+    commands: list[bytes]
+    data_digest: bytes
+
+
+def _pack(one: Any) -> Any:
+    if type(one) is array and one.itemsize == 4:
+        # -1 is four bytes of 255, and no token ends in one.
+        return PackedArray(len(one), one.tobytes().rstrip(b"\xff"))
+    raise NotImplementedError(f"{type(one).__qualname__} cannot be recorded")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_headers: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+_entries: msgspec.msgpack.Decoder[_Entry] = msgspec.msgpack.Decoder(_Entry)
+_event_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_EVENTS))
+_command_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_COMMANDS))
+_astuple = msgspec.structs.astuple
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the bytes of a header."""
+    return msgspec.msgpack.encode(header)
+
+
+def decode_header(body: bytes) -> Header:
+    """Return the header of these bytes.
+
+    Raises:
+        RecordError: When they are none.
+    """
+    try:
+        return _headers.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"a segment does not begin with a header: {error}") from error
+
+
+def encode_entry(number: int, now_ns: int, event: Event, commands: Sequence[Command]) -> bytes:
+    """Return the bytes of an entry."""
+    rows, digest = _rows(commands)
+    return _encoder.encode((number, now_ns, (type(event).__name__, *_astuple(event)), rows, digest))
+
+
+def encode_commands(commands: Sequence[Command]) -> tuple[list[bytes], bytes]:
+    """Return the bytes of each command as an entry has them, and the digest of the data that is left out."""
+    rows, digest = _rows(commands)
+    return [_encoder.encode(row) for row in rows], digest
+
+
+def _rows(commands: Sequence[Command]) -> tuple[list[tuple[Any, ...]], bytes]:
+    rows: list[tuple[Any, ...]] = []
+    data = None
+    for command in commands:
+        if type(command) is Decide:
+            decision = command.decision
+            if type(decision) is GenerateDecision and decision.joined:
+                data = data or blake2b(digest_size=16)
+                data.update(_encoder.encode([join.data for join in decision.joined]))
+                joined = [msgspec.structs.replace(join, data=None) for join in decision.joined]
+                decision = msgspec.structs.replace(decision, joined=joined)
+            rows.append(("Decide", command.group, decision))
+        else:
+            rows.append((type(command).__name__, *_astuple(command)))
+    return rows, data.digest() if data is not None else b""
+
+
+def decode_entry(body: bytes) -> Entry:
+    """Return the entry of these bytes.
+
+    Raises:
+        RecordError: When they are none.
+    """
+    try:
+        entry = _entries.decode(body)
+        event = cast("Event", _restore(_event_decoder.decode(entry.event), _EVENTS))
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"an entry cannot be read: {error}") from error
+    commands = [bytes(command) for command in entry.commands]
+    return Entry(entry.number, entry.now_ns, event, commands, entry.data_digest)
+
+
+def decode_command(body: bytes) -> Command:
+    """Return the command of these bytes.
+
+    Raises:
+        RecordError: When they are none.
+    """
+    try:
+        return cast("Command", _restore(_command_decoder.decode(body), _COMMANDS))
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"a command cannot be read: {error}") from error
+
+
+def _restore(mirror: Any, mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]]) -> object:
+    values = [value.unpack() if type(value) is PackedArray else value for value in _astuple(mirror)]
+    return mirrors[type(mirror).__name__][0](*values)
+
+
+def is_notice(body: bytes) -> bool:
+    """Return whether a recorded command is a notice: words for a reader, not compared."""
+    return isinstance(decode_command(body), Notice)

@@ -1,0 +1,122 @@
+"""Framed records in a file: what a crash leaves behind is read up to its last complete record.
+
+A file begins with a line that names format and version. A frame is a mark, a check of the frame's own head, the length
+and CRC-32 of the body, and the body. The head has a check of its own so that a damaged length is not taken for the end
+of the file; and at damage the rest is searched for another whole frame, which tells damage in the middle, an error,
+from an end that was never written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from zlib import crc32
+
+from vsched.errors import RecordError, limit_message
+
+FORMAT = b"vsched record "
+VERSION = b"1\n"
+FRAME_BYTES_MAX = 256 << 20
+"""Longest body; a state with a gigabyte of waiting prompts is not worth stopping the server for."""
+_MARK = b"\xb5\x1e"
+_TAIL = Struct("<II")
+_HEAD = Struct("<2sHII")
+
+
+def frame(body: bytes) -> bytes:
+    """Return a body with its head.
+
+    Raises:
+        RecordError: When it is too long.
+    """
+    if len(body) > FRAME_BYTES_MAX:
+        raise RecordError(
+            limit_message(
+                "a record is too long",
+                value=len(body),
+                limit=f"{FRAME_BYTES_MAX} bytes",
+                remedy="lower generate.max_waiting_bytes",
+            )
+        )
+    tail = _TAIL.pack(len(body), crc32(body))
+    return _MARK + (crc32(tail) & 0xFFFF).to_bytes(2, "little") + tail + body
+
+
+class FrameReader:
+    """Reads the frames of one file; `dropped_bytes` says how much of an end that was never completed was left out."""
+
+    def __init__(self, path: Path, *, newest: bool) -> None:
+        """Prepare to read; only the newest file of a record may lack its end."""
+        self.path = path
+        self.dropped_bytes = 0
+        self._newest = newest
+
+    def bodies(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each body and the position behind it.
+
+        Raises:
+            RecordError: When the file cannot be read, is none of ours, or is damaged before its end.
+        """
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    self._check_start(b"")
+                    return
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    self._check_start(data[: len(FORMAT + VERSION)])
+                    yield from self._frames(data)
+        except OSError as error:
+            raise RecordError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def _check_start(self, start: bytes) -> None:
+        if start == FORMAT + VERSION or (self._newest and (FORMAT + VERSION).startswith(start)):
+            return
+        if start.startswith(FORMAT):
+            shown = start[len(FORMAT) :].decode("ascii", "replace").strip()
+            raise RecordError(
+                f"{self.path}: format {shown}, this vsched reads format {VERSION.decode().strip()}"
+            )
+        raise RecordError(f"{self.path}: not a record of vsched")
+
+    def _frames(self, data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
+        position = len(FORMAT + VERSION)
+        while position < len(data):
+            body = _body_at(data, position)
+            if body is None:
+                self._leave(data, position)
+                return
+            position += _HEAD.size + len(body)
+            yield position, body
+
+    def _leave(self, data: mmap.mmap, position: int) -> None:
+        """Account for what cannot be read: an end that is missing is no error in the newest file."""
+        after = data.find(_MARK, position + 1)
+        while after >= 0 and _body_at(data, after) is None:
+            after = data.find(_MARK, after + 1)
+        if after >= 0:
+            raise RecordError(
+                f"{self.path}: damaged at byte {position}: whole records follow from byte {after} on. "
+                "Remedy: copy the file anew from where it was recorded"
+            )
+        self.dropped_bytes = len(data) - position
+        if not self._newest:
+            raise RecordError(
+                f"{self.path}: damaged at byte {position}: its end is missing, and newer segments follow"
+            )
+
+
+def _body_at(data: mmap.mmap, position: int) -> bytes | None:
+    """Return the body of the frame at a position; None where no whole frame is."""
+    start = position + _HEAD.size
+    if start > len(data):
+        return None
+    mark, check, length, body_check = _HEAD.unpack(data[position:start])
+    if mark != _MARK or check != crc32(data[start - _TAIL.size : start]) & 0xFFFF:
+        return None
+    if length > FRAME_BYTES_MAX or start + length > len(data):
+        return None
+    body = data[start : start + length]
+    return body if crc32(body) == body_check else None

@@ -1,0 +1,206 @@
+"""Recording: every event that the scheduler handled, and what it decided, while it serves.
+
+It is called after each event on the event loop, so it is made to cost microseconds. Each entry is written at once: a
+write of some hundred bytes into the system's cache takes about one, and what was written survives the process however
+that ends. Nothing is synced; a record does not survive a power cut whole.
+
+Recording must never stop serving. Whatever goes wrong after the start is logged once, and ends the record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.config import Config
+from vsched.config.policies import resolve_policies
+from vsched.errors import ConfigError, RecordError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command
+from vsched.kernel.events import Event
+from vsched.record.entries import Header, encode_entry, encode_header
+from vsched.record.frames import FORMAT, VERSION, frame
+from vsched.record.segments import complete_segments, numbered, set_aside
+from vsched.record.snapshot import AllowedClasses, encode_state
+
+logger = logging.getLogger(__name__)
+MODE = 0o600
+"""A record holds the prompts of clients, as tokens."""
+
+
+def open_recorder(config: Config, kernel: Scheduler) -> Recorder | None:
+    """Begin a record of a scheduler that has not handled an event yet; None where none is wanted.
+
+    An earlier record of the same name is renamed to `….previous`. Where the state cannot be recorded (a policy of the
+    user's may hold anything), that is logged, and nothing is recorded.
+
+    Raises:
+        ConfigError: When the path cannot be written, or another process records there.
+    """
+    if not config.record.path:
+        return None
+    path = Path(config.record.path)
+    try:
+        return Recorder(path, config, kernel)
+    except OSError as error:
+        raise _unwritable(path, str(error.strerror)) from error
+    except RecordError as error:
+        logger.warning("nothing is recorded: %s", error)
+        return None
+
+
+def check_record_path(config: Config) -> None:
+    """Check that a record could begin, before anything is loaded; nothing is written.
+
+    Raises:
+        ConfigError: As `open_recorder` would.
+    """
+    if not config.record.path:
+        return
+    path = Path(config.record.path)
+    if not path.parent.is_dir():
+        raise _unwritable(path, "there is no such folder")
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _unwritable(path, "its folder may not be written")
+    try:
+        _check_alone(path)
+    except OSError as error:
+        raise _unwritable(path, str(error.strerror)) from error
+
+
+def _unwritable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"record.path: {path}: cannot be written: {reason}. Remedy: name a file in a folder that exists and may be "
+        "written, or none"
+    )
+
+
+class Recorder:
+    """Writes a record, one segment after another, and keeps the newest of them."""
+
+    def __init__(self, path: Path, config: Config, kernel: Scheduler) -> None:
+        """Begin a record; what `open_recorder` does, with bare errors."""
+        self._path = path
+        self._kernel = kernel
+        self._limits = config.record
+        policies = resolve_policies(config).by_table()
+        self._classes = AllowedClasses(policies.values())
+        self._about: dict[str, Any] = {
+            "run": os.urandom(8),
+            "version": version("vsched"),
+            "config": msgspec.to_builtins(config),
+            "sizes": msgspec.to_builtins(kernel.sizes),
+            "policies": {table: repr(policy) for table, policy in policies.items()},
+        }
+        self._number = 0
+        self._segment = 0
+        self._fd = -1
+        self._written = 0
+        self._segment_bytes = 0
+        _check_alone(path)
+        self._begin_segment()
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Write down an event that was just handled; call it before the next one is.
+
+        It never raises: what goes wrong is logged once, and ends the record.
+        """
+        if self._fd < 0:
+            return
+        try:
+            entry = frame(encode_entry(self._number, now_ns, event, commands))
+            self._write(entry)
+            self._number += 1
+            self._written += len(entry)
+            if self._written >= self._segment_bytes:
+                self._begin_segment()
+        except OSError as error:
+            self._give_up(f"{self._path}: {error.strerror or error}")
+        except Exception as error:  # noqa: BLE001 - a record is never worth the requests
+            self._give_up(f"{self._path}: {error or type(error).__name__}")
+
+    def close(self) -> None:
+        """End the record; more events are not recorded."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("the record ends after %d events, serving goes on: %s", self._number, reason)
+        self.close()
+
+    def _begin_segment(self) -> None:
+        """Write a new segment with the state in it, then let it take the name of the one before."""
+        header = Header(
+            segment=self._segment + 1,
+            started_s=time.time(),
+            number=self._number,
+            state=encode_state(self._kernel, self._classes),
+            **self._about,
+        )
+        start = FORMAT + VERSION + frame(encode_header(header))
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_all(fd, start)
+            if self._segment:
+                self._path.rename(numbered(self._path, self._segment))
+            else:
+                set_aside(self._path)
+            fresh.rename(self._path)
+        except BaseException:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._fd = fd
+        self._segment += 1
+        self._written = 0
+        # A state that is larger than a segment must not be written after every event.
+        self._segment_bytes = max(self._limits.segment_bytes - len(start), len(start))
+        for old in complete_segments(self._path)[: 1 - self._limits.segments]:
+            old.unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        written = os.write(self._fd, data)
+        if written < len(data):
+            _write_all(
+                self._fd, data[written:]
+            )  # says why it cannot; a reader leaves out half an entry
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _check_alone(path: Path) -> None:
+    """Refuse a record that another process is writing.
+
+    Raises:
+        ConfigError: When one is.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"record.path: {path}: another server records here. Remedy: name another file"
+        ) from None
+    finally:
+        os.close(fd)

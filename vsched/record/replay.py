@@ -1,0 +1,277 @@
+"""Replaying: a kernel made from what was recorded hears the same events, and must want the same.
+
+Each segment begins with the state, so a record whose first segments are gone can be replayed all the same. The state
+is taken anew at each segment, which checks the states too: what the kernel counted must agree at that point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from vsched.config import Config
+from vsched.config.policies import resolve_policies
+from vsched.errors import ConfigError, PolicyError, RecordError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Decide
+from vsched.kernel.events import Event
+from vsched.record.entries import (
+    Entry,
+    Header,
+    decode_command,
+    decode_entry,
+    decode_header,
+    encode_commands,
+    is_notice,
+)
+from vsched.record.frames import FrameReader
+from vsched.record.segments import find_segments
+from vsched.record.snapshot import AllowedClasses, decode_state
+
+SHOWN_MAX = 2000
+"""Characters of an event or a command that are shown."""
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many are replayed."""
+
+
+class Observer(Protocol):
+    """Sees what is replayed, as it is."""
+
+    def begin(self, header: Header, config: Config) -> None:
+        """Hear what was recorded; called for the first segment only."""
+        ...
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        """See an event, what came of it, and the kernel after it."""
+        ...
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The first thing that the replayed kernel did otherwise; the texts are for readers.
+
+    `group` is that of the decision, empty where it is not about one. `at_s` counts from the first event replayed.
+    """
+
+    number: int
+    at_s: float
+    segment: str
+    group: str
+    event: str
+    expected: str
+    got: str
+
+
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was replayed; `difference` is None when everything was the same."""
+
+    recorded_with: str
+    segments: int
+    first_event: int
+    events: int
+    commands: int
+    decisions: int
+    requests: int
+    span_s: float
+    dropped_bytes: int
+    difference: Difference | None
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.events = self.commands = self.decisions = self.requests = self.segments = 0
+        self.first_ns = self.last_ns = 0
+        self.first_event = 0
+        self.dropped_bytes = 0
+
+    def add(self, entry: Entry, commands: Sequence[Command]) -> None:
+        if not self.events:
+            self.first_ns = entry.now_ns
+        self.last_ns = entry.now_ns
+        self.events += 1
+        self.commands += len(commands)
+        for command in commands:
+            self.decisions += isinstance(command, Decide)
+            self.requests += isinstance(command, Accept)
+
+    def report(self, version: str, difference: Difference | None) -> ReplayReport:
+        return ReplayReport(
+            recorded_with=version,
+            segments=self.segments,
+            first_event=self.first_event,
+            events=self.events,
+            commands=self.commands,
+            decisions=self.decisions,
+            requests=self.requests,
+            span_s=(self.last_ns - self.first_ns) / 1e9,
+            dropped_bytes=self.dropped_bytes,
+            difference=difference,
+        )
+
+
+def replay(
+    path: Path, *, on_progress: Progress | None = None, observer: Observer | None = None
+) -> ReplayReport:
+    """Replay a record up to its end or the first difference.
+
+    Raises:
+        RecordError: When there is no record, it is damaged before its end, or what it needs is not here.
+    """
+    return _Replay(on_progress, observer).run(path)
+
+
+class _Replay:
+    def __init__(self, on_progress: Progress | None, observer: Observer | None) -> None:
+        self._on_progress = on_progress
+        self._observer = observer
+        self._counts = _Counts()
+        self._kernel: Scheduler | None = None
+        self._run: bytes | None = None
+        self._number = 0
+        self._version = ""
+
+    def run(self, path: Path) -> ReplayReport:
+        segments = find_segments(path)
+        total = sum(segment.stat().st_size for segment in segments)
+        before = 0
+        difference = None
+        for segment in segments:
+            reader = FrameReader(segment, newest=segment is segments[-1])
+            for position, entry in self._entries(reader):
+                if self._on_progress is not None:
+                    self._on_progress(before + position, total)
+                difference = self._step(entry, segment.name)
+                if difference is not None:
+                    break
+            self._counts.dropped_bytes += reader.dropped_bytes
+            if difference is not None:
+                break
+            before += segment.stat().st_size
+        if self._kernel is None:
+            raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
+        return self._counts.report(self._version, difference)
+
+    def _entries(self, reader: FrameReader) -> Iterator[tuple[int, Entry]]:
+        """Take the state of a segment, then yield its entries."""
+        bodies = reader.bodies()
+        first = next(bodies, None)
+        if first is None:
+            return
+        try:
+            self._take(decode_header(first[1]))
+            for position, body in bodies:
+                entry = decode_entry(body)
+                if entry.number != self._number:
+                    raise RecordError(f"event {entry.number} follows, {self._number} was due")
+                self._number += 1
+                yield position, entry
+        except RecordError as error:
+            raise RecordError(f"{reader.path}: {error}") from error
+
+    def _take(self, header: Header) -> None:
+        try:
+            config = msgspec.convert(header.config, Config)
+            policies = resolve_policies(config).by_table()
+        except (msgspec.ValidationError, ConfigError, PolicyError) as error:
+            raise RecordError(
+                f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
+            ) from error
+        kernel = decode_state(header.state, AllowedClasses(policies.values()))
+        if not isinstance(kernel, Scheduler):
+            raise RecordError("the recorded state is none of a scheduler")
+        if self._kernel is None:
+            self._run, self._number, self._version = header.run, header.number, header.version
+            self._counts.first_event = header.number
+            if self._observer is not None:
+                self._observer.begin(header, config)
+        else:
+            self._check_joint(header, kernel)
+        self._kernel = kernel
+        self._counts.segments += 1
+
+    def _check_joint(self, header: Header, kernel: Scheduler) -> None:
+        """Check that a segment goes on where the one before it ended."""
+        assert self._kernel is not None
+        if header.run != self._run:
+            raise RecordError("a segment of another record lies between those of this one")
+        if header.number != self._number:
+            raise RecordError(
+                f"a segment is missing: event {header.number} follows, {self._number} was due"
+            )
+        ended, begins = self._kernel.statistics(), kernel.statistics()
+        if ended != begins:
+            raise RecordError(
+                f"the state before event {header.number} is not the one that was replayed: {begins}, and not {ended}"
+            )
+
+    def _step(self, entry: Entry, segment: str) -> Difference | None:
+        """Let the kernel handle an event; return what it does otherwise than recorded, if anything."""
+        assert self._kernel is not None
+        try:
+            commands = self._kernel.handle(entry.event, entry.now_ns)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it was not there when this was recorded
+            self._counts.add(entry, ())
+            got = f"the kernel failed: {type(error).__name__}: {error}"
+            return self._difference(entry, segment, "", _shown_all(entry.commands), got)
+        self._counts.add(entry, commands)
+        found = _compare(entry, commands)
+        if found is not None:
+            return self._difference(entry, segment, *found)
+        if self._observer is not None:
+            self._observer.see(entry.now_ns, entry.event, commands, self._kernel)
+        return None
+
+    def _difference(
+        self, entry: Entry, segment: str, group: str, expected: str, got: str
+    ) -> Difference:
+        return Difference(
+            number=entry.number,
+            at_s=(entry.now_ns - self._counts.first_ns) / 1e9,
+            segment=segment,
+            group=group,
+            event=_short(entry.event),
+            expected=expected,
+            got=got,
+        )
+
+
+def _compare(entry: Entry, commands: Sequence[Command]) -> tuple[str, str, str] | None:
+    """Return group, expected and got of the first command that differs from what was recorded."""
+    bodies, digest = encode_commands(commands)
+    for index, command in enumerate(commands):
+        expected = entry.commands[index] if index < len(entry.commands) else None
+        if expected == bodies[index]:
+            continue
+        if expected is not None and is_notice(expected) and is_notice(bodies[index]):
+            continue  # it may quote a policy's own words, which may hold addresses
+        shown = "nothing" if expected is None else _short(decode_command(expected))
+        return _group(command), shown, _short(decode_command(bodies[index]))
+    if len(commands) < len(entry.commands):
+        missing = decode_command(entry.commands[len(commands)])
+        return _group(missing), _short(missing), "nothing"
+    if digest != entry.data_digest:
+        joins = next((one for one in commands if _group(one)), None)
+        return (
+            "" if joins is None else _group(joins),
+            f"request data with the digest {entry.data_digest.hex()}",
+            f"request data with the digest {digest.hex()}",
+        )
+    return None
+
+
+def _group(command: Command) -> str:
+    group: Any = getattr(command, "group", "")
+    return str(group)
+
+
+def _shown_all(bodies: Sequence[bytes]) -> str:
+    return "; ".join(_short(decode_command(body)) for body in bodies) or "nothing"
+
+
+def _short(one: object) -> str:
+    text = repr(one)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"

@@ -1,0 +1,300 @@
+"""A replay as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process for each group with a track for each of its ranks, a slice for each step; a process for the scheduler with
+counters, a slice for each request, and marks. Written as it comes: a long record needs no memory.
+
+Two steps of a group may be out at a time, and ranks take them in turn. So a slice begins when its step was decided or
+when the one before it was done, whichever came later; where ranks told how long they worked, it is no longer than that.
+
+Source: "Trace Event Format", the JSON format of Chrome's trace viewer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import IO, Any
+
+import msgspec
+
+from vsched.config import Config
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Decide, Drained, Finish, Notice, Refuse
+from vsched.kernel.decisions import Decision, GenerateDecision
+from vsched.kernel.events import (
+    Cleared,
+    Drain,
+    Encoded,
+    EncodeFailed,
+    Event,
+    GroupLost,
+    GroupReady,
+    GroupRetired,
+    Resume,
+    Stepped,
+)
+from vsched.record.entries import Header
+from vsched.types import group_names
+
+SCHEDULER = 1
+"""Number of the process that stands for the scheduler; groups follow."""
+COUNTERS_EVERY_NS = 1_000_000
+NOTICE_SHOWN_MAX = 300
+
+
+class _Step:
+    """A step that is out."""
+
+    def __init__(self, decision: Decision, decided_ns: int) -> None:
+        self.decision = decision
+        self.decided_ns = decided_ns
+
+
+class _Track:
+    """A group: its steps that are out, and when it was last known to be done with one."""
+
+    def __init__(self, process: int, ranks: int) -> None:
+        self.process = process
+        self.ranks = ranks
+        self.steps: deque[_Step] = deque()
+        self.free_ns = 0
+        self.lengths: dict[int, int] = {}
+
+    def finishes(self, decision: GenerateDecision) -> int:
+        """Return how many chunks of a step are the last of their prompt: each brings a first token."""
+        for join in decision.joined:
+            self.lengths[join.slot] = join.length
+        return sum(self.lengths.get(chunk.slot) == chunk.stop for chunk in decision.chunks)
+
+
+class Timeline:
+    """Writes the trace of what it sees; `close` ends the file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._tracks: dict[str, _Track] = {}
+        self._live: dict[int, tuple[str, int]] = {}
+        self._first_ns: int | None = None
+        self._now_ns = 0
+        self._counted_ns = -COUNTERS_EVERY_NS
+        self._counters: dict[str, dict[str, int]] = {}
+        self.events = 0
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+
+    def begin(self, header: Header, config: Config) -> None:
+        """Name the tracks."""
+        self._name(SCHEDULER, "scheduler")
+        for stage, section in (("encode", config.encode), ("generate", config.generate)):
+            for group in group_names(stage, section.replicas):
+                self._track(group, section.tensor_parallel)
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        """Draw an event and what came of it."""
+        if self._first_ns is None:
+            self._first_ns = now_ns
+        self._now_ns = now_ns
+        self._see_event(event)
+        for command in commands:
+            self._see_command(command)
+        if now_ns >= self._counted_ns + COUNTERS_EVERY_NS:
+            self._count(kernel.statistics())
+
+    def close(self) -> None:
+        """Draw what has not ended, and end the file."""
+        for number, (name, submitted_ns) in self._live.items():
+            self._span(number, f"{name} (goes on)", submitted_ns, self._now_ns)
+        self._file.write(b"\n]}\n")
+
+    # --- events ---
+
+    def _see_event(self, event: Event) -> None:
+        match event:
+            case Stepped() | Encoded():
+                self._land(event)
+            case EncodeFailed(group=group, message=message):
+                self._land(event)
+                self._mark(group, f"encode failed: {message}")
+            case GroupLost(group=group, reason=reason):
+                track = self._track(group)
+                if track.steps:  # those behind the first had not begun
+                    self._slice(track, track.steps[0], {"lost": len(track.steps)})
+                    track.steps.clear()
+                self._mark(group, f"lost: {reason}")
+            case GroupRetired(group=group, reason=reason):
+                self._mark(group, f"retired: {reason}")
+            case GroupReady(group=group) | Drain(group=group) | Resume(group=group):
+                self._mark(group, type(event).__name__)
+            case Cleared(message=message):
+                self._mark("", f"cleared: {message}")
+            case _:
+                pass
+
+    def _land(self, event: Stepped | Encoded | EncodeFailed) -> None:
+        track = self._track(event.group)
+        if not track.steps or track.steps[0].decision.step != event.step:
+            return  # it was decided before the first segment that is left
+        step = track.steps.popleft()
+        if isinstance(event, Stepped):
+            yielded = len(event.tokens) - event.tokens.count(-1)
+            self._slice(track, step, {"yielded": yielded}, event.busy_ns)
+        else:
+            self._slice(track, step, {})
+
+    def _slice(self, track: _Track, step: _Step, more: dict[str, Any], busy_ns: int = 0) -> None:
+        start_ns = max(step.decided_ns, track.free_ns)
+        if busy_ns:
+            start_ns = max(start_ns, self._now_ns - busy_ns)
+        track.free_ns = self._now_ns
+        decision = step.decision
+        args: dict[str, Any] = {"step": decision.step, **more}
+        if isinstance(decision, GenerateDecision):
+            firsts = track.finishes(decision)
+            prefill = sum(chunk.stop - chunk.start for chunk in decision.chunks)
+            args["decodes"] = max(more.get("yielded", 0) - firsts, 0)
+            args["chunks"] = len(decision.chunks)
+            args["prefill_tokens"] = prefill
+            args["joined"] = [join.number for join in decision.joined]
+            args["left"] = [leave.number for leave in decision.left]
+            name = f"prefill {prefill}" if prefill else "decode"
+            if prefill and args["decodes"]:
+                name += f" + decode {args['decodes']}"
+        else:
+            args["items"] = len(decision.tasks)
+            args["tokens"] = sum(task.tokens for task in decision.tasks)
+            name = f"encode {len(decision.tasks)}"
+        for rank in range(track.ranks):
+            self._write(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": track.process,
+                    "tid": rank + 1,
+                    "ts": self._at(start_ns),
+                    "dur": (self._now_ns - start_ns) / 1000,
+                    "args": args,
+                }
+            )
+
+    # --- commands ---
+
+    def _see_command(self, command: Command) -> None:
+        match command:
+            case Decide(group, decision):
+                self._track(group).steps.append(_Step(decision, self._now_ns))
+            case Accept(request_id, number):
+                self._live[number] = (request_id, self._now_ns)
+            case Finish():
+                self._end(command)
+            case Refuse(request_id=name, code=code):
+                self._mark("", f"refused {name}: {code}")
+            case Drained(group):
+                self._mark(group, "drained")
+            case Notice(message):
+                self._mark("", message[:NOTICE_SHOWN_MAX])
+            case _:
+                pass
+
+    def _end(self, finish: Finish) -> None:
+        """Draw a request and its phases."""
+        times, number = finish.times, finish.number
+        name, submitted_ns = self._live.pop(number, (finish.request_id, times.submitted_ns))
+        args = {"reason": finish.reason.value, "code": finish.code}
+        for field in ("cached_tokens", "encoded_items", "preemptions"):
+            args[field] = getattr(times, field)
+        self._span(number, name, submitted_ns, self._now_ns, args)
+        ends = [
+            ("queued", times.admitted_ns),
+            ("prefill", times.first_token_ns),
+            ("decode", self._now_ns),
+        ]
+        start_ns = submitted_ns
+        for phase, end_ns in ends:
+            self._span(number, phase, start_ns, end_ns or self._now_ns)
+            if not end_ns:
+                break
+            start_ns = end_ns
+
+    def _span(
+        self, number: int, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
+    ) -> None:
+        """Write a slice of a request's own track: spans within spans."""
+        common = {"cat": "request", "id": number, "name": name, "pid": SCHEDULER, "tid": 1}
+        self._write({"ph": "b", "ts": self._at(start_ns), "args": args or {}, **common})
+        self._write({"ph": "e", "ts": self._at(end_ns), **common})
+
+    # --- counters ---
+
+    def _count(self, statistics: dict[str, Any]) -> None:
+        encode = statistics["encode"]
+        used = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
+        found = {
+            "requests": {"waiting": statistics["waiting"], "running": statistics["running"]},
+            "encode queue": {
+                "waiting": encode["waiting_items"],
+                "encoding": encode["running_items"],
+            },
+            "embedding pages": {"in use": used, "cached": encode["pages_evictable"]},
+            "prompt tokens": {
+                "computed": statistics["generate"]["tokens_prefilled"],
+                "from the cache": statistics["generate"]["tokens_cached"],
+            },
+        }
+        groups = statistics["generate"].get("groups") or {"generate": statistics["generate"]}
+        for name, group in groups.items():
+            found[f"KV blocks of {name}"] = {
+                "held": group["blocks_held"],
+                "cached": group["blocks_cached"],
+            }
+        for name, values in found.items():
+            if self._counters.get(name) != values:
+                self._counters[name] = values
+                self._write(
+                    {
+                        "ph": "C",
+                        "name": name,
+                        "pid": SCHEDULER,
+                        "ts": self._at(self._now_ns),
+                        "args": values,
+                    }
+                )
+        self._counted_ns = self._now_ns
+
+    # --- the file ---
+
+    def _track(self, group: str, ranks: int = 1) -> _Track:
+        track = self._tracks.get(group)
+        if track is None:
+            track = self._tracks[group] = _Track(SCHEDULER + 1 + len(self._tracks), ranks)
+            self._name(track.process, group)
+            for rank in range(ranks):
+                self._write(
+                    {
+                        "ph": "M",
+                        "name": "thread_name",
+                        "pid": track.process,
+                        "tid": rank + 1,
+                        "args": {"name": f"rank {rank}"},
+                    }
+                )
+        return track
+
+    def _name(self, process: int, name: str) -> None:
+        for key, value in (("process_name", {"name": name}), ("process_sort_index", None)):
+            args = value if value is not None else {"sort_index": process}
+            self._write({"ph": "M", "name": key, "pid": process, "args": args})
+
+    def _mark(self, group: str, text: str) -> None:
+        process = self._track(group).process if group else SCHEDULER
+        at = self._at(self._now_ns)
+        self._write({"ph": "i", "name": text, "pid": process, "tid": 1, "ts": at, "s": "p"})
+
+    def _at(self, time_ns: int) -> float:
+        """Return microseconds since the first event; what lies before it is drawn there."""
+        return max(time_ns - (self._first_ns or 0), 0) / 1000
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(b",\n" if self.events else b"\n")
+        self._file.write(msgspec.json.encode(event))
+        self.events += 1

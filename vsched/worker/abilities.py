@@ -1,0 +1,100 @@
+"""What a worker or a plug-in may be able to do beyond its contract; whoever can is recognised by its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class FrugalSteps(Protocol):
+    """A generate worker that can show the peak of its longest steps in a fraction of their time.
+
+    Attributes:
+        frugal: Every layer gives back all that it took, and takes what grows with a sequence for one sequence after
+            the other. So two layers need what all need, and the longest sequence stands for any number of them.
+    """
+
+    @property
+    def frugal(self) -> bool: ...
+
+    def first_layers(self, count: int) -> AbstractContextManager[None]:
+        """Run only the first `count` layers until the context ends; the results are of no use then."""
+        ...
+
+
+@runtime_checkable
+class CollectiveWorker(Protocol):
+    """A worker that shares its model with other ranks, and can tell them that it has failed."""
+
+    def abort(self) -> None:
+        """Fail the collectives of the group: peers that wait in one, or come to one, raise `DeviceOutOfMemory`.
+
+        Called where this rank failed outside of the worker and its peers may have gone on. The next step meets the
+        peers anew, as after a step that failed by itself. Does nothing when they are to meet anew already.
+        """
+        ...
+
+
+@runtime_checkable
+class PeriodicWork(Protocol):
+    """A worker with collective work that is due now and then, such as to balance experts over ranks (E10).
+
+    The engine says when, in the decision log, so every rank runs it between the same two steps. It says so after an
+    interval in which there were steps, or when rank 0 asks for it, never in every iteration.
+    """
+
+    def hooks(self) -> Mapping[str, float]:
+        """Return the works by name and the interval of each in seconds, 0: only when it is asked for.
+
+        Asked once, when the worker is loaded; the same on every rank.
+        """
+        ...
+
+    def run_hook(self, name: str) -> None:
+        """Do one of them; every rank does. An error ends the rank, and with it the group."""
+        ...
+
+    def wanted_hooks(self) -> Sequence[str]:
+        """Return the works that should be done soon. Asked after every step, and answered on rank 0 alone."""
+        ...
+
+
+# --- plug-ins ----------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class WorstCaseBuilder(Protocol):
+    """A plug-in that knows which batches of images need the most memory of its encoder."""
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        """Return the candidates for the worst legal batch under every cap; the worst is among them.
+
+        `items` is the most images of a batch and `tokens` the most tokens, 0 for no such cap; an image of more tokens
+        runs alone. `pixels_max` is the largest image that is let in, before it is resized; `info.item_tokens_max`
+        caps the tokens of one. Empty when no image is legal.
+        """
+        ...
+
+
+@runtime_checkable
+class CheckpointMaker(Protocol):
+    """A plug-in that can also write random-weight checkpoints, for demonstrations and tests."""
+
+    def checkpoint_sizes(self) -> Mapping[str, str]:
+        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
+        ...
+
+    def make_checkpoint(
+        self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
+    ) -> int:
+        """Write a checkpoint of a named size; return its number of parameters."""
+        ...

@@ -1,0 +1,144 @@
+"""A rank on its way from a specification to readiness; like `member`, it waits for nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import RankDesync
+from vsched.types import Extent
+from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
+from vsched.worker.contract import GenerateWorker
+from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.member import EncodeSide, GenerateSide, Link, Member, RankHost
+from vsched.worker.reserve import reserve_encoder
+from vsched.worker.sizing import KvSizing
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.stress import image_for
+
+
+class MappedArena(Protocol):
+    """The arena as a rank sees it; see `vsched.transport.arena.Arena`."""
+
+    @property
+    def embeddings(self) -> npt.NDArray[np.uint8]: ...
+
+    def read(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return the bytes of an extent of the pixel region."""
+        ...
+
+
+class RankLoading(Generic[Link]):
+    """Loads what the roles need, carries out the orders about the KV cache, and reports ready.
+
+    `members` are the encode group's and the generate group's, as far as the rank has the role.
+
+    Attributes:
+        ordered: The member whose orders are to be taken next; None once the rank is ready.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        arena: MappedArena,
+        members: Sequence[Member[Link]],
+        host: RankHost | None = None,
+    ) -> None:
+        self.ordered: Member[Link] | None = None
+        self._spec = spec
+        self._arena = arena
+        self._members = members
+        self._host = host or RankHost()
+        self._ready: list[Ready] = []
+        self._worker: GenerateWorker
+        self._sizing: KvSizing
+
+    def begin(self) -> None:
+        """Load; what there is to do for a KV cache follows order by order.
+
+        Raises:
+            CheckpointError, DeviceOutOfMemory: From the worker.
+        """
+        sides = iter(self._members)
+        if self._spec.encode is not None:
+            self._load_encoder(self._spec.encode, next(sides))
+        if self._spec.generate is not None:
+            self._load_generator(self._spec.generate, next(sides))
+        else:
+            self._report_ready()
+
+    def take(self, frame: bytes) -> None:
+        """Carry out an order: build, prove or drop a KV cache, or serve with the one that stands.
+
+        Raises:
+            RankDesync: When it is none, or another KV cache stands here.
+        """
+        member, spec = self.ordered, self._spec
+        assert member is not None, "nobody waits for orders"
+        assert spec.generate is not None
+        match member.log.accept(frame):
+            case SizeKv() as order:
+                member.progress(f"a KV cache of {order.tokens} tokens", 0.0)
+                member.report(self._sizing.carry_out(order))
+            case AcceptKv(blocks):
+                if blocks != self._sizing.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {self._sizing.blocks} stand on this rank"
+                    )
+                self._finish_generator(spec.generate, member, blocks)
+            case Heartbeat():
+                pass
+            case entry:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
+
+    def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
+        spec, arena, host = self._spec, self._arena, self._host
+        plugin = host.load_worker(role.plugin)
+        worker = plugin.load_encoder(spec.info, role.settings, member.progress)
+        member.progress("the largest batch of images", 0.0)
+        loaded, reservation = reserve_encoder(
+            plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
+        )
+        member.report(Reserved(loaded, reservation))
+        patch_values = spec.info.patch_values
+        rank = EncodeRank(
+            worker, arena.embeddings, arena.read, patch_values=patch_values, rank=spec.rank
+        )
+        member.side = EncodeSide(worker, rank)
+        memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
+        self._ready.append(Ready(0, {**memory, **host.memory()}, member.side.hooks()))
+
+    def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
+        spec, host = self._spec, self._host
+        plugin = host.load_worker(role.plugin)
+        self._worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        image = image_for(plugin, spec.info, role.load, pixels_max=role.pixels_max)
+        self._sizing = KvSizing(
+            self._worker, spec.info, role.load, rank=spec.rank, image=image, collect=host.collect
+        )
+        member.report(Loaded(self._sizing.measure()))
+        self.ordered = member
+
+    def _finish_generator(self, role: GenerateRole, member: Member[Link], blocks: int) -> None:
+        worker, load = self._worker, role.load
+        rank = GenerateRank(
+            worker,
+            self._arena.embeddings,
+            slots=load.slots,
+            context_tokens=load.context_tokens,
+            block_size=load.block_size,
+        )
+        member.side = GenerateSide(worker, rank)
+        kv_bytes = blocks * load.block_size * self._spec.info.kv_bytes_per_token
+        memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
+        self._ready.append(Ready(blocks, memory, member.side.hooks()))
+        self._report_ready()
+
+    def _report_ready(self) -> None:
+        self.ordered = None
+        for member, report in zip(self._members, self._ready, strict=True):
+            member.report(report)

@@ -1,0 +1,276 @@
+"""A rank as a member of its groups: what it hears, in which order it carries that out, what it reports.
+
+Nothing here waits. A rank process blocks on its links between two entries, a simulated rank is a task that awaits them;
+both hand what comes to a `Member` and ask `Following` what is next.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from vsched.errors import GroupLost, RankDesync
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.plugins import load_worker
+from vsched.wire import (
+    AcceptKv,
+    Beat,
+    EncodeResult,
+    Entry,
+    Failure,
+    FollowerLog,
+    GenerateResult,
+    Heartbeat,
+    Hello,
+    Loading,
+    Report,
+    RunHook,
+    SizeKv,
+    StepCheck,
+    Stop,
+    check_of,
+    encode_report,
+)
+from vsched.worker.abilities import PeriodicWork
+from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
+from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.memory import memory_errors, status_bytes
+from vsched.worker.spec import RankSpec
+
+PULSES_PER_TIMEOUT = 4
+"""So many of a rank's signs of life would have to be missed until it counts as stopped."""
+
+
+def process_memory() -> dict[str, int]:
+    """Return this process's resident bytes, now and at their peak."""
+    return {"resident": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHost:
+    """What a rank needs of the process that it is. Simulated ranks share one, so each is told something of its own.
+
+    Attributes:
+        memory: Returns what the process holds, in bytes by name.
+        collect: Collects garbage, before memory is measured.
+    """
+
+    now_ns: Callable[[], int] = time.perf_counter_ns
+    memory: Callable[[], dict[str, int]] = process_memory
+    collect: Callable[[], object] = gc.collect
+    load_worker: Callable[[str], WorkerPlugin] = load_worker
+
+
+class MemberLink(Protocol):
+    """A rank's end of the link to one leader."""
+
+    def send(self, frame: bytes) -> object:
+        """Send a report."""
+        ...
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        """Return the next frame; None when none comes in time."""
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+Link = TypeVar("Link", bound=MemberLink)
+
+
+class Side:
+    """What every group's part of a rank can do."""
+
+    def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
+        self._periodic = worker if isinstance(worker, PeriodicWork) else None
+
+    def hooks(self) -> dict[str, float]:
+        """Return the worker's periodic work and its intervals."""
+        return dict(self._periodic.hooks()) if self._periodic else {}
+
+    def wanted(self) -> list[str]:
+        """Return the periodic work that the worker asks for."""
+        return list(self._periodic.wanted_hooks()) if self._periodic else []
+
+    def run_hook(self, name: str) -> None:
+        """Do periodic work."""
+        if self._periodic is None or name not in self._periodic.hooks():
+            raise RankDesync(f"heard of a hook {name!r}, which this rank does not know")
+        with memory_errors(f"running the hook {name}"):
+            self._periodic.run_hook(name)
+
+    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult:
+        """Carry out a decision."""
+        raise NotImplementedError
+
+
+class EncodeSide(Side):
+    """The encode group's part of a rank."""
+
+    def __init__(self, worker: EncodeWorker, rank: EncodeRank) -> None:
+        super().__init__(worker)
+        self._rank = rank
+
+    def carry_out(self, entry: Entry) -> EncodeResult:
+        """Carry out a decision of the encode group."""
+        if not isinstance(entry, EncodeDecision):
+            raise RankDesync("an encode rank heard a decision of a generate group")
+        return self._rank.apply(entry)
+
+
+class GenerateSide(Side):
+    """The generate group's part of a rank."""
+
+    def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
+        super().__init__(worker)
+        self._rank = rank
+
+    def carry_out(self, entry: Entry) -> GenerateResult:
+        """Carry out a decision of the generate group."""
+        if not isinstance(entry, GenerateDecision):
+            raise RankDesync("a generate rank heard a decision of an encode group")
+        with memory_errors("running a step"):
+            return self._rank.apply(entry)
+
+
+class Member(Generic[Link]):
+    """A link to one leader, the log heard over it, and the side that carries it out.
+
+    Attributes:
+        entry: What was heard and not carried out yet.
+        heard_ns: When something was heard last; the timeout runs from the first entry on.
+    """
+
+    def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
+        self.link = link
+        self.log = FollowerLog()
+        self.side: Side | None = None
+        self.entry: Entry | None = None
+        self.heard_ns: int | None = None
+        self._rank = spec.rank
+        self._host = host or RankHost()
+        self.report(Hello(spec.rank, spec.secret))
+
+    def report(self, report: Report) -> None:
+        """Send a report to the leader."""
+        self.link.send(encode_report(report))
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Report progress of loading."""
+        self.report(Loading(what, fraction))
+
+    def fail(self, error: Exception) -> None:
+        """Report why this rank stops."""
+        self.report(Failure(type(error).__name__, str(error)))
+
+    def listen(self, timeout_s: float) -> None:
+        """Wait so long for the next entry, which then waits for its turn."""
+        frame = self.link.receive(timeout_s)
+        if frame is not None:
+            self.heard_ns = self._host.now_ns()
+            self.entry = self.log.accept(frame)
+
+    def is_next(self, turn: int) -> bool:
+        """Return whether there is an entry to carry out after the step that had this turn."""
+        return self.entry is not None and self.log.turn in (0, turn + 1)
+
+    def carry_out(self) -> bool:
+        """Carry out the entry; return False when it was the last."""
+        entry, self.entry = self.entry, None
+        match entry:
+            case GenerateDecision() | EncodeDecision():
+                self._step(entry)
+            case Stop():
+                return False
+            case SizeKv() | AcceptKv() | None:
+                raise RankDesync("an order about the KV cache came after one was accepted")
+            case Heartbeat():
+                self.report(Beat(self.log.seq, self._host.memory()))
+            case RunHook(name):
+                assert self.side is not None
+                self.side.run_hook(name)
+                self.report(Beat(self.log.seq, self._host.memory()))
+        # A step can take longer than the timeout: what came meanwhile was heard, only not read.
+        self.heard_ns = self._host.now_ns()
+        return True
+
+    def _step(self, entry: Entry) -> None:
+        assert self.side is not None
+        start_ns = self._host.now_ns()
+        result = self.side.carry_out(entry)
+        busy_ns = self._host.now_ns() - start_ns
+        if self._rank == 0:
+            wanted = self.side.wanted()
+            self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
+        else:
+            self.report(StepCheck(result.step, check_of(result)))
+
+
+class Following(Generic[Link]):
+    """The order in which the entries of all logs of a rank are carried out: steps in that of their turns.
+
+    Attributes:
+        over: One log has said stop.
+    """
+
+    def __init__(
+        self, members: Sequence[Member[Link]], timeout_s: float, host: RankHost | None = None
+    ) -> None:
+        self.over = False
+        self._members = members
+        self._timeout_s = timeout_s
+        self._now_ns = (host or RankHost()).now_ns
+        self._turn = 0
+
+    @property
+    def next(self) -> Member[Link] | None:
+        """The member whose entry is to be carried out next; None when one has to be heard first."""
+        return next((one for one in self._members if one.is_next(self._turn)), None)
+
+    def advance(self) -> bool:
+        """Carry out the next entry; return False, and do nothing, when one has to be heard first."""
+        member = self.next
+        if member is None:
+            return False
+        self._turn = max(self._turn, member.log.turn)
+        self.over = not member.carry_out()
+        return True
+
+    def awaited(self) -> list[Member[Link]]:
+        """Return those whose next entry can have the next turn.
+
+        Raises:
+            RankDesync: When there are none.
+        """
+        awaited = [one for one in self._members if one.entry is None]
+        if not awaited:
+            raise RankDesync("every log of this rank waits for a turn that none of them has")
+        return awaited
+
+    def left_s(self) -> float:
+        """Return how long leaders may be silent still."""
+        now_ns, awaited = self._now_ns(), self.awaited()
+        silent_ns = [now_ns - one.heard_ns for one in awaited if one.heard_ns is not None]
+        return max(0.0, self._timeout_s - max(silent_ns, default=0) / 1e9)
+
+    def heard_nothing(self) -> None:
+        """The time is over: stop, unless no leader has spoken yet.
+
+        A leader is silent until every rank of its group is ready, and its deadline bounds that.
+
+        Raises:
+            GroupLost: When one is silent that has spoken.
+        """
+        if any(member.heard_ns is not None for member in self.awaited()):
+            raise GroupLost(
+                f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "
+                "a living engine sends a heartbeat every deadlines.heartbeat_s"
+            )

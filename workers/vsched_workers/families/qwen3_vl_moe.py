@@ -1,0 +1,75 @@
+"""Qwen3-VL with a mixture of experts in place of the language model's inner layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.base import Items, Sharing
+from vsched_workers.families.qwen3_vl import Qwen3Vl
+from vsched_workers.families.qwen_positions import rope_positions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Qwen3VlMoe(Qwen3Vl):
+    """The family `qwen3_vl_moe`; its vision tower is that of `qwen3_vl`."""
+
+    name: ClassVar[str] = "qwen3_vl_moe"
+    text_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 128000,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "head_dim": 0,
+        "num_experts": 60,
+    }
+    language_sharing: ClassVar[Sharing] = Sharing(
+        linears=Qwen3Vl.language_sharing.linears,
+        absent=[name for name in Qwen3Vl.language_sharing.linears if ".mlp." in name],
+        experts="layers.*.mlp.experts",
+        sizes=(*Qwen3Vl.language_sharing.sizes, "num_experts"),
+    )
+    flips: ClassVar[tuple[str, ...]] = ("layers.*.mlp.experts.*",)
+
+    def text(self, config: Mapping[str, Any], key: str) -> Any:
+        part = config.get("text_config")
+        if key == "num_experts" and isinstance(part, Mapping) and "num_local_experts" in part:
+            return part["num_local_experts"]  # what newer versions of the library call it
+        return super().text(config, key)
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        stated = int(self.text(config, "head_dim"))
+        return stated or int(self.text(config, "hidden_size")) // int(
+            self.text(config, "num_attention_heads")
+        )
+
+    def model_config(self, path: str) -> Any:
+        from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeConfig
+
+        return Qwen3VLMoeConfig.from_pretrained(path, local_files_only=True)
+
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
+
+        config = self.model_config(path).text_config
+        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        return Qwen3VLMoeTextModel(config)
+
+    def build_vision(self, path: str, attention: str) -> nn.Module:
+        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+        config = self.model_config(path).vision_config
+        config._attn_implementation = attention  # noqa: SLF001
+        return Qwen3VLMoeVisionModel(config)
+
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
+
+        return rope_positions(Qwen3VLMoeModel, config, token_ids, items)

@@ -1,0 +1,345 @@
+"""The ranks that share a model: how they add up, and how all of them learn that one of them failed.
+
+A rank that runs out of memory half-way through a step leaves the others waiting in a collective for what never comes.
+So every step is an attempt of the whole group: it begins when all are connected and ends with a vote. Whoever fails
+writes down why, in the store where the ranks found each other, and drops its connections; the others find theirs
+closed at once, read the reason, and fail alike. The next attempt connects anew, in a store of the next *epoch*. Every
+rank counts the failures, the vote makes the counts the same, and so no rank ever retries alone between two collectives
+or takes a number of another step for one of this.
+
+Everything here happens at the same place of the decision log on every rank. Where one process serves two stages, each
+has a group of its own.
+
+On a CPU the ranks talk over loopback by gloo. Small tensors are sent to everybody and added up in the order of the
+ranks, which takes a third of the time of gloo's own sum and gives every rank the same bits; so does gloo's sum, where
+more ranks have more to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from vsched.errors import DeviceOutOfMemory, PeerLost, RankDesync, limit_message
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.memory import DeviceMemory
+
+logger = logging.getLogger(__name__)
+TIMEOUT_S = 120.0
+"""How long a rank waits for the others in one collective, and for them to connect."""
+
+EXCHANGE_BYTES_MAX = 1 << 20
+"""Larger tensors of more than two ranks are left to gloo's own sum, which does not send each byte to everybody."""
+
+_DISTRIBUTED: Any = torch.distributed
+_FAILED = "failed"
+_MEMORY = "memory"
+_POLL_S = 0.001
+_WATCH_S = 0.1
+
+
+class PeerFailed(Exception):
+    """Another rank of the group failed, and not for want of memory; this one did nothing wrong."""
+
+
+class _Interrupted(Exception):
+    """A collective ended without a result."""
+
+
+class RankGroup:
+    """The ranks that share one stage of one replica, as one of them sees the others."""
+
+    def __init__(
+        self, settings: WorkerSettings, stage: str, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.size = settings.ranks
+        self.rank = settings.rank
+        self._device = settings.device
+        self._path = f"{settings.rendezvous}-{stage}"
+        self._timeout_s = timeout_s
+        self._epoch = 0
+        self._agreed = 0
+        self._store: Any = None
+        self._group: Any = None
+        self._watch: _Watch | None = None
+        assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
+        assert self.size == 1 or settings.rendezvous, "ranks need a path to find each other"
+
+    # --- attempts ---
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do something that all ranks do now; either all succeed or all fail.
+
+        Blocks: for the other ranks, at most `TIMEOUT_S` in each collective.
+
+        Raises:
+            DeviceOutOfMemory: When another rank ran out of memory.
+            PeerFailed: When another rank failed otherwise.
+            PeerLost: When another rank is gone or does not answer.
+            RankDesync: When another rank is at another step.
+        """
+        if self.size == 1:
+            yield
+            return
+        epoch = self._epoch
+        try:
+            self._join()
+            yield
+            self._vote()
+        except _Interrupted as error:
+            raise self._verdict(str(error)) from error
+        except BaseException as error:
+            self._tell(epoch, error)
+            raise
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Do something that needs no other rank; should it fail, the others fail in what they do together next."""
+        epoch = self._epoch
+        try:
+            yield
+        except BaseException as error:
+            if self.size > 1:
+                self._tell(epoch, error)
+            raise
+
+    def abort(self) -> None:
+        """Fail what the others do together with this rank; nothing when they are to connect anew already."""
+        if self._group is not None:
+            self._tell(self._epoch, DeviceOutOfMemory())
+
+    def memory(self, memory: DeviceMemory) -> DeviceMemory:
+        """Return the memory of this rank's device, which holds something back only when every rank can."""
+        return memory if self.size == 1 else _AgreedMemory(memory, self)
+
+    # --- collectives, within `together` ---
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, the same to the bit on every one; the tensor may be overwritten."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        few = self.size == 2 or tensor.numel() * tensor.element_size() <= EXCHANGE_BYTES_MAX
+        if tensor.device.type == "cpu" and few:
+            parts = self._exchange(tensor)
+            return functools.reduce(torch.Tensor.add_, parts[2:], parts[0] + parts[1])
+        self._wait(lambda: [self._group.allreduce([tensor])])
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the last dimensions of all ranks side by side, in the order of the ranks."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        if tensor.device.type == "cpu":
+            parts = self._exchange(tensor)
+        else:
+            parts = [torch.empty_like(tensor) for _ in range(self.size)]
+            self._wait(lambda: [self._group.allgather([parts], [tensor])])
+        whole = torch.cat(parts, dim=-1)
+        assert whole.shape == (*tensor.shape[:-1], self.size * tensor.shape[-1])
+        return whole
+
+    def move(
+        self, tensor: torch.Tensor, index: int, *, source: int, target: int
+    ) -> torch.Tensor | None:
+        """Return, on the target, what another rank holds at `index` of a tensor of this shape. All ranks call this."""
+        if self.rank == source:
+            part = tensor[index].contiguous()
+            self._wait(lambda: [self._group.send([part], target, 0)])
+        if self.rank != target:
+            return None
+        found = torch.empty_like(tensor[0])
+        self._wait(lambda: [self._group.recv([found], source, 0)])
+        return found
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Send a tensor to every other rank; return everybody's, in the order of the ranks."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        parts = [
+            torch.empty_like(tensor) if peer != self.rank else tensor for peer in range(self.size)
+        ]
+        self._wait(
+            lambda: (
+                [self._group.recv([parts[peer]], peer, 0) for peer in peers]
+                + [self._group.send([tensor], peer, 0) for peer in peers]
+            )
+        )
+        return parts
+
+    def _wait(self, start: Callable[[], list[Any]]) -> None:
+        """Start operations and wait for all of them.
+
+        Nothing refers to them afterwards, not even the traceback of an error: the connections of a group stay open as
+        long as one of its operations is known to anybody.
+        """
+        works: list[Any] = []
+        try:
+            works += start()
+            while works:
+                works.pop().wait()
+        except RuntimeError as error:
+            raise _Interrupted(str(error)) from None
+        finally:
+            works.clear()
+
+    # --- epochs ---
+
+    def _join(self) -> None:
+        """Connect to the others where that is not done."""
+        if self._group is not None:
+            return
+        store = self._open()
+        store.set(f"step/{self.rank}", str(self._agreed))
+        everybody = [f"step/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + self._timeout_s
+        while not store.check(everybody):
+            if store.check([_FAILED]) or time.monotonic() > deadline:
+                raise _Interrupted("timed out while connecting")
+            time.sleep(_POLL_S)
+        steps = [int(store.get(key)) for key in everybody]
+        if any(step != self._agreed for step in steps):
+            raise RankDesync(f"the ranks of a group meet after {steps} steps")
+        try:
+            self._group = _connect(
+                store, self.rank, self.size, self._device, timeout_s=self._timeout_s
+            )
+        except RuntimeError as error:
+            raise _Interrupted(str(error)) from None
+        if self._device != "cpu":
+            self._watch = _Watch(store, self._group)
+        # Whoever goes on is connected to everybody: were it to fail at once, others might wait for it to connect.
+        self._barrier()
+
+    def _open(self) -> Any:
+        if self._store is None:
+            path = f"{self._path}-{self._epoch}"
+            self._store = _DISTRIBUTED.FileStore(path, self.size)
+        return self._store
+
+    def _vote(self) -> None:
+        """Agree that every rank has done what this attempt was to do."""
+        self._barrier()
+        self._agreed += 1
+
+    def _barrier(self) -> None:
+        """Return when every rank has come as far as this one."""
+        total = self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
+        if int(total.item()) != self.size:
+            # What an aborted collective of a GPU leaves behind.
+            raise _Interrupted("a collective was aborted")
+
+    def _tell(self, epoch: int, error: BaseException) -> None:
+        """Let the other ranks know of a failure here, once, and leave."""
+        if self._epoch != epoch:
+            return
+        kind = (
+            _MEMORY if isinstance(error, DeviceOutOfMemory | MemoryError) else type(error).__name__
+        )
+        self._open().set(_FAILED, f"{self.rank} {kind}")
+        self._leave()
+
+    def _verdict(self, words: str) -> Exception:
+        """Leave a group in which a collective was interrupted; return what that means here."""
+        store = self._open()
+        told = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
+        self._leave()
+        if not told:
+            if "imed out" in words:
+                return PeerLost(
+                    limit_message(
+                        "another rank of the group does not answer (seconds)",
+                        value=f"over {self._timeout_s:g}",
+                        limit=f"{self._timeout_s:g}",
+                        remedy="see what the other ranks say",
+                    )
+                )
+            logger.warning("a collective was interrupted: %s", words)
+            return PeerLost("the connection to another rank of the group is gone")
+        rank, _, kind = told.partition(" ")
+        if kind == _MEMORY:
+            return DeviceOutOfMemory(f"another rank of the group, {rank}, ran out of memory.")
+        return PeerFailed(f"another rank of the group, {rank}, failed: {kind}")
+
+    def _leave(self) -> None:
+        """Drop the connections, so that what others wait for fails at once; the next attempt connects anew."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+            self._group.abort()
+        self._group = None
+        self._store = None
+        self._epoch += 1
+
+
+def _connect(store: Any, rank: int, size: int, device: str, *, timeout_s: float) -> Any:
+    """Connect with the ranks of a store; gloo is bound to the loopback interface."""
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cpu":
+        gloo = _DISTRIBUTED.ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001  # torch offers these under such names only
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        return gloo(store, rank, size, options)
+    torch.cuda.set_device(device)
+    nccl = _DISTRIBUTED.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout  # noqa: SLF001
+    return nccl(store, rank, size, options)
+
+
+class _Watch:
+    """Aborts a group of GPUs when another rank failed: there a closed connection wakes nobody. Not yet run on a GPU."""
+
+    def __init__(self, store: Any, group: Any) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(store, group), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self, store: Any, group: Any) -> None:
+        while not self._done.wait(_WATCH_S):
+            if store.check([_FAILED]):
+                group.abort()
+                return
+
+
+class _AgreedMemory:
+    """The memory of a device, where holding some back is an attempt of the whole group."""
+
+    def __init__(self, memory: DeviceMemory, group: RankGroup) -> None:
+        self._memory = memory
+        self._group = group
+        self.name = memory.name
+        self.pool = memory.pool
+        self.total = memory.total
+        self.available = memory.available
+        self.reserved = memory.reserved
+        self.allocated = memory.allocated
+        self.peak = memory.peak
+        self.reset_peak = memory.reset_peak
+        self.release = memory.release
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Take so many bytes on every rank; what fails while they are held fails on every rank, too."""
+        with ExitStack() as held:
+            with self._group.together():
+                held.enter_context(self._memory.hold(size))
+            with self._group.watched():
+                yield
