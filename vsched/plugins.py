@@ -21,7 +21,13 @@ from vsched.policy import CONTRACTS, Policy
 from vsched.worker.contract import WorkerPlugin
 
 WORKER_GROUP = "vsched.workers"
-WORKER_METHODS = ("inspect", "load_preprocessor", "load_encoder", "load_generator")
+WORKER_METHODS = (
+    "inspect",
+    "check_parallel",
+    "load_preprocessor",
+    "load_encoder",
+    "load_generator",
+)
 
 
 class PolicyField(msgspec.Struct, frozen=True, kw_only=True):

@@ -162,7 +162,7 @@ def test_image_affinity_is_bounded_by_load(imbalance: float, load: int, chosen: 
 
 def test_image_affinity_bound_is_taken_of_the_healthy() -> None:
     of = replicas(0, 600, 700, down=[0], seen=[0, 0, 1])
-    assert ImageAffinity().choose(routing_view(of, items=[image(1)])) == 2
+    assert ImageAffinity(imbalance=0.25).choose(routing_view(of, items=[image(1)])) == 2
 
 
 def test_image_affinity_without_images_falls_back_to_least_loaded() -> None:
@@ -208,7 +208,9 @@ def test_image_affinity_popular_image_does_not_pile_up() -> None:
     loads, seen = [0, 0, 0], [0, 0, 0]
     for routed in range(300):
         of = replicas(*loads, seen=seen)
-        chosen = ImageAffinity().choose(routing_view(of, items=[image(1)], routed=routed))
+        chosen = ImageAffinity(imbalance=0.25).choose(
+            routing_view(of, items=[image(1)], routed=routed)
+        )
         loads[chosen] += 100
         seen = [int(index == chosen) for index in range(3)]
         assert max(loads) - min(loads) <= LIMIT * 0.25 + 100

@@ -180,7 +180,8 @@ def test_type_text_words_bounds() -> None:
 
 def test_load_worker_names_what_a_plugin_lacks() -> None:
     with pytest.raises(
-        ConfigError, match="encode.plugin: worker plug-in 'builtins:print' lacks inspect, load_"
+        ConfigError,
+        match="encode.plugin: worker plug-in 'builtins:print' lacks inspect, check_parallel, load_",
     ):
         load_worker("builtins:print", path="encode.plugin")
     with pytest.raises(

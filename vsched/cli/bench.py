@@ -6,6 +6,7 @@ import typer
 
 from vsched.cli import app
 from vsched.cli.bench_cache import cache
+from vsched.cli.bench_fidelity import fidelity
 from vsched.cli.bench_kernel import kernel
 from vsched.cli.bench_memory import memory
 from vsched.cli.bench_ranks import ranks
@@ -20,3 +21,4 @@ bench_app.command("cache")(cache)
 bench_app.command("memory")(memory)
 bench_app.command("ranks")(ranks)
 bench_app.command("recovery")(recovery)
+bench_app.command("fidelity")(fidelity)

@@ -14,6 +14,7 @@ from vsched.cli import (
     profile_command,
     replay_command,
     serve_command,
+    simulate_command,
 )
 from vsched.errors import VschedError
 
@@ -26,6 +27,7 @@ COMMANDS = (
     policy_commands,
     profile_command,
     replay_command,
+    simulate_command,
 )
 """The modules whose import has added commands to `app`."""
 

@@ -1,4 +1,4 @@
-"""`vsched profile`: size the memory as a server would, show where every byte goes, and stop."""
+"""`vsched profile`: what a model takes here, in bytes, and with `--calibrate` in time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.cli import app
+from vsched.cli.calibration import (
+    CALIBRATION_S,
+    SecondsOption,
+    run_calibration_here,
+    show_costs,
+)
 from vsched.cli.config_commands import ConfigOption, SetOption, load
 from vsched.cli.report import JsonOption, PlotOption, new_figure, write_json
+from vsched.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +38,22 @@ def profile(
     assignments: SetOption = None,
     out: JsonOption = None,
     plot: PlotOption = None,
+    *,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure what steps take; --json is a cost model.")
+    ] = False,
+    seconds: SecondsOption = CALIBRATION_S,
 ) -> None:
-    """Size the memory as `vsched serve` would, and show where every byte goes."""
+    """Size the memory as `vsched serve` would, and show where every byte goes; or measure time instead."""
     from rich.console import Console
 
     console = Console()
     settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    if calibrate:
+        if plot is not None:
+            raise ConfigError("--plot draws memory. Remedy: leave it out with --calibrate")
+        _calibrate(settings, console, seconds, out)
+        return
     started_s = time.monotonic()
     ledger, tokens = asyncio.run(_size(settings, console))
     console.print(f"{tokens} tokens of KV cache, found in {time.monotonic() - started_s:.1f} s\n")
@@ -49,6 +66,16 @@ def profile(
     if plot is not None:
         _draw_png(ledger, plot)
         console.print(f"Plot: {plot}")
+
+
+def _calibrate(settings: Config, console: Console, seconds: float, out: Path | None) -> None:
+    from vsched.sim.cost import save_cost_model
+
+    model = run_calibration_here(settings, console, seconds)
+    show_costs(model, console)
+    if out is not None:
+        save_cost_model(model, out)
+        console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
 
 
 async def _size(settings: Config, console: Console) -> tuple[Ledger, int]:

@@ -86,6 +86,17 @@ class BlockPool:
         self._holders[block] = 1
         return block
 
+    def take(self, count: int) -> list[int]:
+        """Take so many blocks; there must be as many available."""
+        free, holders = self._free, self._holders
+        at = max(len(free) - count, 0)
+        blocks = free[: at - 1 if at else None : -1] if free else []
+        del free[at:]
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        for block in blocks:
+            holders[block] = 1
+        return blocks
+
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the cached blocks of the longest known prefix, without holding them."""
         found = []
@@ -110,30 +121,31 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give blocks back, last first, so that the end of a prefix is evicted before its beginning."""
+        holders, hash_of, add, free = self._holders, self._hash_of, self._order.add, self._free
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if self._holders[block] > 0:
+            left = holders[block] - 1
+            holders[block] = left
+            if left > 0:
                 continue
-            assert self._holders[block] == 0, f"block {block} was released twice"
-            block_hash = self._hash_of[block]
+            assert left == 0, f"block {block} was released twice"
+            block_hash = hash_of[block]
             if block_hash is not None:
-                if self._order.add(block_hash, 1):
+                if add(block_hash, 1):
                     continue
                 self._unpublish(block)
-            self._free.append(block)
+            free.append(block)
 
     def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
         """Make full blocks findable; a hash that is known already keeps its first block."""
+        by_hash, hash_of = self._by_hash, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash not in self._by_hash and self._hash_of[block] is None:
-                self._by_hash[block_hash] = block
-                self._hash_of[block] = block_hash
+            if hash_of[block] is None and block_hash not in by_hash:
+                by_hash[block_hash] = block
+                hash_of[block] = block_hash
 
     def _evict(self) -> int:
-        block_hash = self._order.victim()
-        block = self._by_hash[block_hash]
-        self._order.drop(block_hash)
-        self._unpublish(block)
+        block = self._by_hash.pop(self._order.take_victim())
+        self._hash_of[block] = None
         self.evictions += 1
         return block
 

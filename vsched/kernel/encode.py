@@ -210,14 +210,16 @@ class EncodeStage:
         return self._retry(batch, blame=len(batch) == 1)
 
     def lose(self, lane: EncodeLane, *, blame: bool) -> list[int]:
-        """The group is gone: its batch waits again, one by one; return the requests to fail.
-
-        An error costs a step, a loss a restart: so here the culprit is isolated at once.
-        """
-        batch, lane.flying = lane.flying, []
+        """The group is gone: its batch waits again, one by one: a loss costs a restart; return whom to fail."""
+        batch = lane.lose()
         for entry in batch:
             self._set_apart([entry])
         return self._retry(batch, blame=blame)
+
+    def free_orphaned(self, lane: EncodeLane) -> None:
+        """The ranks that a lost group had are gone: what they could write to is free."""
+        self._free += lane.orphaned
+        lane.orphaned = []
 
     def _set_apart(self, entries: Iterable[EmbeddingEntry]) -> None:
         self._cohorts += 1
@@ -260,9 +262,10 @@ class EncodeStage:
             if sum(len(other.pages) for other in takeable) < missing:
                 return False
         while len(self._free) < count and len(self._order) > 0:
-            key = self._order.victim()
+            victim = self._entries[self._order.take_victim()]
             self.evictions += 1
-            self._discard(self._entries[key])
+            self._evictable_pages -= len(victim.pages)
+            self._drop(victim)
         for other in takeable:
             self.steals += 1
             self._requeue(other)
@@ -334,6 +337,11 @@ class EncodeStage:
         return any(lane.open for lane in self.lanes)
 
     @property
+    def orphaned(self) -> int:
+        """Pages that lost ranks may still write to."""
+        return sum(len(lane.orphaned) for lane in self.lanes)
+
+    @property
     def in_flight(self) -> int:
         """Items in the encode steps that are out."""
         return sum(len(lane.flying) for lane in self.lanes)
@@ -359,6 +367,7 @@ class EncodeStage:
             "pages_total": self._sizes.pages,
             "pages_free": len(self._free),
             "pages_evictable": self._evictable_pages,
+            "pages_orphaned": self.orphaned,
             "groups": {
                 lane.name: {
                     "state": lane.status.value,
@@ -372,7 +381,7 @@ class EncodeStage:
     def check(self, live: Iterable[int]) -> None:
         """Assert that pages are conserved, phases consistent and every user alive."""
         alive = sorted(live)
-        pages = list(self._free)
+        pages = [*self._free, *(page for lane in self.lanes for page in lane.orphaned)]
         for key, entry in self._entries.items():
             assert key == entry.item.key
             assert entry.users.keys() <= set(alive), "a dead request claims an item"

@@ -129,7 +129,7 @@ class GenerateStage(Group):
         if running.prefilling or self.line:
             for state in sorted(running.prefilling.values(), key=order_of):
                 self._chunk(state, draft)
-            if self.line and self.open and not (budget.spent or self.line.blocked):
+            if self.line and not (budget.spent or self.line.blocked):
                 self._admit(draft, now_ns)
         decodes = len(running.decoding) - self.flight.firsts(step)
         if not decodes and not draft.chunks:
@@ -254,7 +254,7 @@ class GenerateStage(Group):
             return None
         self.line.remove(state)
         self.pool.hold(prefix)
-        blocks = prefix + [self.pool.allocate() for _ in range(missing)]
+        blocks = prefix + self.pool.take(missing)
         self.running.seat(state, blocks, computed)
         self._probation.begin(state)
         self.counts["tokens_cached"] += computed

@@ -6,7 +6,7 @@ default decides in its place. Serving goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from operator import index as whole
 from typing import Generic, TypeVar, cast
 
@@ -25,7 +25,6 @@ from vsched.policy import (
 )
 
 Key = TypeVar("Key", bound=Hashable)
-Result = TypeVar("Result")
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 NOTICES_MAX = 100
@@ -121,41 +120,8 @@ def ask_routing(policy: RoutingPolicy, view: RoutingView, faults: PolicyFaults) 
     return index
 
 
-class InsertionOrder(Generic[Key]):
-    """The kernel's own eviction order: least recently released first."""
-
-    def __init__(self) -> None:
-        self._keys: dict[Key, None] = {}
-
-    def add(self, key: Key, size: int) -> bool:
-        """Take an entry as the most recent."""
-        self._keys[key] = None
-        return True
-
-    def reuse(self, key: Key) -> None:
-        """Forget a hit."""
-        del self._keys[key]
-
-    def drop(self, key: Key) -> None:
-        """Forget a removed entry."""
-        del self._keys[key]
-
-    def victim(self) -> Key:
-        """Return the least recent."""
-        return next(iter(self._keys))
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
-
-
 class GuardedOrder(Generic[Key]):
-    """An eviction order whose every answer is checked; the kernel's own order takes over where it fails.
+    """An eviction order whose every answer is checked; where it fails, least recently released goes first.
 
     The set of evictable keys is kept here too, in order of release, so that nothing is lost with a broken order.
     """
@@ -163,64 +129,69 @@ class GuardedOrder(Generic[Key]):
     def __init__(self, policy: EvictionPolicy, faults: PolicyFaults) -> None:
         self._policy = policy
         self._faults = faults
-        self._mirror: InsertionOrder[Key] = InsertionOrder()
-        # One order serves one cache, so it only ever sees keys of this cache's type.
-        self._order = cast("EvictionOrder[Key] | None", self._attempt(self._build))
-
-    def _build(self) -> EvictionOrder[Hashable]:
-        order: EvictionOrder[Hashable] | None = self._policy.build_order()
-        if order is None:
-            raise TypeError("build_order returned None")
-        return order
+        self._released: dict[Key, None] = {}
+        self._order: EvictionOrder[Key] | None = None
+        try:
+            # One order serves one cache, so it only ever sees keys of this cache's type.
+            self._order = cast("EvictionOrder[Key] | None", policy.build_order())
+            if self._order is None:
+                raise TypeError("build_order returned None")
+        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+            self._give_up(error)
 
     def add(self, key: Key, size: int) -> bool:
         """Take an entry; False where the policy keeps nothing."""
-        if self._order is not None:
-            order = self._order
-            if self._attempt(lambda: order.add(key, size)) is False:
-                return False
-        return self._mirror.add(key, size)
+        order = self._order
+        if order is not None:
+            try:
+                if order.add(key, size) is False:
+                    return False
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+        self._released[key] = None
+        return True
 
     def reuse(self, key: Key) -> None:
         """Take an entry out because it is in use again."""
-        self._mirror.reuse(key)
-        if self._order is not None:
-            order = self._order
-            self._attempt(lambda: order.reuse(key))
+        del self._released[key]
+        order = self._order
+        if order is not None:
+            try:
+                order.reuse(key)
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
 
     def drop(self, key: Key) -> None:
         """Take an entry out because it left the cache."""
-        self._mirror.drop(key)
-        if self._order is not None:
-            order = self._order
-            self._attempt(lambda: order.drop(key))
+        del self._released[key]
+        order = self._order
+        if order is not None:
+            try:
+                order.drop(key)
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
 
-    def victim(self) -> Key:
-        """Return the next entry to go; it is always one of those that were added."""
-        if self._order is not None:
-            order = self._order
+    def take_victim(self) -> Key:
+        """Take the next entry to go out of the order; it is always one of those that were added."""
+        key = next(iter(self._released))
+        order = self._order
+        if order is not None:
+            try:
+                proposed = order.victim()
+                if proposed not in self._released:
+                    raise KeyError(f"victim {proposed!r} is not evictable")
+                key = proposed
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+        self.drop(key)
+        return key
 
-            def propose() -> Key:
-                key = order.victim()
-                if key not in self._mirror:
-                    raise KeyError(f"victim {key!r} is not evictable")
-                return key
-
-            proposed = self._attempt(propose)
-            if proposed is not None:
-                return proposed
-        return self._mirror.victim()
-
-    def _attempt(self, call: Callable[[], Result]) -> Result | None:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-            self._faults.report(self._policy, error, f"{len(self._mirror)} evictable entries")
-            self._order = None
-            return None
+    def _give_up(self, error: Exception) -> None:
+        self._faults.report(self._policy, error, f"{len(self._released)} evictable entries")
+        self._order = None
 
     def __len__(self) -> int:
-        return len(self._mirror)
+        return len(self._released)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._mirror)
+        return iter(self._released)

@@ -8,11 +8,17 @@ from vsched.kernel.groups import Group
 
 
 class EncodeLane(Group):
-    """One encode group: at most one batch is out there at a time."""
+    """One encode group: at most one batch is out there at a time.
+
+    Attributes:
+        orphaned: Pages of the batch that was out when the group was lost. Its ranks may still be there, and write to
+            them: nobody else gets these pages until the group is back or given up, for then they are gone.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.flying: list[EmbeddingEntry] = []
+        self.orphaned: list[int] = []
         self.step = 0
 
     @property
@@ -31,6 +37,14 @@ class EncodeLane(Group):
         assert step == self.step, f"encode step {step} came back, {self.step} is out"
         assert self.flying, f"encode step {step} came back, nothing is out"
         batch, self.flying = self.flying, []
+        return batch
+
+    def lose(self) -> list[EmbeddingEntry]:
+        """The group is gone: take the batch that was out, without its pages."""
+        batch, self.flying = self.flying, []
+        for entry in batch:
+            self.orphaned += entry.pages
+            entry.pages = []
         return batch
 
 

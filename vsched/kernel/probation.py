@@ -41,7 +41,7 @@ class Probation:
         """Clear the suspect once steps up to `done` have brought it far enough."""
         state = self._state
         if state is not None and 0 <= state.first_step <= done + 1 - PROBATION_STEPS:
-            state.losses = LOSSES_MAX - 1
+            state.losses = 0
             self._state = None
 
     def blame(self, running: Sequence[RequestState]) -> RequestState | None:

@@ -33,6 +33,11 @@ class RunningSet:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def untold(self) -> set[int]:
+        """The requests that are gone, which ranks hear with the next decision."""
+        return {leave.number for leave in self._left if not leave.keep} | set(self._forgotten)
+
+    @property
     def slots_free(self) -> int:
         """Slots that nobody holds."""
         return len(self._free_slots)

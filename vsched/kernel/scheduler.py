@@ -132,6 +132,8 @@ class Scheduler:
         """A group takes work: those who waited for it take their places, oldest first."""
         group, book = self._groups[name], self._book
         group.status = Status.UP
+        if isinstance(group, EncodeLane):
+            self.encode.free_orphaned(group)
         for state in book.of(group, Phase.PARKED):
             book.stand_in_line(state)
         if isinstance(group, GenerateStage):
@@ -173,6 +175,8 @@ class Scheduler:
         group, book = self._groups[event.group], self._book
         assert not group.ready, "a group is lost before it is retired"
         group.status = Status.RETIRED
+        if isinstance(group, EncodeLane):
+            self.encode.free_orphaned(group)
         book.commands.append(Notice(f"{event.group} is given up: {event.reason}"))
         stages: tuple[Sequence[Group], ...] = (self.encode.lanes, self.generators)
         if any(all(one.retired for one in groups) for groups in stages):
@@ -203,11 +207,15 @@ class Scheduler:
         if self.sizes.waiting_ns:
             self._book.expire()
         while True:
-            moved = False
+            moved = more = False
             for stage in self.generators:
-                moved = self._plan_generate(stage) or moved
-            if not moved and not self._plan_encode() and not self._break_stall():
-                break
+                if self._plan_generate(stage):
+                    moved = True
+                    more = more or stage.flight.out < self.sizes.generate_depth
+            if more or self._plan_encode():
+                continue
+            if moved or not self._break_stall():
+                break  # where something moved, something is out, and nobody can send more
         if self._draining:
             self._announce_drained()
         if self._faults.notices:
@@ -325,7 +333,7 @@ class Scheduler:
         assert book.live_bytes == sum(state.host_bytes for state in book.live.values())
         due = self._holds()
         assert not due or self._timer_ns is not None, "entries are held, and no timer is set"
-        at_rest = self._at_rest() and not self._holds()
+        at_rest = self._at_rest() and not self._holds() and not self.encode.orphaned
         for stage in self.generators:
             own = book.of(stage)
             stage.check(own)

@@ -43,6 +43,11 @@ class GenerateRank:
         self._in_slot: dict[int, SequenceState] = {}
         self._special: dict[int, SequenceState] = {}
 
+    @property
+    def sequences(self) -> list[int]:
+        """The requests that it keeps, in a slot or not."""
+        return list(self._sequences)
+
     def apply(self, decision: GenerateDecision) -> GenerateResult:
         """Carry out one decision and return what the step yielded.
 

@@ -131,14 +131,14 @@ class GenerateSide(Side):
 
     def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
         super().__init__(worker)
-        self._rank = rank
+        self.rank = rank
 
     def carry_out(self, entry: Entry) -> GenerateResult:
         """Carry out a decision of the generate group."""
         if not isinstance(entry, GenerateDecision):
             raise RankDesync("a generate rank heard a decision of an encode group")
         with memory_errors("running a step"):
-            return self._rank.apply(entry)
+            return self.rank.apply(entry)
 
 
 class Member(Generic[Link]):

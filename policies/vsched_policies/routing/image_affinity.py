@@ -22,7 +22,7 @@ class ImageAffinity(RoutingPolicy, frozen=True, kw_only=True):
             once.
     """
 
-    imbalance: Fraction = 0.25
+    imbalance: Fraction = 0.03
 
     def choose(self, view: RoutingView) -> int:
         """Return the replica that knows most, of those within the bound."""

@@ -259,6 +259,23 @@ def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
     assert_holds_nothing(cluster)
 
 
+def test_encode_suspects_run_with_nobody_else() -> None:
+    """F1: whatever the policy says, what is suspected goes by itself, and what is not without it."""
+    limits = sizes(chunk_tokens=8, block_size=4)
+    cluster = ModelCluster(limits, default_policies(encode_admission=Everything()))
+    cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
+    cluster.submit(image_request("younger", (b"a", 4), (b"b", 4)))
+    while not cluster.encoded:
+        cluster.run_generate()
+    while cluster.kernel.encode.waiting == 0:
+        cluster.run_generate()
+    cluster.run_encode(fail="the encoder failed on purpose")
+    cluster.drain()
+    assert cluster.encoded[0] == [b"a", b"b"]
+    assert cluster.encoded[1:] == [[b"late"], [b"a"], [b"b"]]
+    assert_served(cluster, "older", "younger")
+
+
 def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
     """F1: a failure that passes fails nobody."""
     cluster = ModelCluster(sizes())

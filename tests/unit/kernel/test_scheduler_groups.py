@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
+    encode_statistics,
     generate_statistics,
     image_request,
     sizes,
@@ -236,65 +237,28 @@ def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
     assert_served(cluster, "r")
 
 
-# --- poison ---
+def pages_out(cluster: ModelCluster, group: str) -> set[int]:
+    """Return the pages of the encode step that is out at a group."""
+    return {page for task in cluster.encode_logs[group][0].tasks for page in task.pages}
 
 
-def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
-    """Run a cluster in which a group is lost whenever a request is in it; return the losses."""
-    losses = 0
-    for _ in range(500):
-        if poison in cluster.ended:
-            return losses
-        number = next(number for number, name in cluster.names.items() if name == poison)
-        sequences = cluster.generators[group].sequences
-        if number in sequences and sequences[number].computed:
-            losses += 1
-            cluster.lose(group)
-            cluster.restore(group)
-        elif cluster.busy("generate"):
-            cluster.run_generate()
-    raise AssertionError("the poison was never found")
-
-
-def test_poison_alone_is_ended_at_its_second_loss() -> None:
-    """F6, F4: not retried for ever."""
-    cluster = ModelCluster(sizes(slots=1))
-    cluster.submit(text("poison"))
-    assert lose_while_running(cluster, "poison") == 2
-    assert cluster.ended["poison"].code == "group_lost"
-    assert_holds_nothing(cluster)
-
-
-def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
-    """F6, F1: suspects come back one at a time; the one on probation when the group goes is the culprit."""
-    cluster = ModelCluster(sizes(slots=8))
-    names = [f"r{number}" for number in range(7)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=12))
-    losses = lose_while_running(cluster, "r4")
-    assert losses == 3
-    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
-        "group_lost": 1
-    }
+@pytest.mark.parametrize("end", [ModelCluster.restore, ModelCluster.retire])
+def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
+    end: Callable[[ModelCluster, str], None],
+) -> None:
+    """F2: until its ranks are gone, which is certain once the group is back or given up."""
+    cluster = ModelCluster(sizes(encoders=2, encode_items=1))
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8), (b"d", 8)))
+    orphaned = pages_out(cluster, "encode-0")
+    cluster.lose("encode-0")
+    while cluster.busy("encode"):
+        assert not pages_out(cluster, "encode-1") & orphaned
+        cluster.run_encode()
+    assert encode_statistics(cluster)["pages_orphaned"] == len(orphaned)
+    end(cluster, "encode-0")
+    assert encode_statistics(cluster)["pages_orphaned"] == 0
     cluster.drain()
-    assert_served(cluster, *(name for name in names if name != "r4"))
-
-
-def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
-    """F6: a group that was killed from outside, however often, ends nobody as long as others run there."""
-    cluster = ModelCluster(sizes(slots=4))
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=40))
-    for _ in range(4):
-        while len(cluster.kernel.generators[0].running) < 4:
-            cluster.run_generate()
-        for _ in range(3):
-            cluster.run_generate()
-        cluster.lose("generate")
-        cluster.restore("generate")
-    cluster.drain()
-    assert_served(cluster, *names)
+    assert_served(cluster, "r")
 
 
 # --- draining ---
@@ -335,6 +299,19 @@ def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
     cluster.restore("generate")
     cluster.drain()
     assert_served(cluster, "waits")
+
+
+def test_what_waits_for_a_draining_generator_goes_to_the_first_that_comes_up() -> None:
+    cluster = ModelCluster(sizes(generators=2, slots=1))
+    cluster.lose("generate-1")
+    cluster.submit(text("runs", max_tokens=30))
+    cluster.submit(text("waits", start=60))
+    cluster.send(Drain("generate-0"))
+    assert "generate-0 is draining" in cluster.kernel.explain("waits")
+    cluster.restore("generate-1")
+    assert cluster.generators["generate-1"].log[0].joined
+    cluster.drain()
+    assert_served(cluster, "runs", "waits")
 
 
 def test_draining_encoder_finishes_its_batch() -> None:

@@ -201,7 +201,7 @@ class KernelMachine(RuleBasedStateMachine):
 
 TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
 TestKernelMachine.settings = settings(
-    max_examples=150,
+    max_examples=60,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

@@ -1,0 +1,207 @@
+"""Every transport keeps the contract of one, and a transport that does not is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from vsched.sim.channel import LinkProfile
+from vsched.sim.faults import FaultPlan
+from vsched.sim.injection import Injector
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.network import LeaderEnd, Network, RankEnd
+from vsched.testing import ContractBroken, check_transport
+from vsched.testing.contract_transport import Bounds, Transport
+from vsched.transport.zmq_link import LeaderLink, OnFrame, RankLink, rank_identity
+
+ADDRESS = "ipc:///run/generate-0-1"
+MS = 1_000_000
+
+
+class ZmqTransport:
+    """Sockets in a folder of this host, as in production."""
+
+    def __init__(self, folder: Path) -> None:
+        self._address = f"ipc://{folder}/group"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ranks: list[RankLink] = []
+
+    def listen(self, on_frame: OnFrame) -> LeaderLink:
+        self._leader = LeaderLink(self._context, self._address, on_frame)
+        return self._leader
+
+    def connect(self, rank: int) -> RankLink:
+        self._ranks.append(RankLink(self._address, rank))
+        return self._ranks[-1]
+
+    def close(self) -> None:
+        self._leader.close()
+        for rank in self._ranks:
+            if not rank.socket.closed:
+                rank.socket.setsockopt(zmq.LINGER, 0)
+                rank.close()
+        self._context.destroy(linger=0)
+
+
+class SimTransport:
+    """Links in memory, on a virtual clock."""
+
+    leader_type = LeaderEnd
+
+    def __init__(self, profile: LinkProfile | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.network = Network(
+            loop,
+            random.Random(0),
+            Injector(FaultPlan(), loop),
+            profile=profile or LinkProfile(jitter_ns=MS),
+        )
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        return self.network.listen(ADDRESS, on_frame)
+
+    def connect(self, rank: int) -> RankEnd:
+        return self.network.connect(ADDRESS, rank)
+
+    def close(self) -> None:
+        """The network goes with its loop."""
+
+
+@pytest.mark.slow
+async def test_zmq_transport_keeps_the_contract(tmp_path: Path) -> None:
+    """A7, G2: over real sockets."""
+    count = iter(range(100))
+
+    def make() -> ZmqTransport:
+        folder = tmp_path / str(next(count))
+        folder.mkdir()
+        return ZmqTransport(folder)
+
+    await check_transport(make, bounds=Bounds(quiet_s=0.01))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(2))
+async def test_sim_transport_keeps_the_contract(seed: int) -> None:
+    """A7, G2: in memory, so that what a simulation finds is true of the sockets."""
+    await check_transport(SimTransport, seed=seed)
+
+
+BROKEN = {
+    "misses": LinkProfile(loss=0.02),
+    "another order": LinkProfile(reordering=0.02),
+    r"20[1-9] frames of 200": LinkProfile(duplication=0.02),
+    "nobody sent": LinkProfile(corruption=0.02),
+    "must return False at some time": LinkProfile(queue_max=1 << 20),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("complaint", BROKEN)
+async def test_check_transport_refuses_a_network_with_faults(complaint: str) -> None:
+    """A7: loss, reordering, duplication, damage, and a queue without a bound."""
+    # Greetings may be struck, too; another seed spares them.
+    with pytest.raises(ContractBroken, match=complaint):
+        await check_transport(lambda: SimTransport(BROKEN[complaint]), seed=1)
+
+
+class Broadcasting(SimTransport):
+    """What is for a rank that is not there goes to one that is."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        leader = super().listen(on_frame)
+        send = leader.send
+
+        def everywhere(rank: int, frame: bytes) -> bool:
+            known = self.network.rank_at(ADDRESS, rank_identity(rank)) is not None
+            return send(rank, frame) if known else not send(0, frame)
+
+        leader.send = everywhere  # type: ignore[method-assign]
+        return leader
+
+
+class Hushing(SimTransport):
+    """Takes for a rank that is not there what it sends nowhere."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        leader = super().listen(on_frame)
+        send = leader.send
+        leader.send = lambda rank, frame: send(rank, frame) or True  # type: ignore[method-assign]
+        return leader
+
+
+class Anonymous(SimTransport):
+    """Says of every report that rank 0 has sent it."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        return super().listen(lambda _, frame: on_frame(rank_identity(0), frame))
+
+
+class Undying(SimTransport):
+    """Goes on listening once closed."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        leader = super().listen(on_frame)
+        leader.close = lambda: None  # type: ignore[method-assign]
+        return leader
+
+
+class Stalling(SimTransport):
+    """A queue for all ranks together."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        leader = super().listen(on_frame)
+        send, full = leader.send, False
+
+        def shared(rank: int, frame: bytes) -> bool:
+            nonlocal full
+            taken = not full and send(rank, frame)
+            full = full or (not taken and rank == 0)
+            return taken
+
+        leader.send = shared  # type: ignore[method-assign]
+        return leader
+
+
+class Forgetful(SimTransport):
+    """A rank that goes takes along what it has said."""
+
+    def connect(self, rank: int) -> RankEnd:
+        end = super().connect(rank)
+        report = end._report
+        end._to_leader._deliver = lambda frame: not end.closed and report(frame)
+        return end
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (Broadcasting, "rank 0 received a frame that nobody sent"),
+        (Hushing, "was never there must return False"),
+        (Anonymous, "reports came from"),
+        (Undying, "must return False after `close`"),
+        (Stalling, "rank 1 got nothing"),
+        (Forgetful, "last words of a rank that closes"),
+    ],
+)
+async def test_check_transport_refuses(broken: Callable[[], Transport], complaint: str) -> None:
+    """G2: each respect of the contract has a transport that fails in it alone."""
+    with pytest.raises(ContractBroken, match=complaint):
+        await check_transport(broken)
+
+
+@pytest.mark.sim
+async def test_check_transport_names_what_an_end_lacks() -> None:
+    class Mute(SimTransport):
+        def connect(self, rank: int) -> RankEnd:
+            return object()  # type: ignore[return-value]
+
+    with pytest.raises(ContractBroken, match=r"no method `send`.*no method `close`"):
+        await check_transport(Mute)

@@ -1,0 +1,289 @@
+"""Worker plug-ins keep their contract, and each that does not, in one respect, is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.unit.rank import fake_plugin
+from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
+from vsched.errors import DeviceOutOfMemory
+from vsched.testing import ContractBroken, check_worker
+from vsched.testing.contract_worker import SampleImage
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import ModelInfo
+from vsched.worker.contract import (
+    Batch,
+    EncodeJob,
+    ImagePlan,
+    Progress,
+    Sampled,
+    SequenceState,
+    WorkerPlugin,
+    WorkerSettings,
+)
+
+INFO = fake_plugin.model_info()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_little() -> Iterator[None]:
+    """Sizing collects garbage again and again: leave out what other tests have loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def fake_image(tokens: int) -> SampleImage:
+    plan = ImagePlan((1, 2, 2 * tokens), tokens)
+    return SampleImage(plan, np.zeros((4 * tokens, INFO.patch_values), np.float32))
+
+
+IMAGES = [fake_image(tokens) for tokens in (1, 3, 7)]
+
+
+def plugin_of(
+    generator: type[FakeGenerator] = FakeGenerator, encoder: type[FakeEncoder] = FakeEncoder
+) -> WorkerPlugin:
+    """Return a plug-in with these workers."""
+
+    class Plugin(FakePlugin):
+        def load_encoder(
+            self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+        ) -> FakeEncoder:
+            return encoder(fake_plugin.Behaviour())
+
+        def load_generator(
+            self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+        ) -> FakeGenerator:
+            return generator(fake_plugin.Behaviour(), settings.rank)
+
+    return Plugin()
+
+
+def test_fake_plugin_keeps_the_contract() -> None:
+    check_worker(fake_plugin.plugin, INFO, images=IMAGES)
+
+
+def test_check_worker_needs_no_images() -> None:
+    check_worker(fake_plugin.plugin, INFO, images=[], seeds=range(3))
+
+
+# --- workers that are wrong in one respect ---
+
+
+class Rejoining(FakeGenerator):
+    """Is wrong where a request that was preempted is computed anew."""
+
+    def prepare(self, sequence: SequenceState) -> None:
+        sequence.state = 0
+
+    def step(self, batch: Batch) -> Sampled:
+        tokens = super().step(batch).tokens
+        row = len(batch.decode_slots)
+        for chunk in batch.chunks:
+            known = chunk.sequence.state
+            if chunk.samples:
+                tokens[row] += known > chunk.start
+                row += 1
+            chunk.sequence.state = max(known, chunk.stop)
+        return Sampled(tokens)
+
+
+class Reborn(FakeGenerator):
+    """Is wrong for a request that brings outputs of an earlier life."""
+
+    def prepare(self, sequence: SequenceState) -> None:
+        sequence.state = sequence.length > sequence.prompt_length
+
+    def step(self, batch: Batch) -> Sampled:
+        tokens = super().step(batch).tokens
+        for row, sequence in enumerate(batch.decode_sequences):
+            tokens[row] += sequence.state
+        return Sampled(tokens)
+
+
+class Crowded(FakeGenerator):
+    """Is wrong where three decode."""
+
+    def step(self, batch: Batch) -> Sampled:
+        tokens = super().step(batch).tokens
+        return Sampled(tokens + np.int32(len(batch.decode_slots) > 2))
+
+
+class Cutting(FakeGenerator):
+    """Is wrong where a chunk begins inside a prompt."""
+
+    def step(self, batch: Batch) -> Sampled:
+        tokens = super().step(batch).tokens
+        started = [chunk for chunk in batch.chunks if chunk.samples]
+        for row, chunk in enumerate(started, len(batch.decode_slots)):
+            tokens[row] += chunk.start % 4 == 3
+        return Sampled(tokens)
+
+
+class Leaking(FakeGenerator):
+    """Forgets its KV cache, and frees nothing."""
+
+    def drop_kv(self) -> None:
+        self._kv = []
+
+
+class Untyped(FakeGenerator):
+    """Says in its own words that memory is out."""
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        if blocks * block_size > 1 << 30:
+            raise RuntimeError("CUDA out of memory")
+        super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
+
+
+class Boasting(FakeGenerator):
+    """Takes any size for built."""
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        blocks = min(blocks, 1 << 24)
+        super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
+
+
+class Tight(FakeGenerator):
+    """Does not know how to say that a canary finds no room."""
+
+    def device_memory(self) -> SimulatedMemory:
+        memory = super().device_memory()
+        allocate = memory.allocate
+
+        def unnamed(size: int) -> int:
+            try:
+                return allocate(size)
+            except DeviceOutOfMemory:
+                raise RuntimeError("no room") from None
+
+        memory.allocate = unnamed  # type: ignore[method-assign]
+        return memory
+
+
+class Wide(FakeGenerator):
+    """Returns a token too many."""
+
+    def step(self, batch: Batch) -> Sampled:
+        return Sampled(np.append(super().step(batch).tokens, np.int32(1)))
+
+
+class Long(FakeGenerator):
+    """Returns tokens of another type."""
+
+    def step(self, batch: Batch) -> Sampled:
+        return Sampled(super().step(batch).tokens.astype(np.int64))
+
+
+class Scribbling(FakeGenerator):
+    """Sorts out the block tables that it is handed."""
+
+    def step(self, batch: Batch) -> Sampled:
+        batch.block_tables[0] += 1
+        return super().step(batch)
+
+
+class OldBuild(FakeGenerator):
+    """Does not know `touch`."""
+
+    def build_kv(self, *, blocks: int, block_size: int) -> None:  # type: ignore[override]
+        super().build_kv(blocks=blocks, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("generator", "complaint"),
+    [
+        (Rejoining, "alone and"),
+        (Reborn, "alone and"),
+        (Crowded, "alone and"),
+        (Cutting, "alone and"),
+        (Leaking, ": leak, not out_of_memory"),
+        (Untyped, "out of memory must be DeviceOutOfMemory: RuntimeError"),
+        (Tight, "out of memory must be DeviceOutOfMemory: RuntimeError"),
+        (Boasting, ": fits, not out_of_memory"),
+        (Wide, "the hardest steps failed"),
+        (Long, "tokens as int32, not int64"),
+        (Scribbling, "wrote to `block_tables`"),
+        (OldBuild, "`build_kv` does not take `touch`"),
+    ],
+)
+def test_check_worker_refuses_generators(generator: type[FakeGenerator], complaint: str) -> None:
+    """C8, C11: leaks, and what else a generate worker may have wrong."""
+    with pytest.raises(ContractBroken, match=complaint):
+        check_worker(plugin_of(generator=generator), INFO, images=IMAGES, seeds=range(20))
+
+
+class Spilling(FakeEncoder):
+    """Writes one page too many."""
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        super().encode(jobs, embeddings)
+        embeddings[(jobs[-1].pages[-1] + 1) % len(embeddings)] = 255
+
+
+class Sparing(FakeEncoder):
+    """Leaves the last row out."""
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        for job in jobs:
+            rows = embeddings.shape[1]
+            for row in range(job.tokens - 1):
+                embeddings[job.pages[row // rows], row % rows] = job.grid[2]
+
+
+class Staining(FakeEncoder):
+    """Normalises the pixels where they lie."""
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        job = jobs[0]
+        job.pixels[:] = 0
+        super().encode(jobs, embeddings)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "complaint"),
+    [
+        (Spilling, "which is none of its images'"),
+        (Sparing, "must write all"),
+        (Staining, "read-only"),
+    ],
+)
+def test_check_worker_refuses_encoders(encoder: type[FakeEncoder], complaint: str) -> None:
+    with pytest.raises(ContractBroken, match=complaint):
+        check_worker(plugin_of(encoder=encoder), INFO, images=IMAGES, seeds=range(5))
+
+
+def test_check_worker_names_everything_that_is_missing() -> None:
+    class Half:
+        def inspect(self, path: str) -> ModelInfo:
+            return INFO
+
+    with pytest.raises(ContractBroken) as refused:
+        check_worker(Half(), INFO)  # type: ignore[arg-type]
+    message = str(refused.value)
+    for name in ("check_parallel", "load_preprocessor", "load_encoder", "load_generator"):
+        assert f"no method `{name}`" in message
+    assert "`inspect` does not take `dtype`, `item_tokens_max`" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", "nano3"])
+def test_transformers_plugin_keeps_the_contract(size: str, tmp_path: Path) -> None:
+    """The plug-in that comes with vsched, with attention that does not depend on the batch."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from vsched_workers.make_checkpoint import make_checkpoint
+    from vsched_workers.plugin import plugin
+
+    torch.set_num_threads(1)
+    make_checkpoint(str(tmp_path / size), size, dtype="float32")
+    settings = WorkerSettings(threads=1, attention="exact")
+    check_worker(plugin, str(tmp_path / size), settings=settings, seeds=range(3))

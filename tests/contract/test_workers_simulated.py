@@ -1,0 +1,161 @@
+"""The worker plug-in of simulations, which reads and writes KV, keeps the contract of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from vsched.sim.cluster.images import Look
+from vsched.sim.cluster.model import ROOT
+from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
+from vsched.sim.cluster.workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
+from vsched.sim.cluster.world import World
+from vsched.sim.faults import FaultPlan
+from vsched.sim.loop import VirtualLoop
+from vsched.testing import ContractBroken, check_worker
+from vsched.testing.contract_worker import SampleImage, sample_images
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import MediaItem, ModelInfo
+from vsched.worker.contract import (
+    Batch,
+    ImagePlan,
+    Progress,
+    Sampled,
+    SequenceState,
+    WorkerSettings,
+)
+
+
+class SimProcess:
+    """A rank that computes in no time."""
+
+    serving = False
+
+    def __init__(self) -> None:
+        self.memory = SimulatedMemory(1 << 36)
+
+    def spend(self, duration_ns: float) -> None: ...
+
+    spend_step = spend
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        call()
+
+    def has_memory(self, stage: str, during: str) -> bool:
+        return True
+
+
+class SimGenerator(SimulatedGenerator):
+    """Knows its images by their grids, and serves once the KV cache is built for the last time.
+
+    As with a real model, all KV that it reads is in its answers.
+    """
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
+        assert isinstance(self._process, SimProcess)
+        self._process.serving = not touch
+
+    def prepare(self, sequence: SequenceState) -> None:
+        self._world.accept(
+            sequence.number,
+            tuple(
+                MediaItem(key=key_of(tokens), tokens=tokens, offset=offset, grid=grid)
+                for offset, tokens, grid in sequence.items
+            ),
+        )
+        super().prepare(sequence)
+
+    def step(self, batch: Batch) -> Sampled:
+        before = len(self._world.violations)
+        tokens = super().step(batch).tokens
+        return Sampled(tokens + np.int32(len(self._world.violations) - before))
+
+
+def key_of(tokens: int) -> bytes:
+    return b"%032d" % tokens
+
+
+class SimPlugin(SimulatedPlugin):
+    """Both halves of the simulated plug-in: what an engine and what a rank loads."""
+
+    generator: type[SimGenerator] = SimGenerator
+
+    def __init__(self) -> None:
+        self.world = World(VirtualLoop(), 0, FaultPlan())
+        self.process = SimProcess()
+        self.process.serving = True
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SimulatedEncoder:
+        return RankPlugin(self.world, self.process, ROOT).load_encoder(info, settings, progress)
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SimGenerator:
+        return self.generator(self.world, SimProcess(), info, settings, ROOT)
+
+    def images(self) -> list[SampleImage]:
+        made = []
+        for tokens in (1, 4, 9):
+            self.world.looks[key_of(tokens)] = look = Look((tokens, 2, 3), tokens)
+            pixels = np.tile(np.array([*look.colour, tokens], np.float32), (4 * tokens, 1))
+            made.append(SampleImage(ImagePlan((1, 2, 2 * tokens), tokens), pixels, key_of(tokens)))
+        return made
+
+
+def check_simulated(plugin: SimPlugin, seeds: Sequence[int]) -> None:
+    info = plugin.inspect("", dtype="auto", item_tokens_max=0)
+    try:
+        check_worker(plugin, info, images=plugin.images(), seeds=seeds)
+    finally:
+        plugin.world.loop.close()
+
+
+def test_simulated_plugin_keeps_the_contract() -> None:
+    """And the schedules keep theirs: it looks at every position of KV that it reads."""
+    plugin = SimPlugin()
+    check_simulated(plugin, range(20))
+    assert plugin.world.violations == []
+
+
+class Straying(SimGenerator):
+    """Writes one position too far: at the end of a block, wherever a stale entry of the table leads."""
+
+    def step(self, batch: Batch) -> Sampled:
+        sampled = super().step(batch)
+        for slot, position in zip(batch.decode_slots, batch.decode_positions, strict=True):
+            block, within = divmod(int(position) + 1, self._kv.shape[1])
+            self._kv[batch.block_tables[slot, block], within] += np.uint64(1)
+        return sampled
+
+
+class Borrowing(SimGenerator):
+    """Is wrong after a prefix that another request has computed."""
+
+    def step(self, batch: Batch) -> Sampled:
+        ends = [chunk for chunk in batch.chunks if chunk.samples]
+        borrowed = [getattr(chunk.sequence.state, "length", 0) < chunk.start for chunk in ends]
+        tokens = super().step(batch).tokens
+        tokens[len(batch.decode_slots) :] += np.array(borrowed, np.int32)
+        return Sampled(tokens)
+
+
+@pytest.mark.parametrize("generator", [Straying, Borrowing])
+def test_check_worker_refuses_wrong_kv(generator: type[SimGenerator]) -> None:
+    plugin = SimPlugin()
+    plugin.generator = generator
+    with pytest.raises(ContractBroken, match="alone and"):
+        check_simulated(plugin, range(20))
+
+
+def test_sample_images_come_from_the_preprocessor() -> None:
+    plugin = SimulatedPlugin()
+    info = plugin.inspect("", dtype="auto", item_tokens_max=0)
+    images = sample_images(plugin, info)
+    preprocessor = SimulatedPreprocessor(info)
+    for image in images:
+        assert preprocessor.tokens_of_grid(image.plan.grid) == image.plan.tokens

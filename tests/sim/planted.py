@@ -1,0 +1,109 @@
+"""Known defects, planted one at a time by changing a line of production code, as whoever makes the mistake would."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Plant(NamedTuple):
+    """A defect: in this function (`module:Class.method`), `right` is changed to `wrong`.
+
+    `twice` says that it shows in two runs that differ.
+    """
+
+    name: str
+    place: str
+    right: str
+    wrong: str
+    twice: bool = False
+
+
+PLANTS = (
+    Plant(
+        "put at the tail",
+        "vsched.kernel.book:RequestBook.come_back",
+        "self.stand_in_line(state)",
+        "self._arrivals += 1; state.order = (self._arrivals, 0); self.stand_in_line(state)",
+    ),
+    Plant(
+        "an early counter commit",
+        "vsched.kernel.generate:GenerateStage.retire",
+        "computed = len(state.tokens) - 1",
+        "computed = len(state.tokens)",
+    ),
+    Plant(
+        "a permit leak",
+        "vsched.media.fills:Fills._end",
+        "fill.give_back()",
+        "fill.lease.release() if outcome else fill.give_back()",
+    ),
+    Plant(
+        "a set in the batch order",
+        "vsched.kernel.encode:EncodeStage._take",
+        "for entry in chosen:",
+        "for entry in set(chosen):",
+        twice=True,
+    ),
+    Plant(
+        "a missed slot field",
+        "vsched.worker.slots:SlotTable.reset",
+        "width <= STOP_TOKENS_MAX",
+        "width < STOP_TOKENS_MAX",
+    ),
+    Plant(
+        "a heartbeat with two deadlines",
+        "vsched.aio.watch:Watch.complaint",
+        "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
+        "silent_s = limits.heartbeat_s",
+    ),
+    Plant(
+        "a cache view pinning its buffer",
+        "vsched.worker.sizing:KvSizing._tear_down",
+        "self._worker.drop_kv()",
+        "pass",
+    ),
+    Plant(
+        "an eviction that ignores pins",
+        "vsched.kernel.encode:EncodeStage._takeable",
+        "and not other.readers",
+        "",
+    ),
+    Plant(
+        "a retry by one rank",
+        "vsched.worker.encode_rank:EncodeRank.apply",
+        "except DeviceOutOfMemory as error:",
+        "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self.apply(decision)",
+    ),
+    Plant(
+        "a lost terminal reply",
+        "vsched.aio.streams:StreamTable.finish",
+        "generation.finish(finish)",
+        "generation.finish(finish) if self._by_number else None",
+    ),
+)
+
+
+@contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    """Have a defect meanwhile."""
+    path, _, name = plant.place.partition(":")
+    module = importlib.import_module(path)
+    holder_name, _, method = name.partition(".")
+    holder = getattr(module, holder_name)
+    right = getattr(holder, method)
+    source = textwrap.dedent(inspect.getsource(right))
+    assert source.count(plant.right) == 1, f"{plant.place} has changed: plant the defect anew"
+    scope: dict[str, object] = {}
+    code = "from __future__ import annotations\n" + source.replace(plant.right, plant.wrong)
+    exec(compile(code, f"<{plant.name}>", "exec"), vars(sys.modules[path]), scope)
+    setattr(holder, method, scope[method])
+    try:
+        yield
+    finally:
+        setattr(holder, method, right)

@@ -1,0 +1,37 @@
+"""An example to copy: a whole engine on a virtual clock, requests that share images, and whatever can go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vsched.sim.cluster import SimEngine
+from vsched.sim.faults import FaultPlan, WorkerCrash
+from vsched.sim.workload import Arrival
+
+Engines = Callable[..., SimEngine]
+SECOND_NS = 1_000_000_000
+
+
+@pytest.mark.sim(seeds=5)
+async def test_requests_survive_whatever_happens(
+    sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan
+) -> None:
+    """A failure is told with its seed, its faults, and the command that repeats it."""
+    async with sim_engine(faults=faults) as engine:
+        await engine.run(workload)
+        await engine.heal()  # everything has ended, every answer is right, nothing is held any more
+
+
+@pytest.mark.sim
+async def test_answer_goes_on_after_a_crash(
+    sim_engine: Engines, workload: tuple[Arrival, ...]
+) -> None:
+    plan = FaultPlan(faults=(WorkerCrash(at_ns=SECOND_NS, group="generate"),))
+    async with sim_engine(faults=plan) as engine:
+        await engine.sleep_until(SECOND_NS)
+        visit = engine.send(workload[0])
+        await visit.done.wait()
+        assert (visit.outcome, visit.said.text) == ("finished", visit.expected.text)
+        assert visit.ended_ns - visit.sent_ns < 2 * SECOND_NS

@@ -1,0 +1,246 @@
+"""What each kind of fault does to an engine, and what becomes of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import msgspec
+import pytest
+
+from vsched.errors import DeviceOutOfMemory
+from vsched.sim.cluster import SimEngine, small_config
+from vsched.sim.faults import (
+    KINDS,
+    AnyFault,
+    DecodeError,
+    Direction,
+    Disconnect,
+    Effect,
+    FaultPlan,
+    FetchStall,
+    Hang,
+    LateHeartbeat,
+    LostHeartbeat,
+    MessageFault,
+    MissedDecision,
+    OutOfMemory,
+    Partition,
+    Phase,
+    ReplicaRestart,
+    Slowdown,
+    TiePermutation,
+    WorkerCrash,
+)
+from vsched.sim.workload import Arrival, Image, Text
+
+Engines = Callable[..., SimEngine]
+SECOND_NS = 1_000_000_000
+SECONDS = 3
+
+
+def requests() -> list[Arrival]:
+    """Return a request every fifty milliseconds, half of them with images."""
+    return [
+        Arrival(
+            at_ns=index * SECOND_NS // 20,
+            request_id=f"r{index}",
+            prompt=(Text(index, 20), Image(f"image {index}", 12), Text(index, 5))
+            if index % 2
+            else (Text(index, 60),),
+            output_tokens=8,
+        )
+        for index in range(20 * SECONDS)
+    ]
+
+
+async def strike(sim_engine: Engines, *faults: AnyFault, ranks: int = 1) -> SimEngine:
+    """Run requests past faults to the healed end; all of the faults must have struck."""
+    base = small_config()
+    config = small_config(
+        encode=msgspec.structs.replace(base.encode, tensor_parallel=ranks),
+        generate=msgspec.structs.replace(base.generate, tensor_parallel=ranks),
+    )
+    async with sim_engine(config, faults=FaultPlan(faults=faults)) as engine:
+        await engine.run(requests())
+        await engine.heal()
+    moved = [one.fault for one in engine.world.injector.struck]
+    assert [type(one) for one in moved] == [type(one) for one in faults]
+    return engine
+
+
+def losses(engine: SimEngine) -> list[str]:
+    """Return why groups were lost."""
+    assert engine.witness is not None
+    return [f"{loss.group}: {loss.reason}" for loss in engine.witness.losses]
+
+
+def ends(engine: SimEngine) -> dict[str, int]:
+    """Return how many requests ended how, those apart that finished."""
+    found: dict[str, int] = {}
+    for visit in engine.visits:
+        if visit.outcome != "finished":
+            end = f"{visit.outcome} {visit.code}".strip()
+            found[end] = found.get(end, 0) + 1
+    return found
+
+
+GROUPS = ("encode", "generate")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("moment", ["before_reply", "after_reply"])
+@pytest.mark.sim
+async def test_crash_costs_a_restart(sim_engine: Engines, group: str, moment: str) -> None:
+    fault = WorkerCrash(at_ns=SECOND_NS, group=group, moment=moment)  # type: ignore[arg-type]
+    engine = await strike(sim_engine, fault)
+    assert len(losses(engine)) == 1
+    assert "exited with code -11" in losses(engine)[0]
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.sim
+async def test_short_hang_is_waited_for(sim_engine: Engines, group: str) -> None:
+    fault = Hang(at_ns=SECOND_NS, group=group, duration_ns=SECOND_NS)
+    engine = await strike(sim_engine, fault)
+    assert not losses(engine)
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.sim
+async def test_long_hang_is_noticed(sim_engine: Engines, group: str) -> None:
+    fault = Hang(at_ns=SECOND_NS, group=group, duration_ns=60 * SECOND_NS)
+    engine = await strike(sim_engine, fault)
+    assert "was silent for" in losses(engine)[0]
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Slowdown(at_ns=SECOND_NS, group="generate", duration_ns=SECOND_NS, factor=10.0),
+        LostHeartbeat(at_ns=SECOND_NS, group="generate"),
+        LateHeartbeat(at_ns=SECOND_NS, group="generate", late_ns=SECOND_NS // 10),
+        Partition(at_ns=SECOND_NS, group="generate", duration_ns=SECOND_NS),
+        TiePermutation(at_ns=SECOND_NS, seed=3),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+@pytest.mark.sim
+async def test_small_trouble_costs_nothing_but_time(sim_engine: Engines, fault: AnyFault) -> None:
+    engine = await strike(sim_engine, fault)
+    assert not losses(engine)
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.sim
+async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> None:
+    """A7: one rank of two does not hear what the other hears."""
+    engine = await strike(sim_engine, MissedDecision(at_ns=SECOND_NS, group=group, rank=1), ranks=2)
+    assert "rank 1 stopped with RankDesync" in losses(engine)[0]
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+@pytest.mark.parametrize("effect", get_args(Effect))
+@pytest.mark.sim
+async def test_damaged_link_is_recovered_from(
+    sim_engine: Engines, effect: Effect, direction: Direction
+) -> None:
+    """Links are ordered and reliable: what is not, is noticed, and costs a restart."""
+    fault = MessageFault(
+        at_ns=SECOND_NS,
+        group="generate",
+        duration_ns=SECOND_NS // 20,
+        direction=direction,
+        effect=effect,
+    )
+    engine = await strike(sim_engine, fault)
+    assert bool(losses(engine)) == (effect != "delay")
+    assert not ends(engine)
+
+
+@pytest.mark.parametrize("frames", ["held", "lost"])
+@pytest.mark.sim
+async def test_partition_is_noticed(sim_engine: Engines, frames: str) -> None:
+    fault = Partition(
+        at_ns=SECOND_NS,
+        group="generate",
+        duration_ns=10 * SECOND_NS,
+        frames=frames,  # type: ignore[arg-type]
+    )
+    engine = await strike(sim_engine, fault)
+    assert losses(engine)
+
+
+@pytest.mark.parametrize("phase", get_args(Phase))
+@pytest.mark.sim
+async def test_client_may_leave_in_any_phase(sim_engine: Engines, phase: Phase) -> None:
+    engine = await strike(sim_engine, Disconnect(at_ns=SECOND_NS, phase=phase))
+    assert ends(engine) == {"left": 1}
+
+
+@pytest.mark.sim
+async def test_short_fetch_stall_is_waited_for(sim_engine: Engines) -> None:
+    engine = await strike(sim_engine, FetchStall(at_ns=SECOND_NS, duration_ns=SECOND_NS))
+    assert not ends(engine)
+
+
+@pytest.mark.sim
+async def test_long_fetch_stall_is_refused(sim_engine: Engines) -> None:
+    engine = await strike(sim_engine, FetchStall(at_ns=SECOND_NS, duration_ns=60 * SECOND_NS))
+    assert ends(engine) == {"refused image_fetch_failed": 1}
+
+
+@pytest.mark.sim
+async def test_damaged_image_is_refused(sim_engine: Engines) -> None:
+    engine = await strike(sim_engine, DecodeError(at_ns=SECOND_NS))
+    assert ends(engine) == {"refused image_invalid": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("group", "lost"), [("encode", 0), ("generate", 1)])
+@pytest.mark.sim
+async def test_step_without_memory(sim_engine: Engines, group: str, lost: int, ranks: int) -> None:
+    """An encoder tries its batch in parts; a generator starts anew."""
+    engine = await strike(sim_engine, OutOfMemory(at_ns=SECOND_NS, group=group), ranks=ranks)
+    assert len(losses(engine)) == lost
+    assert not ends(engine)
+
+
+@pytest.mark.sim
+async def test_restart_without_memory_is_tried_again(sim_engine: Engines) -> None:
+    crash = WorkerCrash(at_ns=SECOND_NS, group="generate")
+    lacking = OutOfMemory(at_ns=SECOND_NS, group="generate", during="load")
+    engine = await strike(sim_engine, crash, lacking)
+    assert engine.world.launches["generate"] == 3
+    assert not ends(engine)
+
+
+@pytest.mark.sim
+async def test_start_without_memory_fails(sim_engine: Engines) -> None:
+    """B8: with the error of the rank, and nothing is left behind."""
+    plan = FaultPlan(faults=(OutOfMemory(group="generate", during="load"),))
+    engine = sim_engine(faults=plan, origin_ns=0)
+    with pytest.raises(DeviceOutOfMemory, match="no memory for the weights of generate"):
+        await engine.start()
+    await engine.stop()
+    assert engine.engine.state == "stopped"
+
+
+@pytest.mark.sim
+async def test_operator_restarts_a_group(sim_engine: Engines) -> None:
+    engine = await strike(sim_engine, ReplicaRestart(at_ns=SECOND_NS, group="generate"))
+    assert engine.witness is not None
+    assert [(loss.group, loss.planned) for loss in engine.witness.losses] == [("generate", True)]
+    assert not ends(engine)
+
+
+def test_every_kind_of_fault_is_tried() -> None:
+    with open(__file__, encoding="utf-8") as file:
+        text = file.read()
+    for kind in KINDS:
+        assert text.count(f"{kind.__name__}(") >= 1, f"{kind.__name__} is not tried"

@@ -1,0 +1,89 @@
+"""A request that takes its group down is found, and nobody else is ended for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.unit.kernel.setups import assert_holds_nothing, assert_served, sizes, words
+from vsched.testing import ModelCluster, make_request
+
+
+def text(name: str, *, start: int = 10, max_tokens: int = 9) -> Any:
+    return make_request(name, words(6, start=start), max_tokens=max_tokens)
+
+
+def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
+    """Run a cluster in which a group is lost whenever a request is in it; return the losses."""
+    losses = 0
+    for _ in range(500):
+        if poison in cluster.ended:
+            return losses
+        number = next(number for number, name in cluster.names.items() if name == poison)
+        sequences = cluster.generators[group].sequences
+        if number in sequences and sequences[number].computed:
+            losses += 1
+            cluster.lose(group)
+            cluster.restore(group)
+        elif cluster.busy("generate"):
+            cluster.run_generate()
+    raise AssertionError("the poison was never found")
+
+
+def test_poison_alone_is_ended_at_its_second_loss() -> None:
+    """F6, F4: not retried for ever."""
+    cluster = ModelCluster(sizes(slots=1))
+    cluster.submit(text("poison"))
+    assert lose_while_running(cluster, "poison") == 2
+    assert cluster.ended["poison"].code == "group_lost"
+    assert_holds_nothing(cluster)
+
+
+def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
+    """F6, F1: suspects come back one at a time; the one on probation when the group goes is the culprit."""
+    cluster = ModelCluster(sizes(slots=8))
+    names = [f"r{number}" for number in range(7)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=12))
+    losses = lose_while_running(cluster, "r4")
+    assert losses == 3
+    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
+        "group_lost": 1
+    }
+    cluster.drain()
+    assert_served(cluster, *(name for name in names if name != "r4"))
+
+
+def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
+    """F6: a group that was killed from outside, however often, ends nobody as long as others run there."""
+    cluster = ModelCluster(sizes(slots=4))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=40))
+    for _ in range(4):
+        while len(cluster.kernel.generators[0].running) < 4:
+            cluster.run_generate()
+        for _ in range(3):
+            cluster.run_generate()
+        cluster.lose("generate")
+        cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, *names)
+
+
+def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
+    """F6: whoever got past the place where it was starts over, even if it runs alone by then."""
+    cluster = ModelCluster(sizes(slots=2))
+    cluster.submit(text("long", max_tokens=60))
+    cluster.submit(text("short", start=40, max_tokens=15))
+    for _ in range(2):
+        for _ in range(5):
+            cluster.run_generate()
+        cluster.lose("generate")
+        cluster.restore("generate")
+    while "short" not in cluster.ended:
+        cluster.run_generate()
+    cluster.lose("generate")
+    cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, "long", "short")

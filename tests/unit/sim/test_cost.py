@@ -1,0 +1,139 @@
+"""Cost models: what a step takes is arithmetic, and fitting finds the figures again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from vsched.errors import ConfigError
+from vsched.sim.cost import (
+    COST_MODELS,
+    CostModel,
+    EncodeCost,
+    EncodeSample,
+    GenerateCost,
+    GenerateSample,
+    HostCost,
+    fit,
+    load_cost_model,
+    save_cost_model,
+)
+
+ENCODE = EncodeCost(step_ns=2e6, item_ns=3e5, patch_ns=4e3, patch_pair_ns=0.5)
+GENERATE = GenerateCost(step_ns=5e6, decode_ns=2e4, context_ns=15, prefill_ns=4e4, pair_ns=2)
+TRUE = CostModel(name="true", source="made up", encode=ENCODE, generate=GENERATE)
+
+
+def samples(noise: float = 0.0) -> list[EncodeSample | GenerateSample]:
+    rng = Random(1)
+    found: list[EncodeSample | GenerateSample] = []
+    for _ in range(60):
+        tokens = [rng.randint(4, 1500) for _ in range(rng.randint(1, 8))]
+        pairs = sum((4 * count) ** 2 for count in tokens)
+        ns = TRUE.encode_ns(tokens) * (1 + noise * rng.uniform(-1, 1))
+        patches = 4 * sum(tokens)
+        found.append(EncodeSample(items=len(tokens), patches=patches, pairs=pairs, ns=ns))
+        decodes, prefill = rng.randint(0, 64), rng.choice([0, 0, 64, 512])
+        context, start = decodes * rng.randint(1, 4000), rng.randint(0, 8000)
+        pairs_of_chunk = prefill * (start + prefill / 2)
+        ns = TRUE.generate_ns(
+            decodes=decodes, context=context, prefill=prefill, pairs=pairs_of_chunk
+        )
+        found.append(
+            GenerateSample(
+                decodes=decodes,
+                context=context,
+                prefill=prefill,
+                pairs=pairs_of_chunk,
+                ns=ns * (1 + noise * rng.uniform(-1, 1)),
+            )
+        )
+    return found
+
+
+def test_cost_of_steps_is_the_sum_of_parts() -> None:
+    assert TRUE.encode_ns([10, 20]) == 2e6 + 2 * 3e5 + 120 * 4e3 + 0.5 * (40**2 + 80**2)
+    step_ns = TRUE.generate_ns(decodes=3, context=100, prefill=7, pairs=11)
+    assert step_ns == 5e6 + 3 * 2e4 + 100 * 15 + 7 * 4e4 + 11 * 2
+    host = CostModel(
+        name="",
+        source="",
+        encode=ENCODE,
+        generate=GENERATE,
+        host=HostCost(image_ns=5, pixel_ns=2),
+        pixels_per_patch=100,
+    )
+    assert host.image_ns(3) == 5 + 2 * 3 * 4 * 100
+
+
+def test_fit_finds_the_costs_again() -> None:
+    found = fit(samples(), name="found", source="samples", kv_tokens=7)
+    for field in EncodeCost.__struct_fields__:
+        assert getattr(found.encode, field) == pytest.approx(getattr(ENCODE, field), rel=1e-3)
+    for field in GenerateCost.__struct_fields__:
+        assert getattr(found.generate, field) == pytest.approx(getattr(GENERATE, field), rel=1e-3)
+    assert found.encode_error is not None
+    assert found.encode_error.p95 < 1e-6
+    assert found.generate_error is not None
+    assert found.generate_error.samples == 60
+    assert found.kv_tokens == 7
+
+
+def test_fit_of_noisy_samples_is_close_and_says_how_close() -> None:
+    found = fit(samples(noise=0.1), name="found", source="samples")
+    assert found.encode_error is not None
+    assert 0.01 < found.encode_error.median < found.encode_error.p95 < 0.15
+    assert found.encode_ns([500, 900]) == pytest.approx(TRUE.encode_ns([500, 900]), rel=0.05)
+
+
+def test_fit_has_no_negative_costs() -> None:
+    """Where longer contexts seem to make steps shorter, contexts are free."""
+    odd = [
+        GenerateSample(decodes=count, context=100 * count, ns=5e6 + 1e4 * count - 20 * 100 * count)
+        for count in range(1, 40)
+    ]
+    odd += [GenerateSample(decodes=count, context=count, ns=5e6 + 1e4 * count) for count in (1, 40)]
+    encode = [EncodeSample(items=1, patches=40, pairs=1600, ns=1e6)]
+    found = fit([*odd, *encode], name="odd", source="samples")
+    costs = [getattr(found.generate, field) for field in GenerateCost.__struct_fields__]
+    assert min(costs) >= 0
+    assert found.generate.context_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [(EncodeSample, "generator"), (GenerateSample, "encoder")]
+)
+def test_fit_needs_both_stages(kind: type, missing: str) -> None:
+    one = [sample for sample in samples() if isinstance(sample, kind)]
+    with pytest.raises(ConfigError, match=f"no measured {missing} steps"):
+        fit(one, name="half", source="samples")
+
+
+def test_cost_model_reads_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    found = fit(
+        samples(noise=0.1), name="found", source="samples", shape=COST_MODELS["tiny25"].shape
+    )
+    save_cost_model(found, path)
+    assert load_cost_model(str(path)) == found
+
+
+def test_cost_model_by_name_or_a_clear_error(tmp_path: Path) -> None:
+    assert load_cost_model("h100-7b") is COST_MODELS["h100-7b"]
+    with pytest.raises(ConfigError, match="h100-7b, tiny25"):
+        load_cost_model("h200-7b")
+    path = tmp_path / "cost.json"
+    path.write_text('{"name": "x", "source": "", "encode": {"step_ns": -1}, "generate": {}}')
+    with pytest.raises(ConfigError, match="step_ns"):
+        load_cost_model(str(path))
+
+
+@pytest.mark.parametrize("name", COST_MODELS)
+def test_built_in_cost_models_say_all_that_a_simulation_needs(name: str) -> None:
+    model = COST_MODELS[name]
+    assert model.shape is not None
+    assert model.kv_tokens > 0
+    assert "rough" in model.source
+    assert model.generate_ns(decodes=1, context=1000) < model.generate_ns(decodes=64, context=64000)

@@ -1,0 +1,118 @@
+"""Work that shares the cores of a machine: what each takes depends on who else is at work, moment by moment."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
+from vsched.sim.cost import CostModel, HostCost
+from vsched.sim.crowd import Crowd, Work
+from vsched.sim.run import simulate
+from vsched.sim.workload import Image, Text, workload_of
+
+
+class Doing:
+    def __init__(self, process: str = "") -> None:
+        self.life = 0
+        self._process = process
+
+    @property
+    def process(self) -> object:
+        return self._process or self
+
+
+class Announced:
+    """The end that was announced last of each, as the heap of a simulation would keep it."""
+
+    def __init__(self, *crowding: float) -> None:
+        self.ends: dict[Work, tuple[int, int]] = {}
+        self.crowd = Crowd(crowding, self.announce)
+
+    def announce(self, work: Work, end_ns: int) -> None:
+        self.ends[work] = (end_ns, work.life)
+
+    def end(self, work: Work) -> int:
+        end_ns, life = self.ends[work]
+        assert life == work.life, "an end that is not valid any more was announced last"
+        return end_ns
+
+
+def test_crowd_of_one_takes_its_time() -> None:
+    announced, one = Announced(1.0, 2.0), Doing()
+    announced.crowd.enter(one, 100, 1000)
+    assert announced.end(one) == 1100
+
+
+def test_crowd_slows_work_down_while_there_is_company() -> None:
+    announced, one, other = Announced(1.0, 2.0), Doing(), Doing()
+    announced.crowd.enter(one, 100, 0)
+    announced.crowd.enter(other, 30, 40)
+    assert announced.end(one) == 40 + 60 * 2
+    assert announced.end(other) == 40 + 30 * 2
+    announced.crowd.leave(other, 100)
+    assert announced.end(one) == 100 + 30  # 40 were done alone, and 30 in company
+    assert one.life == 3
+
+
+def test_crowd_larger_than_known_shares_equally() -> None:
+    announced, several = Announced(1.0, 1.5), [Doing() for _ in range(4)]
+    for one in several:
+        announced.crowd.enter(one, 100, 0)
+    assert {announced.end(one) for one in several} == {300}
+
+
+def test_crowd_of_threads_is_one_process() -> None:
+    announced, several = Announced(1.0, 3.0), [Doing("engine"), Doing("engine"), Doing("rank")]
+    for one in several[:2]:
+        announced.crowd.enter(one, 100, 0)
+    assert announced.end(several[0]) == 100
+    announced.crowd.enter(several[2], 100, 0)
+    assert {announced.end(one) for one in several} == {300}
+    announced.crowd.leave(several[0], 300)
+    announced.crowd.leave(several[1], 300)
+    assert several[2].life == 2
+
+
+def test_crowd_does_not_announce_anew_what_does_not_change() -> None:
+    announced, one, other = Announced(1.0, 1.0), Doing(), Doing()
+    announced.crowd.enter(one, 100, 0)
+    announced.crowd.enter(other, 100, 50)
+    assert one.life == 1
+    announced.crowd.leave(one, 100)
+    announced.crowd.leave(one, 100)  # it is gone already
+    assert announced.end(other) == 150
+
+
+def crowded(*crowding: float) -> CostModel:
+    host: HostCost = msgspec.structs.replace(COST.host, crowding=crowding)
+    return msgspec.structs.replace(COST, host=host)
+
+
+def test_simulation_in_which_nobody_is_in_the_way_is_the_same() -> None:
+    plain = simulate(config(*SCARCE), scarce(1), cost=COST)
+    alike = simulate(config(*SCARCE), scarce(1), cost=crowded(1.0, 1.0, 1.0, 1.0))
+    assert alike.digest == plain.digest
+
+
+@pytest.mark.parametrize("placement", ["separate", "together"])
+def test_simulation_of_a_crowd_takes_longer_and_repeats(placement: str) -> None:
+    settings = config(*SCARCE, f"placement={placement}")
+    slow, again = (
+        simulate(settings, scarce(1), cost=crowded(1.0, 1.8, 2.5), oracles=True) for _ in range(2)
+    )
+    assert slow.digest == again.digest
+    plain = simulate(settings, scarce(1), cost=COST).figures
+    assert slow.figures.finished == plain.finished == 40
+    assert slow.figures.span_s > plain.span_s
+
+
+def test_simulation_slows_decoding_while_images_are_prepared() -> None:
+    """One request decodes, alone, but for an image of another that takes a thread for 20 ms."""
+    host = HostCost(image_ns=20_000_000, crowding=(1.0, 2.0))
+    cost = msgspec.structs.replace(COST, host=host)
+    long = arrival(0, 0.0, Text(0, 10), outputs=100)
+    image = arrival(1, 10.0, Image("a", 16), Text(1, 10), outputs=1)
+    alone = simulate(config(), workload_of("", [long]), cost=cost).figures.e2e_ms.p99
+    beside = simulate(config(), workload_of("", [long, image]), cost=cost).figures.e2e_ms.p99
+    assert beside > alone + 15

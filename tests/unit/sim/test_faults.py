@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from vsched.errors import ConfigError
+from vsched.sim.faults import (
+    FAULTS_MAX,
+    KINDS,
+    AnyFault,
+    Disconnect,
+    FaultPlan,
+    Hang,
+    MessageFault,
+    Partition,
+    Slowdown,
+    WorkerCrash,
+    random_plan,
+)
+from vsched.testing.strategies import fault_plans, faults
+
+MS = 1_000_000
+GROUPS = ["encode-0", "generate-0", "generate-1"]
+SPAN_NS = 10_000 * MS
+
+
+def plans(count: int) -> list[FaultPlan]:
+    return [random_plan(random.Random(seed), GROUPS, SPAN_NS, ranks=2) for seed in range(count)]
+
+
+def test_plan_reads_back_from_json_as_it_was() -> None:
+    drawn = plans(300)
+    assert {type(fault) for plan in drawn for fault in plan.faults} == set(KINDS)
+    for plan in drawn:
+        assert FaultPlan.from_json(plan.to_json()) == plan
+    assert FaultPlan.from_json(FaultPlan().to_json()) == FaultPlan()
+
+
+def test_plan_in_json_is_a_fault_a_line() -> None:
+    plan = FaultPlan(
+        seed=7, faults=(WorkerCrash(at_ns=5, group="generate-0"), Disconnect(phase="wait"))
+    )
+    assert plan.to_json().splitlines() == [
+        '{"seed": 7, "faults": [',
+        '  {"kind":"worker_crash","at_ns":5,"group":"generate-0","rank":0,"moment":"before_reply"},',
+        '  {"kind":"disconnect","at_ns":0,"phase":"wait"}',
+        "]}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "truncated"),
+        ('{"faults": [{"kind": "earthquake"}]}', "earthquake"),
+        ('{"faults": [{"kind": "hang", "group": "g", "duration_ns": -1}]}', r"\$.faults\[0\].duration_ns"),
+        ('{"faults": [{"kind": "decode_error", "grup": "g"}]}', "grup"),
+        ('{"faults": [{"kind": "disconnect"}]}', "phase"),
+        ('{"faults": [{"kind": "disconnect", "phase": "asleep"}]}', "asleep"),
+        ('{"sed": 1}', "sed"),
+    ],
+)  # fmt: skip
+def test_plan_that_is_wrong_is_refused_with_the_place(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        FaultPlan.from_json(text)
+
+
+def test_plan_is_loaded_from_a_file_whose_name_an_error_gives(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(ConfigError, match=r"plan\.json: No such file"):
+        FaultPlan.load(path)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"plan\.json: this is no fault plan"):
+        FaultPlan.load(path)
+    plan = plans(1)[0]
+    path.write_text(plan.to_json())
+    assert FaultPlan.load(path) == plan
+
+
+def test_plan_ends_with_its_last_fault() -> None:
+    hang = Hang(at_ns=3, duration_ns=10, group="generate-0")
+    assert FaultPlan().end_ns == 0
+    assert FaultPlan(faults=(hang, Disconnect(at_ns=9, phase="wait"))).end_ns == 13
+
+
+def test_random_plan_is_its_seed_and_keeps_to_the_stage() -> None:
+    assert plans(50) == plans(50)
+    drawn = plans(200)
+    assert len({plan.to_json() for plan in drawn}) == 200
+    for plan in drawn:
+        assert len(plan.faults) <= FAULTS_MAX
+        assert [fault.at_ns for fault in plan.faults] == sorted(
+            fault.at_ns for fault in plan.faults
+        )
+        for fault in plan.faults:
+            assert fault.at_ns <= SPAN_NS
+            assert getattr(fault, "group", GROUPS[0]) in GROUPS
+            assert getattr(fault, "rank", 0) in {0, 1}
+
+
+def test_random_plan_leaves_kinds_out() -> None:
+    """Swarm testing: each kind is missing in about half of the plans that are long enough to have it."""
+    long = [plan for plan in plans(400) if len(plan.faults) == FAULTS_MAX]
+    kinds = [len({type(fault) for fault in plan.faults}) for plan in long]
+    assert len(long) > 20
+    assert sum(kinds) / len(kinds) < 6
+    only = random_plan(random.Random(1), GROUPS, SPAN_NS, kinds=[Hang])
+    assert {type(fault) for fault in only.faults} <= {Hang}
+
+
+# --- shrinking ---
+
+SHRINKING = settings(
+    max_examples=20_000,  # the first that is bad ends the search
+    database=None,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.slow
+def test_strategy_draws_every_kind() -> None:
+    seen: set[type[AnyFault]] = set()
+
+    @settings(SHRINKING, max_examples=300, phases=[Phase.generate])
+    @given(fault_plans(GROUPS, SPAN_NS, ranks=2))
+    def collect(plan: FaultPlan) -> None:
+        seen.update(type(fault) for fault in plan.faults)
+        assert FaultPlan.from_json(plan.to_json()) == plan
+
+    collect()
+    assert seen == set(KINDS)
+
+
+@pytest.mark.slow
+def test_strategy_shrinks_to_the_two_faults_that_matter() -> None:
+    """A planted bug: the generate group crashes after one of its links was cut, and that for over a second."""
+
+    def is_bad(plan: FaultPlan) -> bool:
+        crashes = [fault for fault in plan.faults if isinstance(fault, WorkerCrash)]
+        cuts = [fault for fault in plan.faults if isinstance(fault, Partition)]
+        return any(
+            crash.group == cut.group == "generate-0"
+            and cut.duration_ns > 1000 * MS
+            and cut.at_ns < crash.at_ns
+            for crash in crashes
+            for cut in cuts
+        )
+
+    kinds: list[type[AnyFault]] = [Disconnect, Slowdown, Hang, WorkerCrash, Partition]
+    plans = fault_plans(["encode-0", "generate-0"], SPAN_NS, ranks=2, kinds=kinds)
+    found = hypothesis.find(plans, is_bad, settings=SHRINKING)
+    assert found.seed == 0
+    assert sorted(found.faults, key=lambda fault: fault.at_ns) == [
+        Partition(at_ns=0, duration_ns=1001 * MS, group="generate-0"),
+        WorkerCrash(at_ns=MS, group="generate-0"),
+    ]
+
+
+@pytest.mark.slow
+def test_strategy_shrinks_to_the_earliest_time_of_the_simplest_kind() -> None:
+    late = hypothesis.find(
+        faults(GROUPS, SPAN_NS), lambda fault: fault.at_ns >= 1234 * MS, settings=SHRINKING
+    )
+    assert late == Disconnect(at_ns=1234 * MS, phase="upload")
+
+
+@pytest.mark.slow
+def test_strategy_shrinks_the_details_of_a_kind() -> None:
+    found = hypothesis.find(
+        fault_plans(GROUPS, SPAN_NS, ranks=4, kinds=[MessageFault]),
+        lambda plan: any(getattr(fault, "rank", 0) > 1 for fault in plan.faults),
+        settings=SHRINKING,
+    )
+    simple = MessageFault(at_ns=0, duration_ns=MS, group="encode-0", rank=2, late_ns=MS)
+    assert found == FaultPlan(faults=(simple,))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.unit.sim.virtual import current
+from vsched.sim.http import Client, Disconnected
+
+
+class Service:
+    """Counts to ten, a number a second and a half, and notes who left early."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[str, float]] = []
+        self.sent = 0
+        routes = [
+            Route("/count", self.count),
+            Route("/echo", self.echo, methods=["POST"]),
+            Route("/broken", self.broken),
+            Route("/slow", self.slow),
+        ]
+        self.client = Client(Starlette(routes=routes), headers=[("x-key", "sesame")])
+
+    async def count(self, _request: Request) -> Response:
+        async def numbers() -> AsyncIterator[bytes]:
+            try:
+                for number in range(10):
+                    await asyncio.sleep(1.5)
+                    self.sent += 1
+                    yield b'data: {"n": %d}\n\n' % number
+                yield b"data: [DO"
+                yield b"NE]\n\n"
+            except asyncio.CancelledError:
+                self.left.append(("count", current().time()))
+                raise
+
+        return StreamingResponse(numbers(), media_type="text/event-stream")
+
+    async def echo(self, request: Request) -> Response:
+        body = await request.body()
+        said = {"body": body.decode(), "key": request.headers["x-key"], "query": request.url.query}
+        return JSONResponse(said, 201, {"x-own": "yes"})
+
+    async def broken(self, _request: Request) -> Response:
+        raise ValueError("a mistake")
+
+    async def slow(self, _request: Request) -> Response:
+        await asyncio.sleep(60)
+        return Response(b"at last")
+
+
+@pytest.mark.sim
+async def test_client_sends_a_request_and_reads_the_response() -> None:
+    response = await Service().client.request("POST", "/echo?a=1", json={"b": 2})
+    assert (response.status, response.headers["x-own"]) == (201, "yes")
+    assert response.json() == {"body": '{"b":2}', "key": "sesame", "query": "a=1"}
+    assert (await Service().client.request("GET", "/nowhere")).status == 404
+
+
+@pytest.mark.sim
+async def test_client_reads_events_when_they_come() -> None:
+    async with Service().client.open("GET", "/count") as call:
+        assert await call.started() == 200
+        events = [event async for event in call.events()]
+    assert [event.at_ns / 1e9 for event in events[:-1]] == [1.5 * n for n in range(1, 11)]
+    assert [event.json()["n"] for event in events[:-1]] == list(range(10))
+    assert events[-1].data == "[DONE]"
+    assert call.over
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("at_s", [0, 0.1, 4.5, 7.7])
+async def test_client_leaves_at_any_moment(at_s: float) -> None:
+    service = Service()
+    async with service.client.open("GET", "/count") as call:
+        current().call_later(at_s, call.disconnect)
+        with pytest.raises(Disconnected):
+            await call.response()
+    assert current().time() == at_s
+    assert service.sent == sum(1.5 * n <= at_s for n in range(1, 11))
+    assert service.left == [("count", at_s)]
+
+
+@pytest.mark.sim
+async def test_client_leaves_by_leaving_the_block() -> None:
+    service = Service()
+    async with service.client.open("GET", "/count") as call:
+        async for event in call.events():
+            if event.json()["n"] == 2:
+                break
+    assert service.left == [("count", 4.5)]
+    assert call.over
+
+
+@pytest.mark.sim
+async def test_client_that_leaves_hears_no_more() -> None:
+    async with Service().client.open("GET", "/slow") as call:
+        await asyncio.sleep(1)
+        call.disconnect()
+        with pytest.raises(Disconnected, match="the client left"):
+            await call.started()
+
+
+@pytest.mark.sim
+async def test_client_sends_a_body_in_pieces_and_can_leave_between_them() -> None:
+    async def pieces(pause_s: float) -> AsyncIterator[bytes]:
+        for piece in (b"ab", b"cd", b"ef"):
+            yield piece
+            await asyncio.sleep(pause_s)
+
+    service = Service()
+    async with service.client.open("POST", "/echo", pieces=pieces(1)) as call:
+        assert (await call.response()).json()["body"] == "abcdef"
+    assert current().time() == 3
+    seen: list[Any] = []
+
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        while not seen or seen[-1]["type"] != "http.disconnect":
+            seen.append(await receive())
+
+    async with Client(app).open("POST", "/", pieces=pieces(10)) as call:
+        current().call_later(15, call.disconnect)
+        with pytest.raises(Disconnected):
+            await call.response()
+    assert [message.get("body") for message in seen] == [b"ab", b"cd", None]
+    assert current().time() == 18
+
+
+@pytest.mark.sim
+async def test_client_that_does_not_read_holds_the_application_up() -> None:
+    service = Service()
+    async with service.client.open("GET", "/count", unread_max=2) as call:
+        await asyncio.sleep(100)
+        assert service.sent == 2
+        assert len([event async for event in call.events()]) == 11
+
+
+@pytest.mark.sim
+async def test_client_hears_what_the_application_raises() -> None:
+    with pytest.raises(ValueError, match="a mistake"):
+        await Service().client.request("GET", "/broken")
+
+
+@pytest.mark.sim
+async def test_client_is_told_when_the_application_ends_without_a_word() -> None:
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        await asyncio.sleep(1)
+
+    with pytest.raises(Disconnected, match="the application ended"):
+        await Client(app).request("GET", "/")
+
+
+@pytest.mark.sim
+async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
+    """In the same words as of a disconnect; and what it sends then goes nowhere."""
+    heard: list[Any] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        heard.append(await receive())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+        heard.append(await receive())
+
+    assert (await Client(app).request("GET", "/")).status == 204
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.sim
+async def test_what_is_sent_after_a_disconnect_goes_nowhere_and_waits_for_nobody() -> None:
+    async def stubborn(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for index in range(10):
+            await asyncio.sleep(1)
+            await send({"type": "http.response.body", "body": b"x", "more_body": index < 9})
+
+    async with Client(stubborn).open("GET", "/", unread_max=3) as call:
+        await asyncio.sleep(1.5)
+        call.disconnect()
+        await asyncio.sleep(20)
+        assert call.over
+        with pytest.raises(Disconnected):
+            await call.response()

@@ -1,0 +1,83 @@
+"""The same seeds give the same run, nanosecond for nanosecond, in any process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sim.virtual import play
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_in_process(hash_seed: str) -> list[str]:
+    """Return the digest that a process printed, and its hash of a string."""
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.sim.repeated_run", "4"],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=15,
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_run_is_the_same_under_any_hash_seed() -> None:
+    """Ties, threads of any speed, a cancelled group, a network with every fault."""
+    with ThreadPoolExecutor(3) as threads:
+        runs = list(threads.map(run_in_process, ("1", "2", "3")))
+    digests, hashes = zip(*runs, strict=True)
+    assert len(set(hashes)) == 3, "the processes do hash differently"
+    assert len(set(digests)) == 1
+
+
+def test_group_cancels_its_tasks_in_the_order_they_were_made() -> None:
+    """On another loop the order is that of addresses in memory: here there is something in between."""
+
+    async def main() -> list[int]:
+        order: list[int] = []
+        junk: list[list[object]] = []
+
+        async def wait(index: int) -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                order.append(index)
+                raise
+
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                for index in range(40):
+                    group.create_task(wait(index))
+                    junk.append([object() for _ in range(index * 7 % 13)])
+                    del junk[: index % 3]
+                await asyncio.sleep(1)
+                raise ValueError
+        return order
+
+    orders = [play(main()) for _ in range(3)]
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0]) == list(range(40))
+
+
+def test_tasks_are_named_by_their_number_on_the_loop() -> None:
+    """Not by their number in the process, which depends on what ran before."""
+
+    async def main() -> list[str]:
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(asyncio.sleep(0)), loop.create_task(asyncio.sleep(0), name="own")]
+        await asyncio.gather(*tasks)
+        return [task.get_name() for task in tasks]
+
+    assert play(main()) == play(main()) == ["Task-2", "own"]

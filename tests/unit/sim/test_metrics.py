@@ -1,0 +1,82 @@
+"""Figures: sketches are close to the exact ones, and nothing grows with the number of requests."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from vsched.sim.metrics import SAMPLE_NS, SAMPLES_MAX, SUMS, Sampler, Sketch, spread_of
+
+
+def filled(values: list[int]) -> Sketch:
+    sketch = Sketch()
+    for value in values:
+        sketch.add(value)
+    return sketch
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sketch_quantiles_are_close(seed: int) -> None:
+    rng = Random(seed)
+    values = [int(rng.lognormvariate(rng.uniform(2, 22), 2)) for _ in range(5000)]
+    sketch = filled(values)
+    for share in (0.5, 0.95, 0.99):
+        exact = float(np.percentile(values, share * 100, method="inverted_cdf"))
+        assert sketch.quantile(share) == pytest.approx(exact, rel=0.008, abs=1)
+    assert sketch.mean == pytest.approx(np.mean(values), rel=0.005, abs=1)
+    assert sketch.count == 5000
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, 257, 511, 512, 10**9, 2**62])
+def test_sketch_of_one_value(value: int) -> None:
+    assert filled([value]).quantile(0.5) == pytest.approx(value, rel=0.008, abs=1)
+
+
+def test_sketch_weights_count_as_often() -> None:
+    weighted = Sketch()
+    weighted.add(1000, 3)
+    weighted.add(5000, 1)
+    assert weighted.counts == filled([1000, 1000, 1000, 5000]).counts
+
+
+def test_sketch_cdf_rises_to_one() -> None:
+    points = filled(
+        [int(Random(2).expovariate(1e-6)) for _ in range(1)] * 5 + list(range(1000))
+    ).cdf()
+    shares = [share for _, share in points]
+    values = [value for value, _ in points]
+    assert shares == sorted(shares)
+    assert values == sorted(values)
+    assert shares[-1] == 1.0
+    assert len(points) < 250
+
+
+def test_empty_sketch_is_all_zero() -> None:
+    spread = spread_of(Sketch())
+    assert (spread.mean, spread.p50, spread.p99) == (0, 0, 0)
+    assert Sketch().cdf() == []
+
+
+def test_sampler_keeps_a_bounded_number_of_samples_and_every_sum() -> None:
+    sampler = Sampler(0)
+    steps = 5 * SAMPLES_MAX + 7
+    for step in range(1, steps + 1):
+        totals = [step * (column + 1) for column in range(len(SUMS))]
+        sampler.take(step * SAMPLE_NS, (1.0, step, 0.0, 0.5, 0.0), totals)
+    series = sampler.series()
+    assert SAMPLES_MAX / 2 <= len(series.gauges["waiting"]) < SAMPLES_MAX
+    taken = len(series.gauges["waiting"]) * series.interval_s * 1e9 / SAMPLE_NS
+    assert sum(series.sums["steps"]) == taken
+    assert sum(series.sums["decode_tokens"]) == 2 * taken
+    assert set(series.gauges["waiting"]) == {1.0}
+    assert series.gauges["running"] == sorted(series.gauges["running"])
+
+
+def test_sampler_fills_quiet_times() -> None:
+    sampler = Sampler(0)
+    sampler.take(10 * SAMPLE_NS, (2.0, 0, 0, 0, 0), [5] * len(SUMS))
+    series = sampler.series()
+    assert series.gauges["waiting"] == [2.0] * 10
+    assert series.sums["steps"] == [5] + [0] * 9

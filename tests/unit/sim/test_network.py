@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.unit.sim.virtual import current, play
+from vsched.kernel.decisions import GenerateDecision
+from vsched.sim.channel import LinkProfile
+from vsched.sim.faults import (
+    AnyFault,
+    FaultPlan,
+    LateHeartbeat,
+    LostHeartbeat,
+    MessageFault,
+    MissedDecision,
+    Partition,
+)
+from vsched.sim.injection import Injector
+from vsched.sim.network import LeaderEnd, Network, RankEnd, group_of, wait_readable
+from vsched.transport.zmq_link import pulse_identity, rank_identity
+from vsched.wire import Beat, Entry, FollowerLog, Heartbeat, LeaderLog, Pulse, encode_report
+
+MS = 1_000_000
+PLAIN = LinkProfile(latency_ns=MS)
+
+
+class Wire:
+    """A leader and its ranks, and what arrived when: frames as numbers, times in milliseconds."""
+
+    def __init__(
+        self, *faults: AnyFault, profile: LinkProfile = PLAIN, ranks: int = 1, seed: int = 0
+    ) -> None:
+        self.loop = current()
+        self.injector = Injector(FaultPlan(faults=faults), self.loop)
+        self.network = Network(self.loop, random.Random(seed), self.injector, profile=profile)
+        self.heard: list[tuple[float, bytes, bytes]] = []
+        self.leader: LeaderEnd = self.network.listen(
+            "ipc:///run/generate-0-1",
+            lambda identity, frame: self.heard.append((self.now_ms, identity, frame)),
+        )
+        self.ranks = [self.network.connect(self.leader.address, rank) for rank in range(ranks)]
+        self.taken: list[tuple[float, int]] = []
+        for end in self.ranks:
+            end.on_readable = self._taker(end)
+
+    def _taker(self, end: RankEnd) -> Callable[[], None]:
+        def take() -> None:
+            frame = end.receive()
+            assert frame is not None
+            self.taken.append((self.now_ms, int.from_bytes(frame, "little")))
+
+        return take
+
+    @property
+    def now_ms(self) -> float:
+        return self.loop.now_ns() / MS
+
+    async def send(self, count: int, *, every_ms: float = 0, rank: int = 0) -> None:
+        """Send the numbers from 0, and wait until all has come that will."""
+        for index in range(count):
+            assert self.leader.send(rank, index.to_bytes(4, "little"))
+            await asyncio.sleep(every_ms / 1000)
+        await asyncio.sleep(100)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.taken]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was counted at all, from the leader to the ranks."""
+        total = msgspec.structs.asdict(self.network.statistics().total)
+        return {name: count for name, count in total.items() if count}
+
+
+@pytest.mark.sim
+async def test_link_delivers_everything_once_in_order_after_its_latency() -> None:
+    wire = Wire()
+    await wire.send(100, every_ms=0.5)
+    assert wire.taken == [(1 + index / 2, index) for index in range(100)]
+    assert wire.counts == {"sent": 100, "delivered": 100}
+
+
+@pytest.mark.sim
+async def test_link_carries_reports_to_the_leader_under_the_identity() -> None:
+    wire = Wire(ranks=2)
+    pulse = wire.network.connect(wire.leader.address, 1, pulse=True)
+    wire.ranks[1].send(b"report")
+    pulse.send(b"pulse")
+    await asyncio.sleep(1)
+    assert wire.heard == [(1, rank_identity(1), b"report"), (1, pulse_identity(1), b"pulse")]
+
+
+@pytest.mark.sim
+async def test_link_jitter_never_lets_a_frame_overtake() -> None:
+    wire = Wire(profile=LinkProfile(latency_ns=MS, jitter_ns=5 * MS))
+    await wire.send(500, every_ms=0.1)
+    assert wire.numbers == list(range(500))
+    delays = [at - number / 10 for at, number in wire.taken]
+    assert min(delays) >= 1
+    assert len({round(delay, 3) for delay in delays}) > 100
+
+
+@pytest.mark.parametrize("shape", ["uniform", "exponential"])
+def test_link_jitter_has_its_mean(shape: str) -> None:
+    async def main() -> float:
+        profile = msgspec.convert(
+            {"latency_ns": 0, "jitter_ns": 4 * MS, "jitter": shape}, LinkProfile
+        )
+        wire = Wire(profile=profile)
+        await wire.send(2000, every_ms=100)
+        return sum(at - number * 100 for at, number in wire.taken) / 2000
+
+    assert play(main()) == pytest.approx(4, rel=0.1)
+
+
+def lost_numbers(seed: int, *faults: AnyFault, **rates: float) -> list[int]:
+    async def main() -> list[int]:
+        wire = Wire(*faults, profile=LinkProfile(**rates), seed=seed)  # type: ignore[arg-type]
+        await wire.send(1000, every_ms=1)
+        return sorted(set(range(1000)) - set(wire.numbers))
+
+    return play(main())
+
+
+def test_link_loses_a_share_that_the_seed_fixes() -> None:
+    """The generator is seeded with the network's seed and the link; the first number of five decides on loss."""
+    base = random.Random(7).getrandbits(64)
+    generator = random.Random(f"{base} generate-0-1 rank-0 to_rank")
+    generator.getrandbits(64)  # for the jitter
+    expected = []
+    for index in range(1000):
+        draws = [generator.random() for _ in range(6)]
+        expected += [index] if draws[0] < 0.2 else []
+    assert lost_numbers(7, loss=0.2) == expected
+    assert 150 < len(expected) < 250
+    assert lost_numbers(8, loss=0.2) != expected
+
+
+def test_link_loses_the_same_frames_whatever_else_happens() -> None:
+    """So that a plan can be shortened fault by fault."""
+    alone = lost_numbers(3, loss=0.2)
+    assert lost_numbers(3, loss=0.2, duplication=0.5, reordering=0.3) == alone
+
+
+@pytest.mark.sim
+async def test_link_doubles_frames() -> None:
+    wire = Wire(profile=LinkProfile(latency_ns=MS, duplication=1.0, late_ns=7 * MS))
+    await wire.send(2, every_ms=1)
+    assert wire.taken == [(1, 0), (2, 1), (8, 0), (9, 1)]
+    assert wire.counts == {"sent": 2, "delivered": 4, "duplicated": 2}
+
+
+@pytest.mark.sim
+async def test_link_lets_frames_be_overtaken() -> None:
+    wire = Wire(profile=LinkProfile(latency_ns=MS, reordering=0.2, late_ns=5 * MS), seed=1)
+    await wire.send(100, every_ms=1)
+    assert sorted(wire.numbers) == list(range(100))
+    assert wire.numbers != list(range(100))
+    late = [number for at, number in wire.taken if at - number > 1.5]
+    assert len(late) == wire.counts["reordered"]
+
+
+@pytest.mark.sim
+async def test_link_delays_frames_and_keeps_their_order() -> None:
+    wire = Wire(profile=LinkProfile(latency_ns=MS, delay=0.2, late_ns=5 * MS), seed=1)
+    await wire.send(100, every_ms=1)
+    assert wire.numbers == list(range(100))
+    assert max(at - number for at, number in wire.taken) >= 6
+    assert wire.counts["delayed"] > 10
+
+
+@pytest.mark.sim
+async def test_link_flips_one_bit_of_a_damaged_frame() -> None:
+    wire = Wire(profile=LinkProfile(corruption=1.0))
+    sent = bytes(40)
+    for _ in range(50):
+        wire.ranks[0].send(sent)
+    await asyncio.sleep(1)
+    values = [int.from_bytes(frame, "little") for _, _, frame in wire.heard]
+    assert [value.bit_count() for value in values] == [1] * 50
+    assert len(set(values)) > 25
+
+
+@pytest.mark.sim
+async def test_link_refuses_frames_when_its_queue_is_full() -> None:
+    """What is under way and what was not received counts; what was received makes room."""
+    wire = Wire(profile=LinkProfile(latency_ns=MS, queue_max=3))
+    end = wire.ranks[0]
+    end.on_readable = None
+    assert [wire.leader.send(0, b"x") for _ in range(5)] == [True] * 3 + [False] * 2
+    await asyncio.sleep(1)
+    assert not wire.leader.send(0, b"x"), "arrived is not received"
+    assert end.receive() == b"x"
+    assert wire.leader.send(0, b"x")
+    assert not wire.leader.send(0, b"x")
+    assert wire.counts == {"sent": 4, "refused": 4, "delivered": 3}
+    assert [end.send(b"y") for _ in range(4)] == [True] * 3 + [False]
+
+
+@pytest.mark.sim
+async def test_link_to_a_rank_that_is_not_there_refuses_frames() -> None:
+    wire = Wire()
+    assert not wire.leader.send(1, b"x")
+    wire.leader.send(0, b"lost")
+    wire.ranks[0].send(b"last words")
+    wire.ranks[0].close()
+    assert not wire.leader.send(0, b"x")
+    await asyncio.sleep(1)
+    assert [frame for _, _, frame in wire.heard] == [b"last words"]
+    assert wire.counts == {"sent": 2, "delivered": 1, "unheard": 1}
+
+
+@pytest.mark.sim
+async def test_leader_that_has_closed_hears_nothing_and_another_can_take_its_place() -> None:
+    wire = Wire()
+    wire.ranks[0].send(b"too late")
+    wire.leader.close()
+    assert not wire.leader.send(0, b"x")
+    await asyncio.sleep(1)
+    assert wire.heard == []
+    heard: list[bytes] = []
+    wire.network.listen(wire.leader.address, lambda _, frame: heard.append(frame))
+    wire.ranks[0].send(b"hello")
+    await asyncio.sleep(1)
+    assert heard == [b"hello"]
+
+
+# --- faults of a plan ---
+
+
+def partition(frames: str) -> Partition:
+    fault = {"at_ns": 10 * MS, "duration_ns": 20 * MS, "group": "generate-0", "frames": frames}
+    return msgspec.convert(fault, Partition)
+
+
+@pytest.mark.sim
+async def test_partition_holds_frames_until_it_ends() -> None:
+    wire = Wire(partition("held"))
+    await wire.send(40, every_ms=1)
+    assert wire.numbers == list(range(40))
+    assert [at for at, _ in wire.taken[:9]] == [1 + index for index in range(9)]
+    assert [at for at, _ in wire.taken[9:30]] == [31] * 21
+    assert [at for at, _ in wire.taken[30:]] == [1 + index for index in range(30, 40)]
+    assert [(one.now_ns, one.fault) for one in wire.injector.struck] == [
+        (9 * MS, partition("held"))
+    ]
+
+
+@pytest.mark.sim
+async def test_partition_loses_frames_of_both_directions_while_it_lasts() -> None:
+    wire = Wire(partition("lost"))
+    for _ in range(40):
+        wire.ranks[0].send(b"x")
+        await asyncio.sleep(0.001)
+    assert [at for at, *_ in wire.heard] == [*range(1, 10), *range(31, 41)]
+    assert wire.network.statistics().total.lost == 21
+
+
+@pytest.mark.sim
+async def test_partition_backs_up_to_the_sender() -> None:
+    wire = Wire(partition("held"), profile=LinkProfile(queue_max=5))
+    await asyncio.sleep(0.01)
+    assert [wire.leader.send(0, b"x") for _ in range(7)] == [True] * 5 + [False] * 2
+
+
+@pytest.mark.sim
+async def test_message_fault_strikes_its_direction_of_its_link_in_its_time() -> None:
+    fault = MessageFault(at_ns=10 * MS, duration_ns=10 * MS, group="generate-0", rank=1)
+    wire = Wire(fault, ranks=2)
+    for _ in range(30):
+        for rank, end in enumerate(wire.ranks):
+            wire.leader.send(rank, bytes([rank]))
+            end.send(b"x")
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(1)
+    assert wire.numbers.count(0) == 30
+    assert wire.numbers.count(1) == 20
+    assert len(wire.heard) == 60
+
+
+@pytest.mark.sim
+async def test_missed_decision_is_the_next_step_and_no_heartbeat() -> None:
+    """The follower finds the gap at the entry that comes after it."""
+    wire = Wire(MissedDecision(at_ns=5 * MS, group="generate-0"))
+    end = wire.ranks[0]
+    end.on_readable = None
+    log, follower = LeaderLog(), FollowerLog()
+    entries: list[Entry] = [
+        Heartbeat(),
+        GenerateDecision(1),
+        Heartbeat(),
+        GenerateDecision(2),
+        Heartbeat(),
+    ]
+    for entry in entries:
+        wire.leader.send(0, log.append(entry))
+        await asyncio.sleep(0.003)
+    await asyncio.sleep(1)
+    for expected in entries[:3]:
+        frame = end.receive()
+        assert frame is not None
+        assert follower.accept(frame) == expected
+    frame = end.receive()
+    assert frame is not None
+    assert int.from_bytes(frame[:8], "little") == 5
+    assert wire.counts["lost"] == 1
+
+
+@pytest.mark.sim
+async def test_heartbeats_are_answered_late_or_not_at_all() -> None:
+    wire = Wire(
+        LostHeartbeat(at_ns=0, group="generate-0"),
+        LateHeartbeat(at_ns=5 * MS, group="generate-0", late_ns=50 * MS),
+    )
+    for seq in range(10):
+        wire.ranks[0].send(encode_report(Pulse()))
+        wire.ranks[0].send(encode_report(Beat(seq, {})))
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(1)
+    beats = [(at, frame) for at, _, frame in wire.heard if frame != encode_report(Pulse())]
+    assert [at for at, _ in beats] == [*range(2, 6), *range(7, 11), 56]
+    assert len(wire.heard) == 10 + 9
+
+
+# --- waiting ---
+
+
+@pytest.mark.sim
+async def test_rank_waits_for_a_frame_as_a_task() -> None:
+    wire = Wire()
+    end = wire.ranks[0]
+    end.on_readable = None
+    wire.loop.call_later(5, wire.leader.send, 0, b"x")
+    assert await end.next_frame(4) is None
+    assert wire.loop.time() == 4
+    assert await end.next_frame() == b"x"
+    assert wire.loop.time() == 5.001
+    wire.loop.call_later(1, end.close)
+    assert await end.next_frame() is None
+
+
+@pytest.mark.sim
+async def test_rank_waits_for_any_of_several_links() -> None:
+    wire = Wire(ranks=2)
+    for end in wire.ranks:
+        end.on_readable = None
+    assert not await wait_readable(wire.ranks, 1)
+    wire.leader.send(1, b"x")
+    assert await wait_readable(wire.ranks, 1)
+    assert [end.readable for end in wire.ranks] == [False, True]
+    assert await wait_readable(wire.ranks, 0)
+
+
+@pytest.mark.sim(seeds=20)
+async def test_ties_never_reorder_a_link() -> None:
+    """Frames that arrive at one moment keep their order, though their timers do not."""
+    wire = Wire(ranks=2)
+    for index in range(20):
+        wire.leader.send(index % 2, index.to_bytes(4, "little"))
+    await asyncio.sleep(1)
+    assert [number for number in wire.numbers if number % 2 == 0] == list(range(0, 20, 2))
+    assert [number for number in wire.numbers if number % 2] == list(range(1, 20, 2))
+
+
+def test_ties_permute_links_with_each_other() -> None:
+    async def main() -> list[int]:
+        wire = Wire(ranks=4)
+        for index in range(4):
+            wire.leader.send(index, bytes([index]))
+        await asyncio.sleep(1)
+        return wire.numbers
+
+    assert len({tuple(play(main(), tie_seed=seed)) for seed in range(30)}) > 10
+
+
+@pytest.mark.parametrize(
+    ("address", "group"),
+    [
+        ("ipc:///run/x/generate-1-4", "generate-1"),
+        ("ipc://encode-0", "encode-0"),
+        ("ipc://nowhere", "nowhere"),
+    ],
+)
+def test_group_of_an_address_is_its_name_without_the_start(address: str, group: str) -> None:
+    assert group_of(address) == group

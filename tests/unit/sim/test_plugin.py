@@ -1,0 +1,220 @@
+"""The pytest plug-in, run on test files of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = "pytester"
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = """
+[pytest]
+asyncio_default_fixture_loop_scope = function
+addopts = --strict-markers -p no:cacheprovider
+filterwarnings = error
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder whose tests use the plug-in, in pytest-asyncio's strict mode."""
+    pytester.makeini(SETTINGS)
+    return pytester
+
+
+def run(project: pytest.Pytester, source: str, *words: str) -> pytest.RunResult:
+    project.makepyfile(test_it=f"import asyncio\nimport pytest\n\n{source}")
+    return project.runpytest_inprocess(*words)
+
+
+def test_plugin_is_registered_by_its_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"vsched": "vsched.testing.plugin"}
+
+
+def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
+    """It is loaded into every run of pytest, before coverage is measured."""
+    code = "import sys, vsched.testing.plugin; print(*(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=15
+    )
+    loaded = done.stdout.split()
+    own = [name for name in loaded if name.partition(".")[0].startswith("vsched")]
+    assert own == ["vsched", "vsched.testing", "vsched.testing.plugin"]
+    assert not {"torch", "hypothesis", "zmq", "numpy", "msgspec", "starlette"} & set(loaded)
+
+
+def test_plugin_runs_a_test_once_for_each_seed(project: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.sim(seeds=[3, 5])
+async def test_seeds(sim):
+    await asyncio.sleep(3600)
+    assert asyncio.get_running_loop() is sim.loop
+    assert sim.loop.time() == 3600
+
+@pytest.mark.sim(seeds=2)
+@pytest.mark.parametrize("letter", "ab")
+async def test_crossed(sim, letter): ...
+
+@pytest.mark.sim
+async def test_single(sim):
+    assert sim.seed == 0
+"""
+    result = run(project, source, "-v")
+    result.assert_outcomes(passed=7)
+    expected = ["*test_seeds?seed3*", "*test_seeds?seed5*", "*test_crossed?*", "*test_single *"]
+    result.stdout.fnmatch_lines(expected)
+
+
+def test_plugin_runs_tests_that_are_not_asynchronous_too(project: pytest.Pytester) -> None:
+    source = """
+seen = []
+
+@pytest.mark.sim(seeds=3)
+def test_sync(sim):
+    seen.append((sim.seed, sim.rng.random()))
+
+@pytest.mark.sim(seeds=3)
+def test_without_the_fixture(): ...
+
+def test_seen():
+    assert [seed for seed, _ in seen] == [0, 1, 2]
+    assert len({number for _, number in seen}) == 3
+"""
+    run(project, source).assert_outcomes(passed=7)
+
+
+def test_plugin_leaves_other_tests_alone(project: pytest.Pytester) -> None:
+    """With nobody else who says which loop to use, and with a conftest that does."""
+    source = """
+@pytest.mark.asyncio
+async def test_plain(request):
+    assert type(asyncio.get_running_loop()).__name__ == "{kind}"
+    assert request.node.name == "test_plain"
+
+@pytest.mark.sim
+async def test_marked():
+    assert type(asyncio.get_running_loop()).__name__ == "VirtualLoop"
+
+def test_sync(): ...
+"""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        usual = type(loop).__name__
+    run(project, source.replace("{kind}", usual)).assert_outcomes(passed=3)
+    project.makeconftest("""
+import asyncio
+class OwnLoop(asyncio.SelectorEventLoop): ...
+def pytest_asyncio_loop_factories(config, item):
+    return {"own": OwnLoop}
+""")
+    run(project, source.replace("{kind}", "OwnLoop")).assert_outcomes(passed=3)
+
+
+FAILING = """
+@pytest.mark.sim(seeds=range(10))
+async def test_plan(sim):
+    plan = sim.draw_faults(["generate-0"], 10**9)
+    await asyncio.sleep(1.5)
+    assert sim.seed != 7
+"""
+
+
+def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
+    """And the printed command does."""
+    result = run(project, FAILING)
+    result.assert_outcomes(passed=9, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*- simulation -*",
+            "seed: 7",
+            "commit: *",
+            "virtual time: 1.500000000 s",
+            'faults: {"seed": *, "faults": [[]',
+            '  {"kind":"*',
+            "]}",
+            "replay: pytest 'test_it.py::test_plan[[]seed7[]]'",
+        ]
+    )
+    result = project.runpytest_inprocess("test_it.py::test_plan[seed7]")
+    result.assert_outcomes(failed=1)
+
+
+def test_plugin_takes_other_seeds_and_another_plan(project: pytest.Pytester) -> None:
+    (project.path / "plan.json").write_text('{"seed": 9, "faults": [{"kind": "decode_error"}]}')
+    source = """
+@pytest.mark.sim(seeds=range(10))
+async def test_plan(sim):
+    plan = sim.draw_faults(["generate-0"], 10**9)
+    assert plan.seed == 9 and len(plan.faults) == 1
+    assert sim.seed != 77
+"""
+    words = ["--sim-seed=76", "--sim-seed=77", "--sim-plan=plan.json"]
+    result = run(project, source, *words)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            'faults: {"seed": 9, "faults": [[]',
+            '  {"kind":"decode_error","at_ns":0}',
+            "]}",
+            "replay: pytest 'test_it.py::test_plan[[]seed77[]]' --sim-seed=77 --sim-plan=plan.json",
+        ]
+    )
+
+
+def test_plugin_does_not_show_the_plan_of_another_test(project: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.sim(seeds=[1])
+@pytest.mark.parametrize("draws", [True, False])
+async def test_plan(sim, draws):
+    if draws:
+        sim.draw_faults(["generate-0"], 10**9)
+    else:
+        assert False
+"""
+    result = run(project, source)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.no_fnmatch_line("faults:*")
+
+
+def test_plugin_fails_a_test_whose_loop_has_seen_an_error(project: pytest.Pytester) -> None:
+    """An exception in a callback is logged by asyncio, and nobody would know."""
+    source = """
+@pytest.mark.sim
+async def test_callback():
+    asyncio.get_running_loop().call_later(1, lambda: 1 / 0)
+    await asyncio.sleep(2)
+
+@pytest.mark.sim
+async def test_hang():
+    await asyncio.Event().wait()
+"""
+    result = run(project, source)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        ["*ZeroDivisionError*", "*on the virtual loop: Exception in callback*", "*VirtualDeadlock*"]
+    )
+
+
+def test_plugin_refuses_markers_that_are_wrong(project: pytest.Pytester) -> None:
+    markers = ["sim(3)", "sim(sees=3)", "sim(seeds=[])", "sim(seeds=0)", "sim(seeds=['a'])"]
+    files = {
+        f"test_{index}": f"import pytest\n@pytest.mark.{marker}\nasync def test_it(): ..."
+        for index, marker in enumerate(markers)
+    }
+    project.makepyfile(**files, test_fixture="def test_it(sim): ...")
+    result = project.runpytest_inprocess("--continue-on-collection-errors")
+    result.assert_outcomes(errors=6)
+    by_name = "sim takes nothing but seeds=..., by its name"
+    listed = "seeds is how many there are, or a sequence of whole numbers"
+    complaints = [by_name, by_name, listed, listed, listed]
+    lines = [f"*test_{index}.py::test_it: {one}*" for index, one in enumerate(complaints)]
+    fixture = "*the fixture sim is for tests marked with pytest.mark.sim*"
+    result.stdout.fnmatch_lines([*lines, fixture])

@@ -1,0 +1,313 @@
+"""The fast simulator: times are arithmetic, limits are kept, runs repeat, and what goes wrong is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
+from vsched.errors import ConfigError, PolicyError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command, Finish
+from vsched.kernel.events import Event, Stepped
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.sim.cost import CostModel, EncodeCost, GenerateCost, HostCost
+from vsched.sim.generators import conversations
+from vsched.sim.metrics import Targets
+from vsched.sim.outcome import Outcome
+from vsched.sim.run import simulate
+from vsched.sim.setup import prepare
+from vsched.sim.simulation import START_NS
+from vsched.sim.workload import Image, Text, Workload, workload_of
+
+PLAIN = CostModel(
+    name="plain",
+    source="round numbers",
+    encode=EncodeCost(step_ns=1e6, item_ns=1e6, patch_ns=1e3),
+    generate=GenerateCost(step_ns=2e6, decode_ns=1e6, context_ns=100, prefill_ns=1e4, pair_ns=10),
+    shape=TINY,
+    kv_tokens=4096,
+)
+
+
+class Seen:
+    """Keeps what happened, by request."""
+
+    def __init__(self) -> None:
+        self.finishes: dict[str, tuple[Finish, int]] = {}
+        self.steps: list[Stepped] = []
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        if isinstance(event, Stepped):
+            self.steps.append(event)
+        for command in commands:
+            if isinstance(command, Finish):
+                self.finishes[command.request_id] = (command, now_ns - START_NS)
+
+    def ttft_ns(self, name: str) -> int:
+        return self.finishes[name][0].times.first_token_ns - START_NS
+
+    def end_ns(self, name: str) -> int:
+        return self.finishes[name][1]
+
+
+def run(workload: Workload, *sets: str, cost: CostModel = PLAIN) -> tuple[Outcome, Seen]:
+    seen = Seen()
+    return simulate(config(*sets), workload, cost=cost, observers=[seen], oracles=True), seen
+
+
+# --- times ---
+
+
+def test_run_times_of_a_text_are_those_of_its_steps() -> None:
+    """100 tokens in one chunk, then three decodes that see 101, 102 and 103 tokens."""
+    _, seen = run(workload_of("one", [arrival(1, 0, Text(1, 100), outputs=4)]))
+    first_ns = 2_000_000 + 100 * 10_000 + 10 * 100 * 50
+    assert seen.ttft_ns("r1") == first_ns
+    decodes_ns = 3 * 3_000_000 + 100 * (101 + 102 + 103)
+    assert seen.end_ns("r1") == first_ns + decodes_ns
+
+
+def test_run_times_of_an_image_include_its_preparation_and_encoding() -> None:
+    host = HostCost(request_ns=1_000_000, image_ns=4_000_000, pixel_ns=10)
+    cost = CostModel(
+        name="host",
+        source="",
+        encode=PLAIN.encode,
+        generate=PLAIN.generate,
+        host=host,
+        shape=TINY,
+        kv_tokens=4096,
+    )
+    workload = workload_of("one", [arrival(1, 0, Image("a", 50), Text(1, 50), outputs=1)])
+    outcome, seen = run(workload, cost=cost)
+    prepared_ns = 1_000_000 + 4_000_000 + 10 * 50 * 4 * 196
+    encoded_ns = 2_000_000 + 1000 * 200
+    step_ns = 2_000_000 + 100 * 10_000 + 10 * 100 * 50
+    assert seen.ttft_ns("r1") == prepared_ns + encoded_ns + step_ns
+    assert outcome.figures.ttft_ms.p50 == pytest.approx(seen.ttft_ns("r1") / 1e6, rel=0.01)
+    assert outcome.figures.queue_ms.p50 == pytest.approx(encoded_ns / 1e6, rel=0.01)
+
+
+def test_run_delays_a_step_by_what_a_decision_takes() -> None:
+    """One ahead: only the first step waits for its decision."""
+    slow = CostModel(
+        name="slow",
+        source="",
+        encode=PLAIN.encode,
+        generate=PLAIN.generate,
+        host=HostCost(decision_ns=500_000),
+        shape=TINY,
+        kv_tokens=4096,
+    )
+    workload = workload_of("one", [arrival(1, 0, Text(1, 100), outputs=4)])
+    _, seen = run(workload)
+    _, later = run(workload, cost=slow)
+    assert later.end_ns("r1") - seen.end_ns("r1") == 500_000
+
+
+def test_run_counts_times_between_tokens_once_for_each() -> None:
+    outcome, seen = run(
+        workload_of("two", [arrival(n, 0, Text(n, 20), outputs=11) for n in (1, 2)])
+    )
+    figures = outcome.figures
+    assert figures.output_tokens_s * figures.span_s == pytest.approx(22)
+    steps_ns = [step.busy_ns for step in seen.steps]
+    # When the second arrives, two steps are decided already, so its own first is the third.
+    gaps_ns = steps_ns[1:11] + steps_ns[3:13]
+    assert figures.itl_ms.mean == pytest.approx(sum(gaps_ns) / 20 / 1e6, rel=1e-6)
+    assert figures.tpot_ms.p50 == pytest.approx(figures.itl_ms.mean, rel=0.01)
+    assert figures.generate_steps == len(seen.steps)
+
+
+def test_run_stages_that_share_a_process_take_turns() -> None:
+    arrivals = [
+        arrival(1, 0, Text(1, 20), outputs=30),
+        arrival(2, 1, Image("a", 500), Text(2, 5), outputs=1),
+    ]
+    _, apart = run(workload_of("two", arrivals))
+    _, together = run(workload_of("two", arrivals), 'placement="together"')
+    encode_ns = 2_000_000 + 2000 * 1000
+    assert together.end_ns("r1") == pytest.approx(apart.end_ns("r1") + encode_ns, abs=1)
+
+
+def test_run_noise_comes_from_the_seed() -> None:
+    noisy = CostModel(
+        name="noisy",
+        source="",
+        encode=PLAIN.encode,
+        generate=PLAIN.generate,
+        noise=0.2,
+        shape=TINY,
+        kv_tokens=4096,
+    )
+    digests = [simulate(config(), scarce(1), cost=noisy, seed=seed).digest for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+# --- conversations, limits ---
+
+
+def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
+    said = Text(1, 30)
+    arrivals = [
+        arrival(1, 0, said, outputs=20, conversation="c"),
+        arrival(2, 1, said, Text(2, 5), outputs=2, conversation="c", think_ns=7_000_000),
+        arrival(3, 2, said, Text(3, 5), outputs=2, conversation="c"),
+    ]
+    outcome, seen = run(workload_of("talk", arrivals))
+    first_step_ns = seen.finishes["r2"][0].times.submitted_ns - START_NS
+    assert first_step_ns == seen.end_ns("r1") + 7_000_000
+    assert seen.finishes["r3"][0].times.submitted_ns - START_NS == seen.end_ns("r2")
+    assert outcome.figures.finished == 3
+    assert outcome.figures.prefix_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        (("generate.context_tokens=64",), "context_exceeded"),
+        (('generate.memory={use="pinned", tokens=64}',), "kv_exceeded"),
+        (("arena.embedding_bytes=4096",), "image_exceeds_cache"),
+        (("arena.pixel_bytes=4096",), "pixels_exceeded"),
+        (("media.images_max=0",), "too_many_images"),
+    ],
+)
+def test_run_refuses_what_a_server_would(sets: tuple[str, ...], code: str) -> None:
+    big = arrival(1, 0, Image("a", 500), Text(1, 5), conversation="c")
+    small = arrival(2, 1, Text(2, 5), conversation="c")
+    outcome, _ = run(workload_of("two", [big, small]), *sets)
+    assert outcome.figures.failed == {code: 1}
+    assert outcome.figures.finished == 1
+    assert outcome.figures.good_share == 0.5
+
+
+def test_run_waits_for_room_for_pixels() -> None:
+    """Each image takes 500 x 4 x 12 x 4 = 96,000 bytes until its request has ended."""
+    arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=5) for n in range(6)]
+    _, roomy = run(workload_of("six", arrivals))
+    outcome, tight = run(workload_of("six", arrivals), "arena.pixel_bytes=100000")
+    assert outcome.figures.finished == 6
+    starts = sorted(one.times.submitted_ns for one, _ in tight.finishes.values())
+    ends = sorted(end_ns + START_NS for _, end_ns in tight.finishes.values())
+    assert starts[1:] == ends[:-1]
+    assert max(map(roomy.end_ns, roomy.finishes)) < max(map(tight.end_ns, tight.finishes))
+
+
+def test_run_gives_preparation_up_after_its_time() -> None:
+    arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=9) for n in range(6)]
+    outcome, _ = run(
+        workload_of("six", arrivals), "arena.pixel_bytes=100000", "media.prepare_s=0.05"
+    )
+    assert outcome.figures.failed["prepare_timeout"] >= 1
+    assert outcome.figures.finished + outcome.figures.failed["prepare_timeout"] == 6
+
+
+def test_run_an_image_that_is_there_needs_no_preparation() -> None:
+    host = HostCost(image_ns=5_000_000)
+    cost = CostModel(
+        name="host",
+        source="",
+        encode=PLAIN.encode,
+        generate=PLAIN.generate,
+        host=host,
+        shape=TINY,
+        kv_tokens=4096,
+    )
+    arrivals = [arrival(n, 50 * n, Image("same", 50), Text(n, 5)) for n in range(3)]
+    outcome, seen = run(workload_of("same", arrivals), cost=cost)
+    waits = [
+        one.times.submitted_ns - START_NS - n * 50_000_000
+        for n, (one, _) in enumerate(seen.finishes.values())
+    ]
+    assert waits == [5_000_000, 0, 0]
+    assert outcome.figures.images_encoded == 1
+
+
+def test_run_refuses_when_too_many_prepare() -> None:
+    arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5)) for n in range(9)]
+    outcome, _ = run(
+        workload_of("nine", arrivals), "arena.pixel_bytes=100000", "media.preparing_max=3"
+    )
+    assert outcome.figures.failed == {"queue_full": 5}
+
+
+# --- what it is given ---
+
+
+class Backwards(AdmissionPolicy, frozen=True, kw_only=True):
+    """The last to come is the first to go."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting) - 1, -1, -1))
+
+
+def test_run_with_a_policy_of_ones_own() -> None:
+    plain = simulate(config(*SCARCE), scarce(0), cost=COST)
+    own = simulate(
+        config(*SCARCE), scarce(0), cost=COST, policies={"generate.admission": Backwards()}
+    )
+    assert own.policies["generate.admission"] == "Backwards()"
+    assert own.digest != plain.digest
+    assert own.figures.finished == 40
+
+
+def test_run_policies_must_fit_their_tables() -> None:
+    with pytest.raises(ConfigError, match="no table of a policy"):
+        prepare(config(), COST, policies={"encode": Backwards()})
+    with pytest.raises(PolicyError, match="not a subclass of vsched.policy.RoutingPolicy"):
+        prepare(config(), COST, policies={"routing": Backwards()})
+
+
+def test_run_size_of_the_kv_cache() -> None:
+    """As given, else as pinned, else as the cost model says; else nobody knows."""
+    pinned = config('generate.memory={use="pinned", tokens=160}')
+    assert prepare(pinned, COST, kv_tokens=320).sizes.blocks == 20
+    assert prepare(pinned, COST).sizes.blocks == 10
+    in_bytes = config('generate.memory={use="pinned", bytes=20480}')
+    assert prepare(in_bytes, COST).sizes.blocks == 20
+    assert prepare(config(), COST).sizes.blocks == 256
+    with pytest.raises(ConfigError, match="holds no block"):
+        prepare(config(), COST, kv_tokens=15)
+    unknown = CostModel(name="x", source="", encode=COST.encode, generate=COST.generate, shape=TINY)
+    with pytest.raises(ConfigError, match="--kv-tokens"):
+        prepare(config(), unknown)
+
+
+def test_run_needs_a_shape() -> None:
+    shapeless = CostModel(name="x", source="", encode=COST.encode, generate=COST.generate)
+    with pytest.raises(ConfigError, match="neither a checkpoint nor the cost model"):
+        prepare(config(), shapeless)
+    assert prepare(config(), shapeless, info=TINY, kv_tokens=160).info is TINY
+
+
+def test_run_goodput_counts_requests_within_both_targets() -> None:
+    def share(targets: Targets) -> float:
+        outcome = simulate(config(*SCARCE), scarce(1), cost=COST, targets=targets)
+        return outcome.figures.good_share
+
+    assert share(Targets()) == 1.0
+    assert share(Targets(ttft_ms=0)) == 0.0
+    assert share(Targets(tpot_ms=0)) < 0.2, "requests of one token have no time a token"
+    assert 0 < share(Targets(ttft_ms=150)) < 1
+
+
+def test_run_own_target_of_a_request_comes_first() -> None:
+    arrivals = [arrival(n, 0, Text(n, 50), ttft_target_ms=n * 100_000) for n in range(2)]
+    assert run(workload_of("two", arrivals))[0].figures.good_share == 0.5
+
+
+def test_run_tells_how_far_it_is() -> None:
+    told: list[int] = []
+    workload = conversations(seed=0, requests=200, rate=50.0, turns=2, think_s=0.1, image_tokens=9)
+    simulate(config(), workload, cost=COST, progress=told.append)
+    assert told == [64, 128, 192]
+
+
+def test_run_of_nothing() -> None:
+    outcome = simulate(config(), workload_of("none", []), cost=COST)
+    assert outcome.figures.requests == 0
+    assert outcome.figures.ttft_ms.p99 == 0

@@ -1,0 +1,135 @@
+"""The fast simulator and the model cluster agree: the same results, and the same decisions.
+
+The model cluster checks every KV position and every embedding that is read, so what it accepts was possible. Here it
+runs beside a simulation, as an observer: when a step of the simulation ends, the model group works it out by itself and
+must come to the same result; then its own kernel, which hears that result, must want the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.unit.sim.shapes import COST, SCARCE, config, scarce
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command, Decide
+from vsched.kernel.decisions import GenerateDecision
+from vsched.kernel.events import (
+    Encoded,
+    EncodeFailed,
+    Event,
+    GroupLost,
+    GroupReady,
+    Stepped,
+    Submitted,
+)
+from vsched.sim.run import simulate
+from vsched.sim.setup import Setup, prepare
+from vsched.sim.troubles import EncodeFault, Outage, Trouble
+from vsched.testing.cluster import TICK_NS, ModelCluster
+
+
+class Shadow:
+    """A model cluster that hears what the simulation hears."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.cluster = ModelCluster(setup.sizes, setup.kernel_policies)
+        self.steps = 0
+        self.preempted = 0
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        if isinstance(event, GroupReady) and event.group not in self.cluster.down:
+            return  # the cluster is up from the start
+        self.cluster.now_ns = now_ns - TICK_NS
+        wanted = self.send(event)
+        assert plain(wanted) == plain(commands)
+
+    def send(self, event: Event) -> list[Command]:
+        cluster = self.cluster
+        match event:
+            case Submitted(request):
+                return cluster.submit(request)
+            case Stepped(step, tokens, finished, busy_ns, group):
+                result, _ = cluster.generators[group].step()
+                assert result.step == step
+                assert [token >= 0 for token in result.tokens] == [token >= 0 for token in tokens]
+                assert result.finished == finished
+                self.steps += 1
+                return cluster.send(msgspec.structs.replace(result, busy_ns=busy_ns))
+            case Encoded(group=group):
+                return self.encoded(group, "")
+            case EncodeFailed(group=group, message=message):
+                return self.encoded(group, message)
+            case GroupLost(group=group):
+                cluster.down.add(group)
+                if group in cluster.generators:
+                    cluster.generators[group].lose()
+                else:
+                    cluster.encode_logs[group].clear()
+            case GroupReady(group=group):
+                cluster.down.discard(group)
+            case _:
+                raise AssertionError(f"no timers here: {event}")
+        return cluster.send(event)
+
+    def encoded(self, group: str, fail: str) -> list[Command]:
+        cluster = self.cluster
+        decision = cluster.encode_logs[group].popleft()
+        if fail:
+            return cluster.send(EncodeFailed(decision.step, fail, group))
+        for task in decision.tasks:
+            cluster.pages.update(dict.fromkeys(task.pages, task.key))
+        return cluster.send(Encoded(decision.step, group))
+
+
+def plain(commands: Sequence[Command]) -> list[Command]:
+    """Return commands without the tokens that ranks are sent: the simulated groups all yield the same one."""
+    found: list[Command] = []
+    for command in commands:
+        if isinstance(command, Decide) and isinstance(command.decision, GenerateDecision):
+            joined = [msgspec.structs.replace(join, data=None) for join in command.decision.joined]
+            decision = msgspec.structs.replace(command.decision, joined=joined)
+            command = Decide(command.group, decision)
+        found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "sets",
+    [(), ("generate.replicas=2", "encode.replicas=2"), ("generate.step_target_ms=3",)],
+    ids=["one", "two replicas", "paced"],
+)
+def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None:
+    settings = config(*SCARCE, *sets)
+    shadow = Shadow(prepare(settings, COST))
+    outcome = simulate(settings, scarce(seed), cost=COST, observers=[shadow], oracles=True)
+    assert outcome.figures.finished == outcome.figures.requests == 40
+    assert shadow.steps == outcome.figures.generate_steps > 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
+    settings = config(*SCARCE)
+    shadow = Shadow(prepare(settings, COST))
+    troubles: list[Trouble] = [
+        EncodeFault(at_s=0.005 * seed),
+        Outage(group="generate", lost_s=0.05, back_s=0.08),
+    ]
+    troubles.append(Outage(group="encode", lost_s=0.1, back_s=0.11))
+    outcome = simulate(
+        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, troubles=troubles
+    )
+    assert outcome.figures.finished + sum(outcome.figures.failed.values()) == 40
+
+
+def test_run_agrees_where_something_is_scarce() -> None:
+    """What the comparison rests on: these workloads preempt, and evict."""
+    preempted = [
+        simulate(config(*SCARCE), scarce(seed), cost=COST).figures.preemptions for seed in range(8)
+    ]
+    assert sum(preempted) > 20

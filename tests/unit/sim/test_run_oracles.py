@@ -1,0 +1,200 @@
+"""The oracles notice a kernel that is broken: each fails when what it guards is broken.
+
+The kernel's own checks are switched off here, so that it is the simulator's books that notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.sim.shapes import COST, SCARCE, TINY, config, scarce
+from vsched.kernel import Scheduler
+from vsched.kernel.blocks import BlockPool
+from vsched.kernel.book import RequestBook
+from vsched.kernel.commands import Decide, Finish
+from vsched.kernel.encode import EncodeStage
+from vsched.kernel.generate import GenerateStage
+from vsched.kernel.queue import OrderedQueue
+from vsched.kernel.running import RunningSet
+from vsched.sim.oracles import Oracles
+from vsched.sim.run import simulate
+from vsched.sim.setup import prepare
+from vsched.sim.simulation import SimulationFailed
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
+    real = BlockPool.release
+
+    def broken(self: BlockPool, blocks: list[int]) -> None:
+        real(self, blocks)
+        if blocks and self._hash_of[blocks[-1]] is None:
+            self._free.append(blocks[-1])
+
+    patch.setattr(BlockPool, "release", broken)
+
+
+def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
+    real = EncodeStage.done_reading
+
+    def broken(self: EncodeStage, state: Any, start: int, stop: int) -> None:
+        real(self, state, start, stop)
+        for entry in list(self):
+            if entry.pages and entry.phase.value == "ready" and len(self._free) < 2:
+                self._free.append(entry.pages[0])
+
+    patch.setattr(EncodeStage, "done_reading", broken)
+
+
+def put_at_the_tail(patch: pytest.MonkeyPatch) -> None:
+    real = GenerateStage.preempt
+
+    def broken(self: GenerateStage, state: Any) -> None:
+        real(self, state)
+        state.order = (state.number + 1000, 0)
+
+    patch.setattr(GenerateStage, "preempt", broken)
+
+
+def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
+    real = GenerateStage._admit
+
+    def broken(self: GenerateStage, draft: Any, now_ns: int) -> None:
+        entries = self.line._queue._entries
+        entries.reverse()
+        real(self, draft, now_ns)
+        entries.reverse()
+
+    def remove(self: OrderedQueue[Any], entry: Any) -> None:
+        self._entries.remove(entry)
+
+    patch.setattr(OrderedQueue, "remove", remove)
+    patch.setattr(GenerateStage, "_admit", broken)
+
+
+def reply_lost(patch: pytest.MonkeyPatch) -> None:
+    real = Scheduler.handle
+
+    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
+        found = real(self, event, now_ns)
+        return [one for one in found if not (isinstance(one, Finish) and one.number == 7)]
+
+    patch.setattr(Scheduler, "handle", broken)
+
+
+def reply_doubled(patch: pytest.MonkeyPatch) -> None:
+    real = RequestBook.end
+
+    def broken(self: RequestBook, state: Any, reason: Any, **rest: str) -> None:
+        real(self, state, reason, **rest)
+        self.commands.append(self.commands[-1])
+
+    patch.setattr(RequestBook, "end", broken)
+
+
+def slot_given_twice(patch: pytest.MonkeyPatch) -> None:
+    real = RunningSet.seat
+
+    def broken(self: RunningSet, state: Any, blocks: list[int], computed: int) -> None:
+        real(self, state, blocks, computed)
+        taken = [number for number, one in enumerate(self.slots) if one not in (None, state)]
+        if taken:
+            state.slot = taken[0]
+
+    patch.setattr(RunningSet, "seat", broken)
+
+
+def step_sent_twice(patch: pytest.MonkeyPatch) -> None:
+    real = Scheduler.handle
+
+    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
+        found = real(self, event, now_ns)
+        steps = [one for one in found if isinstance(one, Decide) and one.group == "generate"]
+        return found + steps
+
+    patch.setattr(Scheduler, "handle", broken)
+
+
+BREAKS: dict[Break, str] = {
+    blocks_freed_twice: "is given twice|is held already",
+    pages_of_a_reader_given_away: "given to two images|written while it is read|hold something else",
+    put_at_the_tail: "which is older",
+    last_in_first_out: "which is older",
+    reply_lost: "never ended|joins after its end|KeyError",
+    reply_doubled: "KeyError|terminal reply",
+    slot_given_twice: "given twice|leaves slot|KeyError|slot",
+    step_sent_twice: "steps are out|came back|AssertionError|KeyError",
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.__name__)
+def test_oracles_notice(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)
+    broken(monkeypatch)
+
+    def run_all() -> None:
+        for seed in range(20):
+            simulate(config(*SCARCE), scarce(seed), cost=COST, seed=seed, oracles=True)
+
+    with pytest.raises(SimulationFailed, match=BREAKS[broken]) as failure:
+        run_all()
+    assert "event " in str(failure.value)
+    assert "seed " in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"batch_tokens": 20}, "tokens in a step"),
+        ({"chunk_tokens": 8}, "a chunk is too long"),
+        ({"slots": 2}, "requests run"),
+        ({"encode_items": 1}, "images in a step"),
+        ({"generate_depth": 1}, "steps are out"),
+        ({"waiting_ns": 1_000_000}, "has waited for"),
+    ],
+)
+def test_oracles_know_the_limits(field: dict[str, int], message: str) -> None:
+    """A kernel with larger limits than the oracles know exceeds them."""
+    setup = prepare(config(*SCARCE), COST)
+    smaller = msgspec.structs.replace(setup.sizes, **field)
+    oracles = Oracles(msgspec.structs.replace(setup, sizes=smaller))
+    with pytest.raises(SimulationFailed, match=message):
+        simulate(config(*SCARCE), scarce(1), cost=COST, observers=[oracles])
+
+
+def test_oracles_know_the_tokens_of_an_encoder_step() -> None:
+    setup = prepare(config(*SCARCE, "encode.admission.max_tokens=60"), COST)
+    with pytest.raises(SimulationFailed, match="image tokens in a step"):
+        simulate(config(*SCARCE), scarce(1), cost=COST, observers=[Oracles(setup)])
+
+
+def test_oracles_look_at_everything_as_often_as_they_can_afford(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+
+    def count(_: Scheduler) -> None:
+        nonlocal calls
+        calls += 1
+
+    monkeypatch.setattr(Scheduler, "check_invariants", count)
+    every = simulate(config(*SCARCE), scarce(1), cost=COST, oracles=True, check_every=1)
+    assert calls == every.events
+    calls = 0
+    simulate(config(*SCARCE), scarce(1), cost=COST, oracles=True, check_every=10)
+    assert every.events / 10 <= calls < every.events / 8
+    assert Oracles(prepare(config(), COST, info=TINY, kv_tokens=64)).check_every > 1
+
+
+def test_oracles_change_nothing() -> None:
+    plain, checked = (
+        simulate(config(*SCARCE), scarce(2), cost=COST, oracles=oracles)
+        for oracles in (False, True)
+    )
+    assert plain.digest == checked.digest
+    assert plain.figures == checked.figures

@@ -1,0 +1,85 @@
+"""The same seed gives the same digest, in every process; and memory does not grow with the number of requests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
+from vsched.sim import metrics
+from vsched.sim.run import simulate
+from vsched.sim.workload import Arrival, Image, Text, Workload
+
+PROGRAM = """
+from tests.unit.sim.shapes import COST, SCARCE, config, scarce
+from vsched.sim.run import simulate
+from vsched.sim.troubles import Outage
+lost = Outage(group="generate-0", lost_s=0.03, back_s=0.05)
+settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.use=eager")
+print(simulate(settings, scarce(4), cost=COST, troubles=[lost]).digest)
+"""
+
+
+def test_run_twice_is_the_same() -> None:
+    one, same, other = (simulate(config(*SCARCE), scarce(seed), cost=COST) for seed in (5, 5, 6))
+    assert one.digest == same.digest != other.digest
+    assert (one.figures, one.cdf) == (same.figures, same.cdf)
+    assert one.series == same.series
+
+
+def test_run_with_an_observer_is_the_same() -> None:
+    class Nobody:
+        def see(self, *_: object) -> None:
+            pass
+
+    one, same = (
+        simulate(config(*SCARCE), scarce(5), cost=COST, observers=observers)
+        for observers in ([], [Nobody()])
+    )
+    assert one.digest == same.digest
+
+
+@pytest.mark.slow
+def test_run_is_the_same_under_other_hash_seeds() -> None:
+    root = Path(__file__).parents[3]
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+def test_run_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the requests at the same rate take the same memory at the peak."""
+    monkeypatch.setattr(metrics, "SAMPLES_MAX", 16)  # a bound that short runs reach, too
+    small = config("arena.embedding_bytes=100000", "arena.pixel_bytes=100000")
+
+    def peak(requests: int) -> int:
+        def arrivals() -> Iterator[Arrival]:
+            return (arrival(n, 20 * n, Text(n, 40), Image(f"{n}", 20)) for n in range(requests))
+
+        tracemalloc.start()
+        try:
+            outcome = simulate(small, Workload("alike", arrivals), cost=COST)
+            assert outcome.figures.finished == requests
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(20)
+    # Python itself keeps some freed tuples and numbers; one kept object a request would double this.
+    assert peak(1500) < 1.4 * peak(300)

@@ -1,0 +1,102 @@
+"""`vsched simulate`: configurations side by side, and the files that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.sim.shapes import COST
+from vsched.cli import app, simulate_command
+from vsched.errors import ConfigError
+from vsched.sim.cost import save_cost_model
+from vsched.sim.report import read_json
+
+TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
+    f"{0.01 * number},20,{50 + number},{number % 7}\n" for number in range(20)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    save_cost_model(COST, tmp_path / "cost.json")
+    (tmp_path / "trace.csv").write_text(TRACE)
+    (tmp_path / "a.toml").write_text("")
+    (tmp_path / "b.toml").write_text('[encode.encoding]\nuse = "eager"\n')
+    return tmp_path
+
+
+def run(*words: str) -> str:
+    assert simulate_command.PIPE_COLUMNS, "importing the module is what adds the command"
+    result = CliRunner().invoke(app, ["simulate", "--cost", "cost.json", *words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_simulate_compares_configurations(folder: Path) -> None:
+    said = run("-c", "a.toml", "-c", "b.toml", "--trace", "trace.csv", "--json", "out.json")
+    assert "encode.encoding: ChunkAware(look_ahead_chunks=0) | Eager()" in said
+    assert "trace: 3 rows without output tokens were left out" in said
+    assert "cost model test: made up" in said
+    first, second = read_json(folder / "out.json")
+    assert (first.label, second.label) == ("a", "b")
+    assert first.figures.finished == second.figures.finished == 17
+
+
+def test_simulate_writes_what_is_asked_for(folder: Path) -> None:
+    files = ["--html", "o.html", "--csv", "o.csv", "--json", "o.json", "--timeline", "t.json"]
+    said = run("--trace", "trace.csv", "--requests", "5", "--oracles", *files)
+    assert "wrote o.html" in said
+    assert (folder / "o.html").read_text().startswith("<!doctype html>")
+    assert len((folder / "o.csv").read_text().splitlines()) == 2
+    timeline = msgspec.json.decode((folder / "t.json").read_bytes())
+    names = {event.get("name") for event in timeline["traceEvents"]}
+    assert {"r1", "encode 1", "decode"} <= names
+
+
+def test_simulate_draws_a_timeline_for_each_configuration(folder: Path) -> None:
+    run("-c", "a.toml", "-c", "a.toml", "--trace", "trace.csv", "--timeline", "t.json")
+    assert (folder / "t-a.json").exists()
+    assert (folder / "t-a-2.json").exists()
+
+
+@pytest.mark.slow
+def test_simulate_draws_a_picture(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run("-c", "a.toml", "-c", "b.toml", "--trace", "trace.csv", "--plot", "o.png")
+    assert (folder / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_generates_a_workload(folder: Path) -> None:
+    words = ("--workload", "thin-images", "--requests", "4", "--seed", "3", "--kv-tokens", "8000")
+    run(*words, "--json", "one.json", "--set", "generate.slots=2")
+    run(*words, "--json", "two.json", "--set", "generate.slots=2", "--speed", "1")
+    (one,), (two,) = read_json(folder / "one.json"), read_json(folder / "two.json")
+    assert one.digest == two.digest
+    assert one.seed == 3
+
+
+def test_simulate_loses_a_group(folder: Path) -> None:
+    run("--trace", "trace.csv", "--outage", "generate:0.05:0.5", "--json", "one.json")
+    (one,) = read_json(folder / "one.json")
+    assert one.figures.finished == 17
+    assert one.figures.span_s > 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trace", "trace.csv", "--workload", "poisson"], "give one of them"),
+        (["--workload", "nope"], "Known: poisson"),
+        (["--trace", "trace.csv", "--outage", "generate"], "not GROUP:FROM_S:TO_S"),
+        (["--trace", "trace.csv", "--timeline", "no/such/folder"], "cannot be written"),
+    ],
+)
+def test_simulate_says_what_is_wrong(folder: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*words)

@@ -1,0 +1,138 @@
+"""Traces: each format is known by its first line, and a wrong row is named with its line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sim.shapes import arrival
+from vsched.sim.traces import TraceError, load_trace, save_trace
+from vsched.sim.workload import Image, Reply, Text, workload_of
+
+SERVEGEN = "arrival_s,text_tokens,image_tokens,output_tokens\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_servegen_trace(tmp_path: Path) -> None:
+    path = write(tmp_path, SERVEGEN + "0.5,179,1200|30,2\n1.25,20,,7\n")
+    first, second = load_trace(path)
+    assert first.at_ns == 0
+    assert second.at_ns == 750_000_000
+    assert [image.tokens for image in first.images] == [1200, 30]
+    assert first.prompt_tokens == 1409
+    assert first.output_tokens == 2
+    assert not second.images
+    assert second.prompt_tokens == 20
+
+
+def test_trace_images_and_texts_occur_once(tmp_path: Path) -> None:
+    path = write(tmp_path, SERVEGEN + "0,10,5|5,1\n0,10,5,1\n")
+    first, second = load_trace(path)
+    keys = [image.key for image in [*first.images, *second.images]]
+    assert len(set(keys)) == 3
+    assert first.prompt[-1] != second.prompt[-1]
+
+
+def test_azure_traces_of_2023_and_2024(tmp_path: Path) -> None:
+    path = write(tmp_path, AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04,3,8\n")
+    first, second = load_trace(path)
+    assert first.prompt_tokens == 4808
+    assert second.at_ns == pytest.approx(20_040_000, abs=1000)
+    path = write(
+        tmp_path,
+        AZURE + "2024-05-10 00:00:00.009930+00:00,10,1\n2024-05-10 00:00:01.009930+00:00,10,1\n",
+    )
+    assert [one.at_ns for one in load_trace(path)] == [0, 1_000_000_000]
+
+
+def test_azure_multimodal_trace_counts_images_in_the_context(tmp_path: Path) -> None:
+    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00,2,2000,5\n"
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress((text + "2024-10-15 00:00:01,3,40,5\n").encode()))
+    many, few = load_trace(path)
+    assert [image.tokens for image in many.images] == [765, 765]
+    assert many.prompt_tokens == 2000
+    assert [image.tokens for image in few.images] == [13, 13, 13]
+    assert few.prompt_tokens == 40
+
+
+def test_burstgpt_trace_leaves_failures_out(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n60,GPT-4,9,2,11,API log\n",
+    )
+    workload = load_trace(path)
+    assert [one.at_ns for one in workload] == [0, 55_000_000_000]
+    assert workload.requests == 2
+    assert workload.notes == ("1 rows without output tokens were left out",)
+
+
+def test_mooncake_trace_shares_prefixes(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}\n'
+        '{"timestamp": 27000, "input_length": 520, "output_length": 5, "hash_ids": [7, 3]}\n',
+        "trace.jsonl",
+    )
+    first, second = load_trace(path)
+    assert first.prompt == (Text(7, 512), Text(8, 512), Text(9, 76))
+    assert second.prompt[0] == first.prompt[0]
+    assert second.at_ns == 27_000_000_000
+
+
+def test_own_trace_reads_as_it_was_written(tmp_path: Path) -> None:
+    arrivals = [
+        arrival(0, 0, Text(1, 5), Image("a", 7), conversation="c", tenant="t", priority=2),
+        arrival(1, 5, Text(1, 5), Image("a", 7), Reply(4), conversation="c", think_ns=9),
+    ]
+    path = tmp_path / "own.jsonl"
+    save_trace(workload_of("own", arrivals), path)
+    assert list(load_trace(path)) == arrivals
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        (SERVEGEN + "0,1,1,1\n1,1,5|x,1\n", 3, "image_tokens is '5|x', not counts"),
+        (SERVEGEN + "0,1,1,1\n\n1,many,1,1\n", 4, "text_tokens is 'many', not a number"),
+        (SERVEGEN + "0,1,1,1.5\n", 2, "output_tokens is 1.5, not a count"),
+        (SERVEGEN + "0,1,1\n", 2, "output_tokens is '', not a number"),
+        (SERVEGEN + "nan,1,1,1\n", 2, "arrival_s is nan, not a time"),
+        (SERVEGEN + "2,1,1,1\n1.5,1,1,1\n", 3, "0.5 s before the row above; sort"),
+        (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP is 'yesterday', not a date and time"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}', 1, "make 5"),
+        ('{"at_ns": 0, "request_id": "a", "prompt": [], "output_tokens": 0}', 1, "output_tokens"),
+        ('{"at_ns": 0}\n', 1, "request_id"),
+        ("one,two\n1,2\n", 1, "this header is of no known format: 'one,two'. Known: arrival_s"),
+    ],
+)
+def test_trace_errors_name_line_and_cause(tmp_path: Path, text: str, line: int, what: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(TraceError) as error:
+        load_trace(path)
+    assert str(error.value).startswith(f"{path}:{line}: ")
+    assert what in str(error.value)
+
+
+def test_trace_without_requests_or_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no requests"):
+        load_trace(write(tmp_path, SERVEGEN))
+    with pytest.raises(TraceError, match="cannot be read"):
+        load_trace(tmp_path / "none.csv")
+
+
+def test_workload_first_and_faster(tmp_path: Path) -> None:
+    path = write(tmp_path, SERVEGEN + "".join(f"{second},5,,1\n" for second in range(10)))
+    workload = load_trace(path).first(3).faster(4)
+    assert workload.requests == 3
+    assert [one.at_ns for one in workload] == [0, 250_000_000, 500_000_000]
+    assert len(list(workload)) == 3, "it can be gone through again"

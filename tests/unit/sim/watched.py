@@ -1,0 +1,104 @@
+"""An engine that is watched, on a virtual loop with simulated ranks: what it costs is known exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from tests.unit.sim.virtual import current
+from vsched.aio.surroundings import Surroundings
+from vsched.bench.arrivals import Dresser
+from vsched.bench.observed import WatchedEngine
+from vsched.config import Config
+from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
+from vsched.kernel.commands import Accept, Command
+from vsched.kernel.events import Event, Submitted
+from vsched.sim.cluster.images import data_url, key_of, look_of
+from vsched.sim.cluster.media import media_of
+from vsched.sim.cluster.plugin import NAME
+from vsched.sim.cluster.process import SimulatedLauncher
+from vsched.sim.cluster.world import ORIGIN_NS, Pace, World
+from vsched.sim.cost import CostModel, EncodeCost, GenerateCost
+from vsched.sim.faults import FaultPlan
+from vsched.sim.workload import Arrival, Image
+from vsched.worker.contract import Preprocessor
+
+COSTS = CostModel(
+    name="true",
+    source="made up",
+    encode=EncodeCost(step_ns=3e6, item_ns=5e5, patch_ns=5e4, patch_pair_ns=100.0),
+    generate=GenerateCost(
+        step_ns=4e6, decode_ns=1e5, context_ns=3e3, prefill_ns=8e4, pair_ns=900.0
+    ),
+)
+WORDS = " ".join(map(str, range(100, 200)))
+
+
+def settings() -> Config:
+    return Config(
+        model=ModelConfig(path="simulated", name="simulated"),
+        arena=ArenaConfig(pixel_bytes=1 << 20, embedding_bytes=1 << 20),
+        encode=EncodeConfig(plugin=NAME, device="simulated"),
+        generate=GenerateConfig(
+            plugin=NAME,
+            device="simulated",
+            max_batch_tokens=512,
+            chunk_tokens=256,
+            slots=8,
+            context_tokens=1024,
+            memory={"use": "pinned", "tokens": 2048},
+        ),
+    )
+
+
+class SimulatedDresser(Dresser):
+    """Draws the pictures that simulated encoders know."""
+
+    def __init__(self, preprocessor: Preprocessor, world: World) -> None:
+        super().__init__(preprocessor, words=WORDS)
+        self._world = world
+
+    def pictures(self, arrival: Arrival) -> list[str]:
+        found = []
+        for part in arrival.images:
+            image = Image(arrival.key_of(part), part.tokens)
+            self._world.looks[key_of(image, arrival.tenant)] = look_of(image)
+            found.append(data_url(image))
+        return found
+
+
+class Accepted:
+    """Tells simulated ranks what requests hold."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Accept):
+                assert isinstance(event, Submitted)
+                self._world.accept(command.number, event.request.items)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextlib.asynccontextmanager
+async def watched_engine(
+    pace: Pace | None = None, costs: CostModel = COSTS
+) -> AsyncIterator[tuple[WatchedEngine, SimulatedDresser]]:
+    """Start an engine whose ranks take the time that a cost model says."""
+    loop = current()
+    calm = pace or Pace(noise=0.0)
+    world = World(
+        loop, 0, FaultPlan(seed=0), costs=costs, pace=calm, links=None, origin_ns=ORIGIN_NS
+    )
+    launcher = SimulatedLauncher(world)
+    around = Surroundings(
+        make_launcher=lambda: launcher,
+        make_media=media_of(world),
+        open_record=lambda _config, _kernel: Accepted(world),
+        now_ns=loop.now_ns,
+    )
+    async with WatchedEngine(settings(), surroundings=around) as engine:
+        yield engine, SimulatedDresser(engine.preprocessor, world)

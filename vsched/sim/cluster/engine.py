@@ -1,0 +1,358 @@
+"""A simulated engine: `vsched.engine.Engine` and the HTTP application over it, with everything around them simulated.
+
+Kernel, shell, crews, leaders, decision logs, ranks up to their workers, sizing of KV caches, revival, upkeep, streams,
+media pipeline and HTTP are the production code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterable
+from typing import Any, Self
+
+import msgspec
+
+from vsched.aio.surroundings import Surroundings
+from vsched.api.app import create_app
+from vsched.api.contract import ApiSettings
+from vsched.config import Config
+from vsched.config.sections import (
+    ArenaConfig,
+    DeadlinesConfig,
+    EncodeConfig,
+    GenerateConfig,
+    ModelConfig,
+)
+from vsched.engine import Engine
+from vsched.kernel import Scheduler
+from vsched.sim.channel import LinkProfile
+from vsched.sim.cluster import checks
+from vsched.sim.cluster.media import media_of
+from vsched.sim.cluster.model import FIRST_TOKEN, TOKENS
+from vsched.sim.cluster.operators import Operation, operate
+from vsched.sim.cluster.plugin import NAME
+from vsched.sim.cluster.process import SimulatedLauncher
+from vsched.sim.cluster.visits import Manner, Visit
+from vsched.sim.cluster.witness import Witness
+from vsched.sim.cluster.world import ORIGIN_NS, QUICK, Pace, StepCosts, World
+from vsched.sim.faults import Disconnect, FaultPlan, ReplicaRestart
+from vsched.sim.http import Client
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.simulation import SimulationFailed
+from vsched.sim.workload import Arrival
+from vsched.types import Request, group_names
+
+SHUT_DOWN_S = 60.0
+HEAL_S = 120.0
+"""Virtual seconds within which everything must have ended once the last fault is over."""
+
+
+def small_config(**changes: Any) -> Config:
+    """Return a configuration in which a few small requests make everything scarce, and faults are noticed soon.
+
+    Args:
+        changes: Sections to replace, by name.
+    """
+    config = Config(
+        model=ModelConfig(path="simulated"),
+        arena=ArenaConfig(pixel_bytes=16384, embedding_bytes=4096),
+        encode=EncodeConfig(plugin=NAME, device="simulated"),
+        generate=GenerateConfig(
+            plugin=NAME,
+            device="simulated",
+            block_size=8,
+            max_batch_tokens=64,
+            chunk_tokens=24,
+            slots=4,
+            max_waiting=64,
+            context_tokens=256,
+            memory={"use": "pinned", "tokens": 400},
+        ),
+        deadlines=DeadlinesConfig(
+            ready_s=5.0, step_s=3.0, heartbeat_s=0.5, rank_timeout_s=2.0, drain_s=2.0
+        ),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+class SimEngine:
+    """One engine on the running virtual loop; use it as `async with SimEngine(...) as engine`.
+
+    Args:
+        config: By default `small_config()`; its workers must be the simulated ones.
+        seed: Of everything that is drawn.
+        faults: What goes wrong, at times that count from when the engine has started.
+        costs: How long steps take.
+        pace: How long everything else takes.
+        links: What the links between leaders and ranks are like without faults.
+        origin_ns: The time that workloads and faults count from; by default the engine has started by then.
+
+    Attributes:
+        engine: The production engine.
+        client: Of the HTTP application.
+        world: What it stands on, and the list of violations.
+        visits: All requests that were sent through `send` and `run`.
+        operations: All that operators were told to do.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        seed: int = 0,
+        faults: FaultPlan | None = None,
+        costs: StepCosts = QUICK,
+        pace: Pace | None = None,
+        links: LinkProfile | None = None,
+        origin_ns: int = ORIGIN_NS,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
+        self.config = config or small_config()
+        self.plan = faults or FaultPlan(seed=seed)
+        self.world = World(
+            loop, seed, self.plan, costs=costs, pace=pace, links=links, origin_ns=origin_ns
+        )
+        self.witness: Witness | None = None
+        self.visits: list[Visit] = []
+        self.operations: list[Operation] = []
+        self.was_shut_down = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._operating: list[asyncio.Task[None]] = []
+        self._around = contextlib.ExitStack()
+        self._look_due = False
+        self.launcher = SimulatedLauncher(self.world)
+        self._tasks_before = asyncio.all_tasks()
+        surroundings = Surroundings(
+            make_launcher=lambda: self.launcher,
+            make_media=media_of(self.world),
+            open_record=self._open_record,
+            now_ns=loop.now_ns,
+        )
+        self.engine = Engine(self.config, surroundings=surroundings)
+        self.client = Client(create_app(self.engine, ApiSettings()))
+
+    # --- life ---
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.stop()
+        if kind is None:
+            self.check_violations()
+
+    async def start(self) -> None:
+        """Start the engine, and let the time come from which plans count.
+
+        Raises:
+            CheckpointError, DeviceOutOfMemory, GroupLost: As `Engine.start`.
+        """
+        self._around.enter_context(self.world.injector.armed())
+        loop = self.world.loop
+        await asyncio.sleep(1e-3)  # a time of 0 means never to the kernel
+        try:
+            await self.engine.start()
+        except BaseException:
+            self._around.close()
+            raise
+        await self.sleep_until(0)
+        for fault in self.plan.faults:
+            if isinstance(fault, ReplicaRestart):
+                self._operating.append(loop.create_task(self._restart(fault.at_ns)))
+            elif isinstance(fault, Disconnect):
+                loop.call_at_ns(self.world.origin_ns + fault.at_ns, self._look)
+
+    async def stop(self) -> None:
+        """Stop everything."""
+        self._around.close()
+        tasks = [*self._tasks, *self._operating]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.engine.stop()
+        left = [task for task in asyncio.all_tasks() - self._tasks_before if not task.done()]
+        names = sorted(str(task.get_coro()) for task in left)
+        self.world.expect(not left, f"tasks are left after the stop: {names}")
+        alive = sum(rank.alive for rank in self.launcher.ranks)
+        self.world.expect(not alive, f"{alive} ranks outlive the engine")
+
+    async def shut_down(self) -> None:
+        """Stop the production engine, as a server does, while clients wait; each must hear of it.
+
+        Raises:
+            SimulationFailed: When one does not, or anything was violated before.
+        """
+        await self.engine.stop()
+        self.was_shut_down = True
+        await self._wait_for_ends(SHUT_DOWN_S)
+        if self.witness is not None:
+            checks.check_ends(self)
+        self.check_violations()
+
+    async def _resume_groups(self) -> None:
+        """Give every group that was drained work again, once it is there: requests may wait for that."""
+        while True:
+            for row in self.engine.groups():
+                if row["state"] == "draining" and self.engine.state in ("ready", "degraded"):
+                    self.engine.resume_group(row["name"])
+            await asyncio.sleep(checks.POLL_S)
+
+    async def _wait_for_ends(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*self._tasks)
+        except TimeoutError:
+            kernel = self.witness.kernel if self.witness is not None else None
+            for visit in self.visits:
+                if not visit.outcome:
+                    where = visit.phase(kernel) or "gone"
+                    self.world.violate(f"{visit}: no end within {within_s:g} s; it is in {where}")
+
+    def _open_record(self, config: Config, kernel: Scheduler) -> Witness:
+        self.witness = Witness(self.world, config, self.engine.info, kernel)
+        self.witness.on_event = self._note_event
+        self.witness.on_accept = self._note_accept
+        return self.witness
+
+    # --- clients ---
+
+    def send(
+        self, arrival: Arrival, manner: Manner | None = None, *, after: Visit | None = None
+    ) -> Visit:
+        """Send a request now, or when another has ended."""
+        index = len(self.visits)
+        visit = Visit(self.world, index, arrival, manner or self._manner(index))
+        self.visits.append(visit)
+        self._tasks.append(self.world.loop.create_task(self._visit(visit, after)))
+        return visit
+
+    async def _visit(self, visit: Visit, after: Visit | None) -> None:
+        if after is not None:
+            await after.done.wait()
+            await asyncio.sleep(visit.arrival.think_ns / 1e9)
+        await visit.run(self.engine, self.client)
+
+    async def run(self, workload: Iterable[Arrival]) -> list[Visit]:
+        """Send requests when their time has come; return once it has come for the last.
+
+        A turn of a conversation is sent when the turn before has ended.
+        """
+        visits: list[Visit] = []
+        turns: dict[str, Visit] = {}
+        for arrival in workload:
+            await self.sleep_until(arrival.at_ns)
+            before = turns.get(arrival.conversation) if arrival.conversation else None
+            visit = self.send(arrival, after=before)
+            if arrival.conversation:
+                turns[arrival.conversation] = visit
+            visits.append(visit)
+        return visits
+
+    def operate(self, operation: Operation) -> None:
+        """Have an operator do something when its time has come."""
+        self.operations.append(operation)
+        self._operating.append(self.world.loop.create_task(self._operate(operation)))
+
+    async def _operate(self, operation: Operation) -> None:
+        await self.sleep_until(operation.at_ns)
+        await operate(self.world, self.client, operation)
+
+    async def sleep_until(self, at_ns: int) -> None:
+        """Sleep until a time, counted as plans and workloads do."""
+        left_ns = self.world.origin_ns + at_ns - self.world.loop.now_ns()
+        await asyncio.sleep(max(left_ns, 0) / 1e9)
+
+    def _manner(self, index: int) -> Manner:
+        rng = self.world.generator(f"manner {index}")
+        http = rng.random() < 0.5
+        return Manner(
+            http=http,
+            stream=rng.random() < 0.7,
+            slow_upload=http and rng.random() < 0.2,
+            remote=rng.random() < 0.3,
+            stop_token_ids=tuple(_draw_stops(rng)),
+            stop=tuple(f" {one}" for one in _draw_stops(rng)),
+        )
+
+    async def heal(self, *, within_s: float = HEAL_S) -> None:
+        """Wait until all faults are over and every request has ended; then see that nothing is left behind.
+
+        Raises:
+            SimulationFailed: When requests do not end, something is held, or anything was violated before.
+        """
+        await self.sleep_until(self.plan.end_ns)
+        await asyncio.gather(*self._operating)
+        resuming = self.world.loop.create_task(self._resume_groups())
+        try:
+            await self._wait_for_ends(within_s)
+            await checks.check_healed(self)
+        finally:
+            resuming.cancel()
+        self.check_violations()
+
+    def check_violations(self) -> None:
+        """Raise when something happened that must never happen.
+
+        Raises:
+            SimulationFailed: With all of it.
+        """
+        if self.world.violations:
+            raise SimulationFailed("\n".join(self.world.told()))
+
+    @property
+    def digest(self) -> str:
+        """Over all that the kernel heard and decided, and when."""
+        return self.witness.digest if self.witness is not None else ""
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of all groups."""
+        return groups_of(self.config)
+
+    # --- faults that strike from outside ---
+
+    def _note_accept(self, number: int, request: Request) -> None:
+        index = request.sampling.seed  # visits have it for this
+        if 0 <= index < len(self.visits):
+            self.visits[index].accepted(number, request)
+
+    def _note_event(self) -> None:
+        if not self._look_due and self.world.injector.of(Disconnect):
+            self._look_due = True
+            self.world.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Have clients go away that are where a fault wants one to be."""
+        self._look_due = False
+        kernel = self.witness.kernel if self.witness is not None else None
+        phases = {visit.phase(kernel): visit for visit in reversed(self.visits)}
+        while True:
+            fault = self.world.injector.take(Disconnect, such=lambda one: one.phase in phases)
+            if fault is None:
+                return
+            phases.pop(fault.phase).leave()
+
+    async def _restart(self, at_ns: int) -> None:
+        await self.sleep_until(at_ns)
+        fault = self.world.injector.take(ReplicaRestart)
+        if fault is not None:
+            restart = Operation(at_ns=at_ns, action="restart", group=fault.group)
+            await operate(self.world, self.client, restart)
+
+
+def _draw_stops(rng: random.Random) -> list[int]:
+    """Draw tokens that may end an answer; most requests have none."""
+    some = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
+    return rng.sample(some, rng.randint(1, 8)) if rng.random() < 0.25 else []
+
+
+def groups_of(config: Config) -> list[str]:
+    """Return the names of all groups of a configuration."""
+    return [
+        *group_names("encode", config.encode.replicas),
+        *group_names("generate", config.generate.replicas),
+    ]

@@ -1,0 +1,130 @@
+"""The media pipeline's threads and network in simulation: work is done on the loop, when its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from vsched.errors import RequestRefused
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media.allocator import return_freed_memory
+from vsched.sim.cluster.images import encoded, image_at
+from vsched.sim.cluster.world import World
+from vsched.sim.faults import DecodeError, FetchStall
+from vsched.worker.contract import Preprocessor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Reserve = Callable[[int], None]
+
+
+class _Work(NamedTuple):
+    outcome: Future[Any]
+    call: Callable[[], Any]
+
+
+class SimulatedThreads(Executor):
+    """A pool of threads that are none: so many calls at a time, each of which takes its time and is made at its end."""
+
+    def __init__(self, world: World, threads: int) -> None:
+        self._loop = world.loop
+        self._process_ns = world.pace.process_ns
+        self._rng = world.generator("media")
+        self._idle = threads
+        self._waiting: deque[_Work] = deque()
+        self._running: dict[int, _Work] = {}
+        self._started = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have something called when a thread is free."""
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        outcome: Future[T] = Future()
+        if fn is return_freed_memory:  # it is about the real process
+            outcome.set_result(None)  # type: ignore[arg-type]
+            return outcome
+        self._waiting.append(_Work(outcome, lambda: fn(*args, **kwargs)))
+        self._begin()
+        return outcome
+
+    def _begin(self) -> None:
+        while self._idle and self._waiting:
+            work = self._waiting.popleft()
+            if work.outcome.set_running_or_notify_cancel():
+                self._idle -= 1
+                self._started += 1
+                self._running[self._started] = work
+                duration_ns = int(self._process_ns * (0.5 + self._rng.random()))
+                due_ns = self._loop.now_ns() + duration_ns
+                self._loop.call_at_ns(due_ns, self._finish, self._started)
+
+    def _finish(self, number: int) -> None:
+        work = self._running.pop(number, None)
+        if work is not None:
+            self._idle += 1
+            _call(work)
+            self._begin()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more; what runs is done by then, if it is to be waited for."""
+        self._closed = True
+        if cancel_futures:
+            while self._waiting:
+                self._waiting.popleft().outcome.cancel()
+        while wait and self._running:
+            _call(self._running.pop(min(self._running)))
+
+
+def _call(work: _Work) -> None:
+    try:
+        result = work.call()
+    except BaseException as error:  # noqa: BLE001 - as threads do
+        work.outcome.set_exception(error)
+    else:
+        work.outcome.set_result(result)
+
+
+def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]:
+    """Return what fetches the images that `remote_url` names."""
+
+    async def fetch(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
+        try:
+            async with asyncio.timeout(settings.fetch_s):
+                await asyncio.sleep(world.pace.fetch_ns / 1e9)
+                stall = world.injector.take(FetchStall)
+                if stall is not None:
+                    await asyncio.sleep(stall.duration_ns / 1e9)
+        except TimeoutError:
+            message = "the image could not be fetched in time"
+            raise RequestRefused(message, code="image_fetch_failed") from None
+        content = encoded(image_at(reference))
+        reserve(len(content))
+        return content
+
+    return fetch
+
+
+def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline]:
+    """Return what makes the production pipeline, on simulated threads and a simulated network."""
+
+    def damaged(_: DecodeError) -> RequestRefused:
+        return RequestRefused("injected: the image cannot be decoded", code="image_invalid")
+
+    world.injector.raise_at("media.decode", DecodeError, damaged)
+
+    def make(
+        preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
+    ) -> MediaPipeline:
+        return MediaPipeline(
+            preprocessor,
+            store,
+            settings,
+            executor=SimulatedThreads(world, settings.threads),
+            read_remote=_fetch(world),
+        )
+
+    return make

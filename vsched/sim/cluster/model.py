@@ -1,0 +1,84 @@
+"""What simulated ranks compute: a model so simple that everybody can say what it must answer.
+
+Each position of a sequence has a *fingerprint*, which depends on all tokens and images up to it. It is what a real
+model has as K and V there: it goes into the KV cache, and the next token follows from what is read back. So whatever a
+rank reads that is not what belongs there, however it came about, shows in the answer or before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.sim.workload import TEXT_BITS
+from vsched.types import MediaItem
+
+IMAGE_TOKEN = 1 << TEXT_BITS
+"""The tokens of texts are below it."""
+END_TOKEN = IMAGE_TOKEN + 1
+VOCABULARY = IMAGE_TOKEN + 2
+FIRST_TOKEN = 16
+TOKENS = 97
+"""The model answers with tokens from `FIRST_TOKEN` on, so few that stop tokens are met by chance."""
+ROOT = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def extend(seen: int, content: int) -> int:
+    """Return the fingerprint of a position from that of the position before and what stands there."""
+    mixed = ((seen ^ content) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def next_token(fingerprint: int) -> int:
+    """Return the token that follows a position."""
+    return FIRST_TOKEN + (fingerprint >> 7) % TOKENS
+
+
+class Content:
+    """What stands at the positions of a prompt: tokens, or rows of images."""
+
+    def __init__(self, items: Iterable[MediaItem]) -> None:
+        self._rows = {
+            item.offset + row: int.from_bytes(item.key[:7], "little") + row + 1
+            for item in items
+            for row in range(item.tokens)
+        }
+
+    def at(self, position: int, token: int) -> int:
+        """Return a number for what stands at a position."""
+        return self._rows.get(position, 0) << 32 ^ token
+
+
+def fingerprints(tokens: Sequence[int], content: Content) -> Iterator[int]:
+    """Yield the fingerprint of each position of a sequence."""
+    seen = ROOT
+    for position, token in enumerate(tokens):
+        seen = extend(seen, content.at(position, token))
+        yield seen
+
+
+def answer(prompt: Sequence[int], items: Sequence[MediaItem], count: int) -> list[int]:
+    """Return the tokens that follow a prompt, however it is scheduled."""
+    content = Content(items)
+    *_, seen = fingerprints(prompt, content)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(next_token(seen))
+        seen = extend(seen, content.at(len(prompt) + len(tokens) - 1, tokens[-1]))
+    return tokens
+
+
+@lru_cache(maxsize=512)
+def embedding_rows(key: bytes, tokens: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return the rows that the encoder yields for an item, uint8 [tokens, row bytes]; do not write to them."""
+    start = blake2b(key, digest_size=8).digest()
+    rows = np.zeros((tokens, row_bytes), np.uint8)
+    rows[:, :8] = np.frombuffer(start, np.uint8)
+    rows[:, 8:12] = np.arange(tokens, dtype="<u4").view(np.uint8).reshape(tokens, 4)
+    rows.flags.writeable = False
+    return rows

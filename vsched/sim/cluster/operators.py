@@ -1,0 +1,59 @@
+"""What operators do to a simulated engine, over HTTP like everybody: drain, restart and resume groups, clear, look."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from vsched.sim.cluster.world import World
+from vsched.sim.http import Client
+
+Action = Literal["drain", "restart", "resume", "clear", "look"]
+LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")
+UNDERSTOOD = (200, 409, 503)
+"""Done, not possible now, not served any more."""
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator does; `group` is for actions on one."""
+
+    at_ns: int
+    action: Action
+    group: str = ""
+
+
+def draw_operations(
+    rng: random.Random, groups: Sequence[str], span_ns: int
+) -> tuple[Operation, ...]:
+    """Draw what operators do in a scenario: mostly nothing."""
+    if rng.random() < 0.7:
+        return ()
+    actions: list[Action] = ["drain", "drain", "restart", "resume", "resume", "clear", "look"]
+    drawn = [
+        Operation(
+            at_ns=rng.randrange(span_ns), action=rng.choice(actions), group=rng.choice(groups)
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    return tuple(sorted(drawn, key=lambda operation: operation.at_ns))
+
+
+async def operate(world: World, client: Client, operation: Operation) -> None:
+    """Do something now, and see that the answer makes sense."""
+    calls: list[tuple[str, str, object]]
+    if operation.action == "look":
+        calls = [("GET", path, None) for path in LOOKS]
+    elif operation.action == "clear":
+        calls = [("POST", "/admin/clear", {})]
+    else:
+        body = {"group": operation.group, "action": operation.action}
+        calls = [("POST", "/admin/replicas", body)]
+    for method, path, asked in calls:
+        response = await client.request(method, path, json=asked)
+        world.expect(
+            response.status in UNDERSTOOD,
+            f"{method} {path} {asked} was answered with {response.status}: {response.body!r}",
+        )

@@ -1,0 +1,153 @@
+"""The worker plug-in of a simulated engine, as far as the engine itself asks: facts, and a preprocessor.
+
+Text is token ids in decimal, with blanks between them. What ranks load is in `workers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image as PillowImage
+
+from vsched.errors import RequestRefused
+from vsched.sim.cluster.images import SETTINGS_DIGEST, SIDE
+from vsched.sim.cluster.model import END_TOKEN, IMAGE_TOKEN, VOCABULARY
+from vsched.types import ModelInfo
+from vsched.worker.contract import (
+    EncodeWorker,
+    GenerateWorker,
+    ImagePlan,
+    Progress,
+    WorkerSettings,
+)
+
+NAME = "vsched.sim.cluster.plugin:plugin"
+IMAGE_TEXT = "<image>"
+PATCHES_PER_TOKEN = 4
+PATCH_VALUES = 4
+ITEM_TOKENS_MAX = 128
+CONTEXT_TOKENS = 4096
+
+
+class SimulatedDetokenizer:
+    """Writes each token as a number and a blank."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class SimulatedPreprocessor:
+    """Tokenizer, chat template and image processor of no model."""
+
+    settings_digest = SETTINGS_DIGEST
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+
+    def render(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
+        texts: list[str] = []
+        for message in messages:
+            content = message["content"]
+            parts = [{"text": content}] if isinstance(content, str) else content
+            texts += [part.get("text", IMAGE_TEXT) for part in parts]
+        return " ".join(texts)
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self._token(word) for word in text.split()]
+
+    def _token(self, word: str) -> int:
+        if word == IMAGE_TEXT:
+            return self.info.image_token_id
+        if not word.isdecimal():
+            raise RequestRefused(f"{word!r} is no token. Remedy: send numbers.", code="no_token")
+        return int(word)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return SimulatedDetokenizer().push(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"%d " % token_id
+
+    def detokenizer(self) -> SimulatedDetokenizer:
+        return SimulatedDetokenizer()
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        tokens = min(max(width * height // SIDE**2, 1), self.info.item_tokens_max)
+        return ImagePlan((1, 2, 2 * tokens), tokens)
+
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        if grid[:2] != (1, 2) or grid[2] < 2 or grid[2] % 2:
+            raise RequestRefused(f"{grid} is no grid. Remedy: send (1, 2, 2n).", code="no_grid")
+        return grid[2] // 2
+
+    def process_image(self, image: PillowImage.Image) -> npt.NDArray[np.float32]:
+        tokens = self.plan_image(*image.size).tokens
+        pixel = image.getpixel((0, 0))
+        assert isinstance(pixel, tuple), "an RGB image"
+        row = np.array([*pixel, tokens], np.float32)
+        return np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))
+
+    def expand(
+        self, token_ids: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        offsets: list[int] = []
+        left = list(tokens)
+        for token in token_ids:
+            if token != self.info.image_token_id:
+                ids.append(token)
+                continue
+            if not left:
+                break
+            offsets.append(len(ids))
+            ids += [token] * left.pop(0)
+        if left or len(offsets) != list(token_ids).count(self.info.image_token_id):
+            message = "placeholders and images differ in number. Remedy: send one for each."
+            raise RequestRefused(message, code="placeholders")
+        return ids, offsets
+
+
+class SimulatedPlugin:
+    """What the configuration of a simulated engine names."""
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+        del dtype
+        return ModelInfo(
+            family="simulated",
+            path=path,
+            dtype="float32",
+            hidden_size=4,
+            embedding_levels=1,
+            vocab_size=VOCABULARY,
+            context_tokens=CONTEXT_TOKENS,
+            kv_bytes_per_token=1 << 20,
+            patch_values=PATCH_VALUES,
+            item_tokens_max=min(item_tokens_max or ITEM_TOKENS_MAX, ITEM_TOKENS_MAX),
+            image_token_id=IMAGE_TOKEN,
+            stop_token_ids=(END_TOKEN,),
+        )
+
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Every number of ranks will do."""
+
+    def load_preprocessor(self, info: ModelInfo) -> SimulatedPreprocessor:
+        return SimulatedPreprocessor(info)
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> EncodeWorker:
+        raise NotImplementedError("simulated ranks load theirs from their launcher")
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> GenerateWorker:
+        raise NotImplementedError("simulated ranks load theirs from their launcher")
+
+
+plugin = SimulatedPlugin()

@@ -1,0 +1,392 @@
+"""Simulated rank processes: the production rank as a task, on a clock that runs ahead of the loop's while it computes.
+
+What a rank does between two waits happens at one moment of the loop. Its own clock moves meanwhile, by what the steps
+cost, and what it sends leaves once the loop has caught up. So the code of ranks is the same as in a process, though it
+never waits there for time to pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
+from vsched.sim.cluster.collective import Collective
+from vsched.sim.cluster.model import ROOT
+from vsched.sim.cluster.workers import RankPlugin
+from vsched.sim.cluster.world import World
+from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
+from vsched.sim.network import LeaderEnd, RankEnd, wait_readable
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import OnFrame
+from vsched.types import stage_of
+from vsched.wire import Hello, Pulse, Stop, encode_report
+from vsched.worker.contract import WorkerPlugin
+from vsched.worker.loading import RankLoading
+from vsched.worker.member import (
+    PULSES_PER_TIMEOUT,
+    Following,
+    GenerateSide,
+    Member,
+    RankHost,
+)
+from vsched.worker.spec import RankSpec
+
+logger = logging.getLogger(__name__)
+DEVICE_BYTES = 4 << 30
+KILLED = -9
+CRASHED = -11
+LINGER_S = 0.02
+"""How long a process that fails stays, for its last words to get through."""
+RUN_DIR = "/simulated"
+
+
+class _Sent(NamedTuple):
+    """A frame that leaves when the loop's clock is there."""
+
+    at_ns: int
+    end: RankEnd
+    frame: bytes
+
+
+class RankClock:
+    """The clock of a rank: that of the loop, and what the rank has computed since it last waited."""
+
+    def __init__(self, world: World) -> None:
+        self._loop = world.loop
+        self.ahead_ns = 0
+
+    def now_ns(self) -> int:
+        """Return the rank's time."""
+        return self._loop.now_ns() + self.ahead_ns
+
+    def spend(self, duration_ns: float) -> None:
+        """Let time pass."""
+        self.ahead_ns += int(duration_ns)
+
+
+class SimulatedLink:
+    """A rank's end of a link, from which frames leave in the rank's time."""
+
+    def __init__(self, end: RankEnd, clock: RankClock, outbox: deque[_Sent]) -> None:
+        self.end = end
+        self._clock = clock
+        self._outbox = outbox
+
+    def send(self, frame: bytes) -> None:
+        """Send a report, now or when it is now."""
+        if self._clock.ahead_ns or self._outbox:
+            self._outbox.append(_Sent(self._clock.now_ns(), self.end, frame))
+        else:
+            self.end.send(frame)
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        """Return a frame that has come."""
+        return self.end.receive(timeout_s)
+
+    def close(self) -> None:
+        """Close it."""
+        self.end.close()
+
+
+class _Crashed(Exception):
+    """The process ends without a word."""
+
+
+class SimulatedRank:
+    """One rank process; looks like `vsched.aio.process.RankProcess`."""
+
+    def __init__(
+        self,
+        world: World,
+        spec: RankSpec,
+        *,
+        collective: Collective,
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.pid = world.next_pid()
+        self.serving = False
+        self.memory = SimulatedMemory(DEVICE_BYTES, pool=f"device of {self.pid}")
+        self._world = world
+        self._arena = Arena(spec.arena_fd, spec.layout)
+        self._spec = spec
+        self._collective = collective
+        self._on_exit = on_exit
+        self._clock = RankClock(world)
+        self._noise = world.generator(f"rank {self.pid}")
+        self._outbox: deque[_Sent] = deque()
+        self._at_end: list[Callable[[], None]] = []
+        self._stopped_until_ns = 0
+        self._groups: dict[str, str] = {}
+        self._current = ""
+        self._members: list[Member[SimulatedLink]] = []
+        self._exited = world.loop.create_future()
+        self._task = world.loop.create_task(self._live())
+
+    # --- life ---
+
+    async def end(self, *, grace_s: float) -> None:
+        """Wait for the rank to end; kill it when it has not after the grace."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.shield(self._exited)
+        except TimeoutError:
+            self._task.cancel()
+            await asyncio.shield(self._exited)
+
+    async def _live(self) -> None:
+        code = KILLED
+        try:
+            code = await self._run()
+        except asyncio.CancelledError:
+            pass
+        except _Crashed:
+            code = CRASHED
+        finally:
+            for member in self._members:
+                member.link.close()
+            self._exited.set_result(code)
+            self._on_exit(code)
+
+    async def _run(self) -> int:
+        """Do what `vsched.rank.run` does; return the exit code."""
+        spec, world = self._spec, self._world
+        host = RankHost(
+            now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
+        )
+        for role in (spec.encode, spec.generate):
+            if role is not None:
+                end = world.network.connect(role.address, spec.rank)
+                self._groups[stage_of(end.party.group)] = end.party.group
+                link = SimulatedLink(end, self._clock, self._outbox)
+                self._members.append(Member(spec, link, host))
+        pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
+        try:
+            await self._load(RankLoading(spec, self._arena, self._members, host))
+            await self._follow(Following(self._members, spec.timeout_s, host))
+        except _Crashed:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is the rank's last word, whatever it is
+            for member in self._members:
+                member.fail(error)
+            await self._catch_up()
+            await asyncio.sleep(LINGER_S)
+            return self._code_of(error)
+        finally:
+            pulse.cancel()
+        return 0
+
+    def _code_of(self, error: Exception) -> int:
+        if not isinstance(error, VschedError):
+            logger.error("a rank failed", exc_info=error)
+            self._world.violate(f"{self._name} failed: {error!r}")
+        return 2 if isinstance(error, CheckpointError | DeviceOutOfMemory) else 1
+
+    @property
+    def _name(self) -> str:
+        return f"{' and '.join(self._groups.values())} rank {self._spec.rank}"
+
+    def _load_worker(self, _name: str) -> WorkerPlugin:
+        return RankPlugin(self._world, self, ROOT)  # type: ignore[return-value] # ranks ask for no more
+
+    async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
+        loading.begin()
+        await self._catch_up()
+        while (member := loading.ordered) is not None:
+            frame = await member.link.end.next_frame()
+            assert frame is not None, "only a rank that has ended closes its link"
+            loading.take(frame)
+            await self._catch_up()
+        self.serving = True
+
+    async def _follow(self, following: Following[SimulatedLink]) -> None:
+        while not following.over:
+            member = following.next
+            if member is None:
+                await self._listen(following)
+                continue
+            entry = member.entry
+            self._current = member.link.end.party.group
+            self._note_digest(member)
+            is_step = member.log.turn > 0
+            if is_step:
+                await self._collective.meet(self._spec.rank)
+            following.advance()
+            if is_step:
+                await self._finish_step()
+            elif not isinstance(entry, Stop):
+                await self._catch_up()
+        await self._catch_up()
+
+    async def _listen(self, following: Following[SimulatedLink]) -> None:
+        awaited = following.awaited()
+        heard = await wait_readable([member.link.end for member in awaited], following.left_s())
+        for member in awaited:
+            member.listen(0)
+        if not heard:
+            following.heard_nothing()
+
+    def _note_digest(self, member: Member[SimulatedLink]) -> None:
+        """All ranks of a group must have the same log."""
+        log = member.log
+        known = self._world.digests.setdefault((member.link.end.address, log.seq), log.digest)
+        self._world.expect(
+            known == log.digest,
+            f"{self._name}: entry {log.seq} has another digest than on another rank",
+        )
+
+    # --- time ---
+
+    async def _finish_step(self) -> None:
+        """Report a step when its time is over, unless the process ends before or after it."""
+        await self._wait_for_loop(self._clock.now_ns())
+        for call in self._at_end:
+            call()
+        self._at_end.clear()
+        self._crash("before_reply")
+        await self._catch_up()
+        self._crash("after_reply")
+
+    def _crash(self, moment: str) -> None:
+        fault = self._world.injector.take(
+            WorkerCrash,
+            group=self._current,
+            rank=self._spec.rank,
+            such=lambda one: one.moment == moment,
+        )
+        if fault is not None:
+            raise _Crashed
+
+    async def _catch_up(self) -> None:
+        """Wait until the loop's clock is where the rank's is, and let out what was sent on the way."""
+        until_ns = self._clock.now_ns()
+        while self._outbox:
+            sent = self._outbox[0]
+            await self._wait_for_loop(sent.at_ns)
+            self._outbox.popleft()
+            if not sent.end.closed:
+                sent.end.send(sent.frame)
+        await self._wait_for_loop(until_ns)
+
+    async def _wait_for_loop(self, until_ns: int) -> None:
+        loop = self._world.loop
+        if (left_ns := until_ns - loop.now_ns()) > 0:
+            waiter = loop.create_future()
+            timer = loop.call_at_ns(until_ns, waiter.set_result, None)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+            self._clock.ahead_ns = max(0, self._clock.ahead_ns - left_ns)
+
+    async def _pulse(self, address: str) -> None:
+        """Beat as `PulseThread` does, but while the process is stopped."""
+        spec, loop = self._spec, self._world.loop
+        end = self._world.network.connect(address, spec.rank, pulse=True)
+        try:
+            end.send(encode_report(Hello(spec.rank, spec.secret)))
+            while True:
+                await asyncio.sleep(spec.timeout_s / PULSES_PER_TIMEOUT)
+                if loop.now_ns() >= self._stopped_until_ns:
+                    end.send(encode_report(Pulse()))
+        finally:
+            end.close()
+
+    # --- questions ---
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return not self._exited.done()
+
+    def sequences(self, group: str) -> set[int] | None:
+        """Return the numbers of the requests that it keeps for a generate group; None where it does not serve it."""
+        for member in self._members:
+            side = member.side
+            if member.link.end.party.group == group and isinstance(side, GenerateSide):
+                return set(side.rank.sequences)
+        return None
+
+    # --- what workers ask ---
+
+    def spend(self, duration_ns: float) -> None:
+        """Let time pass for this rank."""
+        self._clock.spend(duration_ns)
+
+    def spend_step(self, duration_ns: float) -> None:
+        """Let the time of a step pass; slow, if it is, and stopped, if it is."""
+        injector, group, rank = self._world.injector, self._current, self._spec.rank
+        duration_ns *= 1 + self._world.pace.noise * self._noise.random()
+        for slow in injector.active(Slowdown, group=group, rank=rank):
+            duration_ns *= slow.factor
+        hang = injector.take(Hang, group=group, rank=rank)
+        if hang is not None:
+            self._stopped_until_ns = max(self._stopped_until_ns, hang.end_ns)
+        stopped_ns = max(0, self._stopped_until_ns - self._clock.now_ns())
+        self._clock.spend(duration_ns + stopped_ns)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have something done when the step is over; never, if the process ends before."""
+        self._at_end.append(call)
+
+    def has_memory(self, stage: str, during: str) -> bool:
+        """Return whether the device has memory, as far as faults go."""
+        group = self._groups[stage]
+        if during == "step":
+            return self._collective.has_memory(self._spec.rank, group)
+        fault = self._world.injector.take(
+            OutOfMemory,
+            group=group,
+            rank=self._spec.rank,
+            such=lambda one: one.during == during,
+        )
+        return fault is None
+
+
+def _group_at(address: str) -> str:
+    """Return the group that has an address: what stands behind its name counts its starts."""
+    return address.rpartition("/")[2].rpartition("-")[0]
+
+
+class SimulatedLauncher:
+    """Starts simulated ranks, and has their leaders hear them over the simulated network.
+
+    Attributes:
+        ranks: All that were ever started.
+    """
+
+    run_dir = RUN_DIR
+
+    def __init__(self, world: World) -> None:
+        self.ranks: list[SimulatedRank] = []
+        self._world = world
+        self._collectives: dict[str, Collective] = {}
+
+    def open_link(self, address: str, on_frame: OnFrame) -> LeaderEnd:
+        """Listen."""
+        return self._world.network.listen(address, on_frame, group=_group_at(address))
+
+    def launch(
+        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
+    ) -> SimulatedRank:
+        """Start a rank."""
+        del threads
+        roles = [role for role in (spec.encode, spec.generate) if role is not None]
+        if spec.rank == 0:
+            self._world.launches.update(_group_at(role.address) for role in roles)
+        place = roles[0].address
+        if place not in self._collectives:
+            ranks = roles[0].settings.ranks
+            self._collectives[place] = Collective(self._world, ranks)
+        rank = SimulatedRank(
+            self._world, spec, collective=self._collectives[place], on_exit=on_exit
+        )
+        self.ranks.append(rank)
+        return rank
+
+    def close(self) -> None:
+        """There is nothing to give back."""

@@ -1,0 +1,241 @@
+"""Scenarios drawn from a seed: an engine of some shape, requests that meet in it, and faults; then all must heal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from vsched.config import Config
+from vsched.config.policies import check_combinations, check_together
+from vsched.sim.channel import LinkProfile
+from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
+from vsched.sim.cluster.operators import Operation, draw_operations
+from vsched.sim.cluster.world import QUICK
+from vsched.sim.cost import CostModel
+from vsched.sim.faults import (
+    FAULTS_MAX,
+    KINDS,
+    FaultPlan,
+    Hang,
+    MissedDecision,
+    OutOfMemory,
+    WorkerCrash,
+    random_plan,
+)
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.simulation import SimulationFailed
+from vsched.sim.workload import Arrival, Image, Part, Reply, Text
+
+SPAN_NS = 3_000_000_000
+"""How long faults may begin, and last."""
+REQUESTS = 8
+DEADLY = (WorkerCrash, OutOfMemory, Hang, MissedDecision)
+"""What takes groups down; many of these show how one is given up."""
+IMAGES = 6
+"""Requests share so many images, and as many beginnings of texts."""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run depends on: the same scenario is the same run.
+
+    Attributes:
+        slower: How many times as slow steps are as in other scenarios.
+        shut_down_ns: When the server is stopped, while clients wait; by default it runs until all is healed.
+    """
+
+    seed: int
+    config: Config
+    arrivals: tuple[Arrival, ...]
+    operations: tuple[Operation, ...]
+    plan: FaultPlan
+    links: LinkProfile
+    slower: float
+    shut_down_ns: int | None = None
+
+    def with_faults(self, plan: FaultPlan) -> Scenario:
+        """Return the scenario with other faults."""
+        return msgspec.structs.replace(self, plan=plan)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a scenario.
+
+    Attributes:
+        violations: What must never happen and did; empty when all went as it must.
+        digest: Over all that the kernel heard and decided, and when.
+        struck: Faults that found an occasion.
+    """
+
+    violations: tuple[str, ...] = ()
+    digest: str = ""
+    events: int = 0
+    outcomes: dict[str, int] = {}
+    losses: int = 0
+    struck: int = 0
+    virtual_s: float = 0.0
+
+
+def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
+    """Draw a scenario."""
+    rng = random.Random(f"scenario {seed}")  # noqa: S311
+    config = draw_config(rng)
+    kinds, faults_max = rng.choice([(KINDS, FAULTS_MAX)] * 4 + [(DEADLY, 2 * FAULTS_MAX)])
+    return Scenario(
+        seed=seed,
+        config=config,
+        arrivals=draw_arrivals(rng, requests),
+        operations=draw_operations(rng, groups_of(config), SPAN_NS),
+        plan=random_plan(
+            rng,
+            groups_of(config),
+            SPAN_NS,
+            ranks=config.generate.tensor_parallel,
+            kinds=kinds,
+            faults_max=faults_max,
+        ),
+        links=LinkProfile(jitter_ns=rng.choice([0, 0, 100_000, 2_000_000])),
+        slower=rng.choice([1.0, 4.0, 16.0]),
+        shut_down_ns=rng.randrange(SPAN_NS) if rng.random() < 0.1 else None,
+    )
+
+
+def slower_by(factor: float) -> CostModel:
+    """Return the quick costs, so many times as slow."""
+    scaled = {
+        stage: type(cost)(
+            **{name: factor * value for name, value in msgspec.structs.asdict(cost).items()}
+        )
+        for stage, cost in (("encode", QUICK.encode), ("generate", QUICK.generate))
+    }
+    return msgspec.structs.replace(QUICK, **scaled)
+
+
+def draw_config(rng: random.Random) -> Config:
+    """Draw a small engine: replicas, ranks, policies, and what is scarce."""
+    base = small_config()
+    ranks = rng.choice([1, 1, 1, 2])
+    encoders, generators = rng.choice([(1, 1), (1, 1), (1, 2), (2, 2), (2, 1)])
+    together = encoders == generators and rng.random() < 0.3
+    generate: dict[str, Any] = {
+        "replicas": generators,
+        "tensor_parallel": ranks,
+        "slots": rng.choice([1, 2, 4, 6]),
+        "chunk_tokens": rng.choice([8, 24, 60]),
+        "prefix_cache": rng.random() < 0.8,
+        "step_target_ms": rng.choice([0.0, 5.0, 100.0]),
+        "admission": {"use": rng.choice(["fifo", "fifo", "priority", "deadline"])},
+        "preemption": {"use": rng.choice(["youngest", "cheapest"])},
+        "memory": {"use": "pinned", "tokens": rng.choice([256, 320, 600])},
+    }
+    if rng.random() < 0.2:
+        generate["memory"] = {"use": "auto-profile"}
+    config = Config(
+        placement="together" if together else "separate",
+        model=base.model,
+        arena=msgspec.structs.replace(
+            base.arena,
+            pixel_bytes=rng.choice([8192, 16384]),
+            embedding_bytes=1024 * rng.choice([2, 4, 16]),
+        ),
+        encode=msgspec.structs.replace(
+            base.encode,
+            replicas=encoders,
+            tensor_parallel=ranks,
+            encoding={"use": rng.choice(["chunk-aware", "chunk-aware", "eager", "combined"])},
+        ),
+        generate=msgspec.structs.replace(base.generate, **generate),
+        routing={"use": rng.choice(["least-loaded", "round-robin", "image-affinity"])},
+        deadlines=msgspec.structs.replace(
+            base.deadlines, waiting_s=rng.choice([0.0, 0.0, 0.0, 2.0])
+        ),
+    )
+    check_together(config)
+    check_combinations(config)
+    return config
+
+
+def draw_arrivals(rng: random.Random, requests: int) -> tuple[Arrival, ...]:
+    """Draw requests that share beginnings and images; they arrive in bursts or one by one."""
+    gap_s = rng.choice([0.0, 0.02, 0.2, 0.4])
+    arrivals: list[Arrival] = []
+    at_ns = 0
+    for index in range(requests):
+        at_ns += int(rng.expovariate(1 / gap_s) * 1e9) if gap_s else 0
+        before = rng.choice(arrivals) if arrivals and rng.random() < 0.3 else None
+        arrivals.append(
+            Arrival(
+                at_ns=at_ns,
+                request_id=f"r{index}",
+                prompt=_draw_prompt(rng) if before is None else _draw_turn(rng, before),
+                output_tokens=rng.randint(1, 16),
+                conversation=f"c{index}" if before is None else before.conversation,
+                tenant=rng.choice(["", "", "", "tenant"]) if before is None else before.tenant,
+                priority=rng.choice([0, 0, 0, 1, -1]),
+                ttft_target_ms=rng.choice([None, None, 100]),
+            )
+        )
+    return tuple(arrivals)
+
+
+def _draw_turn(rng: random.Random, before: Arrival) -> tuple[Part, ...]:
+    """Draw what a client says after the answer to a request: its prompt, the answer, and a little more."""
+    more = Text(rng.randrange(1000), rng.randint(1, 12))
+    return (*before.prompt, Reply(before.output_tokens), more)
+
+
+def _draw_prompt(rng: random.Random) -> tuple[Part, ...]:
+    parts: list[Part] = [Text(rng.randrange(IMAGES), rng.randint(1, 60))]
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+        image = rng.randrange(IMAGES)
+        parts.append(Image(f"image {image}", 1 + image * 11 % 50))
+        parts.append(Text(rng.randrange(1000), rng.randint(1, 12)))
+    return tuple(parts)
+
+
+async def play(scenario: Scenario) -> Report:
+    """Run a scenario on the running virtual loop, to its healed end."""
+    engine = SimEngine(
+        scenario.config,
+        seed=scenario.seed,
+        faults=scenario.plan,
+        links=scenario.links,
+        costs=slower_by(scenario.slower),
+    )
+    await engine.start()
+    try:
+        for operation in scenario.operations:
+            engine.operate(operation)
+        await engine.run(scenario.arrivals)
+        with contextlib.suppress(SimulationFailed):  # the report has it
+            if scenario.shut_down_ns is None:
+                await engine.heal()
+            else:
+                await engine.sleep_until(scenario.shut_down_ns)
+                await engine.shut_down()
+    finally:
+        await engine.stop()
+    return _report(engine)
+
+
+def _report(engine: SimEngine) -> Report:
+    world, witness = engine.world, engine.witness
+    return Report(
+        violations=tuple(world.told()),
+        digest=engine.digest,
+        events=witness.events if witness is not None else 0,
+        outcomes=dict(Counter(visit.outcome for visit in engine.visits)),
+        losses=len(witness.losses) if witness is not None else 0,
+        struck=len(world.injector.struck),
+        virtual_s=world.loop.time(),
+    )
+
+
+def run_scenario(scenario: Scenario) -> Report:
+    """Run a scenario on a virtual loop of its own."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(play(scenario))

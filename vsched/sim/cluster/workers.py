@@ -1,0 +1,321 @@
+"""What simulated ranks compute with: no model, but everything that they read and write is checked.
+
+What an encoder yields follows from the pixels that it finds. A generator looks whether the embeddings that it reads in
+the arena are those of its images, and keeps fingerprints in a KV cache of real blocks, which it reads through block
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import DeviceOutOfMemory
+from vsched.sim.cluster.model import Content, embedding_rows, extend, next_token
+from vsched.sim.cluster.world import World
+from vsched.testing.device_memory import SimulatedMemory
+from vsched.types import MediaItem, ModelInfo
+from vsched.worker.contract import (
+    Batch,
+    Chunk,
+    EncodeJob,
+    ImagePlan,
+    Progress,
+    Sampled,
+    SequenceState,
+    WorkerSettings,
+)
+
+WEIGHTS_BYTES = 256 << 20
+DAMAGED = b"damaged"
+"""In place of the key of an image whose pixels are not what they must be."""
+DAMAGE = 0xBAD
+"""What embeddings that are not what they must be do to a fingerprint."""
+ACTIVATION_BYTES = 1 << 20
+"""What a token of a step takes."""
+
+
+class Process(Protocol):
+    """The rank that computes.
+
+    Attributes:
+        serving: Whether the KV cache is accepted: what came before is a rehearsal.
+    """
+
+    serving: bool
+
+    @property
+    def memory(self) -> SimulatedMemory: ...
+
+    def spend(self, duration_ns: float) -> None:
+        """Let time pass for this rank."""
+        ...
+
+    def spend_step(self, duration_ns: float) -> None:
+        """Let the time of a step pass; it may be a slow one, or one in which the rank is stopped for a while."""
+        ...
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have something done when the step is over; never, if the process ends before."""
+        ...
+
+    def has_memory(self, stage: str, during: str) -> bool:
+        """Return whether the device has memory, as far as faults go; False once for each."""
+        ...
+
+
+class SimulatedEncoder:
+    """The vision tower of one rank."""
+
+    def __init__(self, world: World, process: Process, settings: WorkerSettings) -> None:
+        self._world = world
+        self._process = process
+        self._writes = settings.rank == 0
+        _load(process, world, "encode")
+
+    @property
+    def weights_bytes(self) -> int:
+        return WEIGHTS_BYTES
+
+    def device_memory(self) -> SimulatedMemory:
+        return self._process.memory
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Encode a batch."""
+        world, process = self._world, self._process
+        tokens = [job.tokens for job in jobs]
+        if not process.serving:
+            with process.memory.hold(ACTIVATION_BYTES * sum(tokens)):
+                return
+        process.spend_step(world.costs.encode_ns(tokens))
+        if not process.has_memory("encode", "step"):
+            raise DeviceOutOfMemory("injected: no memory for the activations of a batch of images")
+        for job in jobs:
+            seen = job.key if self._sees(job) else DAMAGED
+            if self._writes:
+                process.at_end(partial(_write_rows, job, seen, embeddings))
+
+    def _sees(self, job: EncodeJob) -> bool:
+        """Return whether the pixels are those of the image that is meant.
+
+        They need not be when nobody wants it any more: what comes of it is thrown away then.
+        """
+        look = self._world.looks[job.key]
+        expected = np.array([*look.colour, look.tokens], np.float32)
+        self._world.expect(job.tokens == look.tokens, f"{look} is encoded as {job.tokens} tokens")
+        return bool((job.pixels == expected).all())
+
+
+def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) -> None:
+    _, page_rows, row_bytes = embeddings.shape
+    rows = embedding_rows(seen, job.tokens, row_bytes)
+    for index, page in enumerate(job.pages):
+        part = rows[index * page_rows : (index + 1) * page_rows]
+        embeddings[page, : len(part)] = part
+
+
+class _Known:
+    """A sequence as a generator knows it: the fingerprints of its positions, uint64 [positions], as far as computed."""
+
+    def __init__(self, items: Sequence[MediaItem], positions: int) -> None:
+        self.content = Content(items)
+        self.fingerprints = np.zeros(positions, np.uint64)
+        self.length = 0
+
+    def grow(self, sequence: SequenceState, length: int, seen: int) -> None:
+        """Compute the fingerprints up to a length."""
+        tokens = sequence.tokens[self.length : length].tolist()
+        for position, token in enumerate(tokens, self.length):
+            seen = extend(seen, self.content.at(position, token))
+            self.fingerprints[position] = seen
+        self.length = length
+
+
+class SimulatedGenerator:
+    """The language model of one rank."""
+
+    def __init__(
+        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+    ) -> None:
+        self._world = world
+        self._process = process
+        self._info = info
+        self._who = f"rank {settings.rank}"
+        self._root = root
+        self._kv: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
+        self._handles: list[int] = []
+        _load(process, world, "generate")
+
+    @property
+    def weights_bytes(self) -> int:
+        return WEIGHTS_BYTES
+
+    def device_memory(self) -> SimulatedMemory:
+        return self._process.memory
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        """Allocate a KV cache."""
+        self.drop_kv()
+        self._process.spend(self._world.pace.build_ns)
+        if not self._process.has_memory("generate", "load"):
+            raise DeviceOutOfMemory(f"injected: no memory for a KV cache of {blocks} blocks")
+        size = blocks * block_size * self._info.kv_bytes_per_token
+        self._handles = [self._process.memory.allocate(size)]
+        self._kv = np.zeros((blocks, block_size), np.uint64)
+
+    def drop_graphs(self) -> None:
+        """There are none."""
+
+    def drop_kv(self) -> None:
+        """Forget the KV cache."""
+        for handle in self._handles:
+            self._process.memory.free(handle)
+        self._handles = []
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Look up what a request holds."""
+        items = self._world.items[sequence.number] if self._process.serving else ()
+        positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
+        sequence.state = _Known(items, positions)
+
+    def step(self, batch: Batch) -> Sampled:
+        """Run one step."""
+        if not self._process.serving:
+            return self._rehearse(batch)
+        self._process.spend_step(self._cost_ns(batch))
+        if not self._process.has_memory("generate", "step"):
+            raise DeviceOutOfMemory("injected: no memory for the activations of a step")
+        tokens: list[int] = []
+        decodes = zip(
+            batch.decode_slots.tolist(),
+            batch.decode_sequences,
+            batch.decode_positions.tolist(),
+            strict=True,
+        )
+        for slot, sequence, position in decodes:
+            tokens.append(self._run(batch, slot, sequence, position, position + 1))
+        for chunk in batch.chunks:
+            damage = 0 if self._sees_items(chunk, batch.embeddings) else DAMAGE
+            token = self._run(
+                batch, chunk.slot, chunk.sequence, chunk.start, chunk.stop, damage=damage
+            )
+            if chunk.samples:
+                tokens.append(token)
+        return Sampled(np.asarray(tokens, np.int32))
+
+    def _run(
+        self,
+        batch: Batch,
+        slot: int,
+        sequence: SequenceState,
+        start: int,
+        stop: int,
+        *,
+        damage: int = 0,
+    ) -> int:
+        """Compute the KV of positions [start, stop) from all before; return the token that follows."""
+        known: _Known = sequence.state
+        size = self._kv.shape[1]
+        blocks = batch.block_tables[slot, : -(-stop // size)]
+        kv = self._kv[blocks].reshape(-1)
+        if known.length < start:  # of a prefix that another request has computed
+            known.grow(sequence, start, self._seen(known))
+        if not (kv[:start] == known.fingerprints[:start]).all():
+            position = int(np.flatnonzero(kv[:start] != known.fingerprints[:start])[0])
+            self._world.violate(
+                f"{self._who}: request {sequence.number} reads KV of position {position} that is not its own"
+            )
+        seen = int(kv[start - 1]) if start else self._root
+        known.length = start
+        known.grow(sequence, stop, seen ^ damage)
+        positions = np.arange(start, stop)
+        self._kv[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
+        return next_token(int(known.fingerprints[stop - 1]))
+
+    def _seen(self, known: _Known) -> int:
+        return int(known.fingerprints[known.length - 1]) if known.length else self._root
+
+    def _sees_items(self, chunk: Chunk, embeddings: npt.NDArray[np.uint8]) -> bool:
+        """Return whether the embeddings are those of the images.
+
+        They need not be in a rank that is given up: what comes of its steps is thrown away.
+        """
+        if not chunk.items:
+            return True
+        items = {item.offset: item for item in self._world.cached[chunk.sequence.number]}
+        for rows in chunk.items:
+            item = items[chunk.start + rows.chunk_start - rows.row_start]
+            expected = embedding_rows(item.key, item.tokens, embeddings.shape[2])
+            found = embeddings[list(rows.pages)].reshape(-1, embeddings.shape[2])
+            part = slice(rows.row_start, rows.row_stop)
+            if not (found[part] == expected[part]).all():
+                number = chunk.sequence.number
+                self._world.hint(
+                    f"{self._who}: request {number} read an embedding that was not its own"
+                )
+                return False
+        return True
+
+    def _rehearse(self, batch: Batch) -> Sampled:
+        rows = len(batch.decode_slots) + sum(chunk.stop - chunk.start for chunk in batch.chunks)
+        with self._process.memory.hold(ACTIVATION_BYTES * max(rows, 1)):
+            sampled = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
+            return Sampled(np.zeros(sampled, np.int32))
+
+    def _cost_ns(self, batch: Batch) -> float:
+        chunks = batch.chunks
+        return self._world.costs.generate_ns(
+            decodes=len(batch.decode_slots),
+            context=int(batch.decode_positions.sum()),
+            prefill=sum(chunk.stop - chunk.start for chunk in chunks),
+            pairs=sum((chunk.stop**2 - chunk.start**2) / 2 for chunk in chunks),
+        )
+
+
+class RankPlugin:
+    """The worker plug-in of one simulated rank."""
+
+    def __init__(self, world: World, process: Process, root: int) -> None:
+        self._world = world
+        self._process = process
+        self._root = root
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SimulatedEncoder:
+        """Load the vision tower."""
+        del info
+        progress("weights", 0.0)
+        return SimulatedEncoder(self._world, self._process, settings)
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SimulatedGenerator:
+        """Load the language model."""
+        progress("weights", 0.0)
+        return SimulatedGenerator(self._world, self._process, info, settings, self._root)
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        """Return the one batch of the largest images."""
+        del pixels_max
+        each = min(info.item_tokens_max, tokens or info.item_tokens_max)
+        count = min(items, max(1, tokens // each)) if tokens else items
+        return [[ImagePlan((1, 2, 2 * each), each)] * count]
+
+
+def _load(process: Process, world: World, stage: str) -> None:
+    """Take the time and the memory of the weights.
+
+    Raises:
+        DeviceOutOfMemory: When they do not fit.
+    """
+    process.spend(world.pace.load_ns)
+    if not process.has_memory(stage, "load"):
+        raise DeviceOutOfMemory(f"injected: no memory for the weights of {stage}")
+    process.memory.allocate(WEIGHTS_BYTES)

@@ -1,0 +1,153 @@
+"""What the parts of a simulated engine share: the clock, the faults, who asked for what, and what must never happen."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from vsched.kernel.request import keyed_by_set
+from vsched.sim.channel import LinkProfile
+from vsched.sim.cluster.images import Look
+from vsched.sim.cost import CostModel, EncodeCost, GenerateCost
+from vsched.sim.faults import FaultPlan
+from vsched.sim.injection import Injector
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.network import Network
+from vsched.types import MediaItem
+
+logger = logging.getLogger(__name__)
+ORIGIN_NS = 10_000_000_000
+"""When a simulated engine has long started: by default the times of workloads and faults count from here."""
+
+
+HINTS_MAX = 5
+
+
+class StepCosts(Protocol):
+    """What says how long steps take, in nanoseconds; a `CostModel`, say."""
+
+    def encode_ns(self, tokens: Sequence[int]) -> float:
+        """Return the time of an encoder step with images of so many tokens each."""
+        ...
+
+    def generate_ns(
+        self, *, decodes: int, context: int, prefill: int = 0, pairs: float = 0.0
+    ) -> float:
+        """Return the time of a generator step."""
+        ...
+
+
+QUICK = CostModel(
+    name="quick",
+    source="round numbers",
+    encode=EncodeCost(step_ns=4e6, item_ns=1e6, patch_ns=2e4),
+    generate=GenerateCost(step_ns=5e6, decode_ns=1e5, context_ns=1e3, prefill_ns=5e4),
+)
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things take that no cost model of steps knows; `noise` is the relative spread of a step's time."""
+
+    load_ns: int = 200_000_000
+    build_ns: int = 5_000_000
+    process_ns: int = 2_000_000
+    fetch_ns: int = 20_000_000
+    noise: float = 0.2
+
+
+class World:
+    """The surroundings of one simulated engine.
+
+    Attributes:
+        rng: Seeds whoever draws; asked only while the world is made, so that it matters not who draws when.
+        origin_ns: When the times of workloads and faults count from.
+        injector: Whoever can be struck asks it.
+        launches: How often ranks of each group were started.
+        items: Items of requests that were accepted, by the request's number.
+        cached: The same under the keys that the embedding cache knows them by.
+        by_set: Those keys stand for whole sets of images.
+        looks: What the images look like whose keys are known.
+        violations: What must never happen and did, in order.
+        hints: What may have led to that.
+        digests: Of each log that a group has had, the digest of each entry that a rank of it has accepted.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        seed: int,
+        plan: FaultPlan,
+        *,
+        costs: StepCosts = QUICK,
+        pace: Pace | None = None,
+        links: LinkProfile | None = None,
+        origin_ns: int = ORIGIN_NS,
+    ) -> None:
+        self.loop = loop
+        self.seed = seed
+        self.origin_ns = origin_ns
+        self.costs = costs
+        self.pace = pace or Pace()
+        self.injector = Injector(_moved(plan, origin_ns), loop)
+        self.launches: Counter[str] = Counter()
+        self.network = Network(
+            loop, self.generator("network"), self.injector, profile=links or LinkProfile()
+        )
+        self.items: dict[int, tuple[MediaItem, ...]] = {}
+        self.cached: dict[int, tuple[MediaItem, ...]] = {}
+        self.by_set = False
+        self.looks: dict[bytes, Look] = {}
+        self.violations: list[str] = []
+        self.hints: list[str] = []
+        self.digests: dict[tuple[str, int], bytes] = {}
+        self.violated = asyncio.Event()
+        self._pids = itertools.count(1)
+
+    def generator(self, name: str) -> random.Random:
+        """Return a generator of its own for a part of the simulation."""
+        return random.Random(f"{self.seed} {name}")  # noqa: S311
+
+    def next_pid(self) -> int:
+        """Return the number of a new process."""
+        return next(self._pids)
+
+    def accept(self, number: int, items: tuple[MediaItem, ...]) -> None:
+        """Take down what a request holds."""
+        self.items[number] = items
+        self.cached[number] = keyed_by_set(items) if self.by_set else items
+        for item, cached in zip(items, self.cached[number], strict=True):
+            if item.key in self.looks:
+                self.looks[cached.key] = self.looks[item.key]
+
+    def violate(self, what: str) -> None:
+        """Note what must never happen; the simulation goes on, and fails in the end."""
+        self.violations.append(f"at {self.loop.time():.9f} s: {what}")
+        self.violated.set()
+
+    def told(self) -> list[str]:
+        """Return the violations, and the hints where there are any."""
+        return [*self.violations, *self.hints[:HINTS_MAX]] if self.violations else []
+
+    def hint(self, what: str) -> None:
+        """Note what is suspicious, and does no harm as long as nothing comes of it."""
+        self.hints.append(f"at {self.loop.time():.9f} s: {what}")
+
+    def expect(self, condition: object, what: str) -> None:
+        """Note a violation unless a condition holds."""
+        if not condition:
+            self.violate(what)
+
+
+def _moved(plan: FaultPlan, origin_ns: int) -> FaultPlan:
+    """Return a plan whose times count from the beginning of the loop."""
+    moved = tuple(
+        msgspec.structs.replace(fault, at_ns=fault.at_ns + origin_ns) for fault in plan.faults
+    )
+    return msgspec.structs.replace(plan, faults=moved)

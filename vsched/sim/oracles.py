@@ -1,0 +1,265 @@
+"""What must hold after every event, whatever the policies are.
+
+Two views are checked. From outside, with books of its own that cost what has changed: who holds which block and page,
+what each step may take, who has got a terminal reply, who went before whom. From inside, the kernel's own
+`check_invariants`, which looks at everything: where the pools are so large that this would take most of the time, it
+runs every so many events, and after every event that is not routine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision, Join
+from vsched.kernel.events import Encoded, EncodeFailed, Event, GroupLost, Stepped, Submitted
+from vsched.kernel.request import ReadyEntry
+from vsched.sim.setup import Setup
+from vsched.types import MediaItem, group_names, stage_of
+
+BLOCKS_AN_EVENT = 64
+"""Blocks and pages that a check of the whole state may look at, on average, an event."""
+ROUTINE = (Stepped, Submitted, Encoded)
+WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
+"""Nobody may wait for a day, even where the configuration has no limit."""
+
+
+class _Generator:
+    """A generate group's blocks and slots, as its decisions say."""
+
+    def __init__(self, blocks: int) -> None:
+        self.holders = [0] * blocks
+        self.slots: dict[int, tuple[int, list[int]]] = {}
+        self.decoding: set[int] = set()
+        self.lengths: dict[int, int] = {}
+        self.out: deque[tuple[int, list[int]]] = deque()
+
+    def release(self, slot: int, number: int) -> None:
+        held, blocks = self.slots.pop(slot)
+        assert held == number, f"request {number} leaves slot {slot}, which request {held} has"
+        self.decoding.discard(slot)
+        for block in blocks:
+            self.holders[block] -= 1
+
+
+class Oracles:
+    """Checks everything that `vsched simulate --oracles` promises; raises `AssertionError`.
+
+    - no block is given to two requests, unless both read it as a cached prefix; no page to two images; nothing is
+      written while a step reads it, and a step reads what was written for the images of its requests;
+    - a step has at most its tokens, slots, images and image tokens;
+    - every accepted request gets one terminal reply, and a refused one no other;
+    - under `fifo`, nobody joins before an older request that stands in the same line;
+    - nobody waits longer than `deadlines.waiting_s`, or a day.
+    """
+
+    def __init__(self, setup: Setup, *, check_every: int | None = None) -> None:
+        """Prepare for a simulation; `check_every` is the number of events between two checks of the whole state."""
+        sizes = self._sizes = setup.sizes
+        scanned = sizes.blocks * sizes.generators + sizes.pages
+        self.check_every = check_every or max(scanned // BLOCKS_AN_EVENT, 1)
+        self._events = 0
+        self._generators = {
+            name: _Generator(sizes.blocks) for name in group_names("generate", sizes.generators)
+        }
+        self._fifo = _is_fifo(setup)
+        self._lines: dict[str, list[ReadyEntry]] = {}
+        self._image_tokens_max = getattr(setup.policies.encode_admission, "max_tokens", 0)
+        if self._image_tokens_max is None:
+            self._image_tokens_max = sizes.batch_tokens
+        self._by_item = setup.policies.encoding.scope == "item"
+        self._items: dict[int, tuple[MediaItem, ...]] = {}
+        self._ids: dict[int, str] = {}
+        self._unstarted: dict[int, int] = {}
+        self._entering: Submitted | None = None
+        self._pages: dict[int, bytes] = {}
+        self._reading: Counter[int] = Counter()
+        self._writing: dict[str, EncodeDecision] = {}
+        self._waiting_ns = sizes.waiting_ns or WAITING_MAX_NS
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        """Check an event and what came of it."""
+        self._events += 1
+        self._take_event(event)
+        joined: list[tuple[str, Join]] = []
+        for command in commands:
+            if type(command) is Decide:
+                decision = command.decision
+                if isinstance(decision, GenerateDecision):
+                    self._check_step(command.group, decision)
+                    joined += [(command.group, join) for join in decision.joined]
+                else:
+                    self._check_batch(command.group, decision)
+            else:
+                self._take_command(command, now_ns)
+        if self._fifo:
+            if joined:
+                self._check_order(joined, kernel)
+            for stage in kernel.generators:
+                self._lines[stage.name] = list(stage.line.entries)
+        if self._unstarted:
+            self._check_waiting(now_ns)
+        if not isinstance(event, ROUTINE) or self._events % self.check_every == 0:
+            kernel.check_invariants()
+
+    # --- events and replies ---
+
+    def _take_event(self, event: Event) -> None:
+        if type(event) is Stepped:
+            step, pages = self._generators[event.group].out.popleft()
+            assert step == event.step, f"step {event.step} came back, {step} was out"
+            self._reading.subtract(pages)
+        elif type(event) is Submitted:
+            self._entering = event
+        elif type(event) is Encoded:
+            for task in self._writing.pop(event.group).tasks:
+                self._pages.update(dict.fromkeys(task.pages, task.key))
+        elif type(event) is EncodeFailed:
+            del self._writing[event.group]
+        elif type(event) is GroupLost:
+            self._lose(event.group)
+
+    def _lose(self, group: str) -> None:
+        if stage_of(group) == "encode":
+            self._writing.pop(group, None)
+            return
+        for _, pages in self._generators[group].out:
+            self._reading.subtract(pages)
+        self._generators[group] = _Generator(self._sizes.blocks)
+
+    def _take_command(self, command: Command, now_ns: int) -> None:
+        match command:
+            case Accept(request_id, number):
+                assert self._entering is not None, "accepted without being submitted"
+                request = self._entering.request
+                assert request.request_id == request_id, "another request was accepted"
+                assert number not in self._ids, "accepted twice"
+                self._ids[number] = request_id
+                self._items[number] = request.items
+                self._unstarted[number] = now_ns
+                self._entering = None
+            case Refuse(request_id):
+                assert self._entering is not None, "refused without being submitted, or twice"
+                assert self._entering.request.request_id == request_id, "another was refused"
+                self._entering = None
+            case Finish(request_id, number):
+                assert self._ids.pop(number, None) == request_id, (
+                    f"a terminal reply to {request_id}, which has none to come"
+                )
+                del self._items[number]
+                self._unstarted.pop(number, None)
+            case SetTimer(deadline_ns):
+                assert deadline_ns > now_ns, "a timer in the past"
+            case _:
+                pass
+
+    def _check_waiting(self, now_ns: int) -> None:
+        number, since_ns = next(iter(self._unstarted.items()))  # the oldest: numbers are in order
+        assert now_ns - since_ns <= self._waiting_ns, (
+            f"{self._ids[number]} has waited for {(now_ns - since_ns) / 1e9:.1f} s"
+        )
+
+    def _check_order(self, joined: Sequence[tuple[str, Join]], kernel: Scheduler) -> None:
+        """Under fifo, whoever stood in line all the time is younger than whoever joined.
+
+        An entry that fell out of the line because an embedding went, and came back, is another entry: it could not run.
+        """
+        for stage in kernel.generators:
+            numbers = [join.number for group, join in joined if group == stage.name]
+            before = {id(entry) for entry in self._lines.get(stage.name, ())}
+            stayed = next((one for one in stage.line.entries if id(one) in before), None)
+            if numbers and stayed is not None:
+                assert stayed.state.losses or stayed.state.number > max(numbers), (
+                    f"request {max(numbers)} went before request {stayed.state.number}, which is older"
+                )
+
+    # --- generate steps ---
+
+    def _check_step(self, group: str, decision: GenerateDecision) -> None:
+        sizes, own = self._sizes, self._generators[group]
+        holders = own.holders
+        for leave in decision.left:
+            own.release(leave.slot, leave.number)
+        for join in decision.joined:
+            self._join(own, join)
+        grown = decision.grown
+        for slot, block in zip(grown[::2], grown[1::2], strict=True):
+            assert holders[block] == 0, f"block {block} grows in slot {slot}, and is held already"
+            holders[block] = 1
+            own.slots[slot][1].append(block)
+        decodes = len(own.decoding)
+        pages: list[int] = []
+        tokens = decodes
+        for chunk in decision.chunks:
+            tokens += chunk.stop - chunk.start
+            number, blocks = own.slots[chunk.slot]
+            assert chunk.stop - chunk.start <= sizes.chunk_tokens, "a chunk is too long"
+            assert len(blocks) * sizes.block_size >= chunk.stop, "a chunk has no blocks to go to"
+            items = [
+                item
+                for item in self._items[number]
+                if item.offset < chunk.stop and item.end > chunk.start
+            ]
+            assert [one.offset for one in chunk.items] == [one.offset for one in items]
+            for planned, item in zip(chunk.items, items, strict=True):
+                self._check_read(planned.pages, item)
+                pages += planned.pages
+            if chunk.stop == own.lengths[chunk.slot]:
+                own.decoding.add(chunk.slot)
+        assert tokens <= sizes.batch_tokens, f"{tokens} tokens in a step"
+        assert len(own.slots) <= sizes.slots, f"{len(own.slots)} requests run"
+        self._reading.update(pages)
+        own.out.append((decision.step, pages))
+        assert len(own.out) <= sizes.generate_depth, f"{len(own.out)} steps are out"
+
+    def _join(self, own: _Generator, join: Join) -> None:
+        assert join.slot not in own.slots, f"slot {join.slot} was given twice"
+        assert join.number in self._ids, f"request {join.number} joins after its end"
+        shared = join.computed // self._sizes.block_size
+        assert len(join.blocks) == self._sizes.blocks_for(join.length), "blocks and length disagree"
+        for block in join.blocks[shared:]:
+            assert own.holders[block] == 0, f"block {block} is given twice"
+        for block in join.blocks:
+            own.holders[block] += 1
+        own.slots[join.slot] = (join.number, list(join.blocks))
+        own.lengths[join.slot] = join.length
+        self._unstarted.pop(join.number, None)
+
+    def _check_read(self, pages: Sequence[int], item: MediaItem) -> None:
+        assert len(pages) == self._sizes.pages_for(item.tokens), "pages and tokens disagree"
+        if self._by_item:  # else keys cover whole sets of images
+            assert all(self._pages.get(page) == item.key for page in pages), (
+                "a step reads pages that hold something else than its image"
+            )
+
+    # --- encode steps ---
+
+    def _check_batch(self, group: str, decision: EncodeDecision) -> None:
+        tasks = decision.tasks
+        assert group not in self._writing, f"two batches are out at {group}"
+        assert len(tasks) <= self._sizes.encode_items, f"{len(tasks)} images in a step"
+        tokens = sum(task.tokens for task in tasks if not task.encoded)
+        limit = self._image_tokens_max
+        assert not limit or len(tasks) == 1 or tokens <= limit, f"{tokens} image tokens in a step"
+        busy = [
+            page for batch in self._writing.values() for task in batch.tasks for page in task.pages
+        ]
+        pages = [page for task in tasks for page in task.pages]
+        assert len({*busy, *pages}) == len(busy) + len(pages), "a page is given to two images"
+        assert not any(self._reading[page] for page in pages), "a page is written while it is read"
+        for task in tasks:
+            assert len(task.pages) == self._sizes.pages_for(task.tokens), (
+                "pages and tokens disagree"
+            )
+        for page in pages:
+            self._pages.pop(page, None)
+        self._writing[group] = decision
+
+
+def _is_fifo(setup: Setup) -> bool:
+    table = setup.config.generate.admission
+    return table.get("use") == "fifo" and not table.get("look_ahead")

@@ -1,0 +1,135 @@
+"""From a configuration to what a simulation needs: the model's shape, the kernel's limits, the policies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.assembly import arena_layout, kernel_policies, kernel_sizes
+from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
+from vsched.errors import ConfigError, limit_message
+from vsched.kernel import KernelPolicies, Sizes
+from vsched.plugins import check_contract, load_worker
+from vsched.policy import CONTRACTS, Policy
+from vsched.sim.cost import CostModel
+from vsched.types import ModelInfo
+
+FIELDS = {
+    "encode.admission": "encode_admission",
+    "encode.encoding": "encoding",
+    "encode.eviction": "encode_eviction",
+    "generate.admission": "generate_admission",
+    "generate.preemption": "preemption",
+    "generate.eviction": "generate_eviction",
+    "routing": "routing",
+}
+"""Where `ConfiguredPolicies` keeps the policy of each table that a simulation consults."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration, ready to be simulated."""
+
+    config: Config
+    info: ModelInfo
+    sizes: Sizes
+    policies: ConfiguredPolicies
+
+    @property
+    def item_tokens_max(self) -> int:
+        """Most tokens of one image; a larger one is scaled down."""
+        most = self.info.item_tokens_max
+        return min(most, self.policies.item_tokens_max or most)
+
+    @property
+    def kernel_policies(self) -> KernelPolicies:
+        """The policies that the kernel consults."""
+        return kernel_policies(self.policies)
+
+
+def prepare(
+    config: Config | LoadedConfig,
+    cost: CostModel,
+    *,
+    policies: Mapping[str, Policy] | None = None,
+    info: ModelInfo | None = None,
+    kv_tokens: int | None = None,
+) -> Setup:
+    """Return what a simulation of a configuration consists of.
+
+    Args:
+        config: The configuration.
+        cost: Says the shape and the size of the KV cache where nothing else does.
+        policies: Policies that take the place of configured ones, by table, such as `encode.encoding`.
+        info: The model's shape; by default the cost model's, else that of the checkpoint at `model.path`.
+        kv_tokens: The KV cache of a replica; by default what `generate.memory` pins, else the cost model's.
+
+    Raises:
+        ConfigError: When the shape or the size of the KV cache is not known, or something does not fit.
+        PolicyError: When a policy is none of its table's kind.
+    """
+    if isinstance(config, LoadedConfig):
+        configured, config = config.policies, config.config
+    else:
+        configured = resolve_policies(config)
+    configured = _replace(configured, policies or {})
+    info = info or cost.shape or inspect_checkpoint(config, config.model.path)
+    blocks = _kv_tokens(config, info, cost, kv_tokens) // config.generate.block_size
+    if blocks < 1:
+        raise ConfigError(
+            limit_message(
+                "the KV cache holds no block",
+                value=f"{blocks} blocks",
+                limit=f"at least one, of {config.generate.block_size} tokens",
+                remedy="raise generate.memory.tokens or --kv-tokens",
+            )
+        )
+    arena_layout(config, info)  # refuses what has no room for a page
+    sizes = kernel_sizes(config, info, configured, blocks=blocks)
+    return Setup(config=config, info=info, sizes=sizes, policies=configured)
+
+
+def _replace(configured: ConfiguredPolicies, policies: Mapping[str, Policy]) -> ConfiguredPolicies:
+    for table, policy in policies.items():
+        if table not in FIELDS:
+            raise ConfigError(f"{table}: no table of a policy. Known: {', '.join(FIELDS)}")
+        replaced: Any = getattr(configured, FIELDS[table])
+        check_contract(type(policy), CONTRACTS[replaced.kind])
+    return msgspec.structs.replace(
+        configured, **{FIELDS[table]: policy for table, policy in policies.items()}
+    )
+
+
+def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | None) -> int:
+    if given is not None:
+        return given
+    memory = config.generate.memory
+    if memory.get("use") == "pinned":
+        tokens: int | None = memory.get("tokens")
+        return tokens if tokens is not None else int(memory["bytes"]) // info.kv_bytes_per_token
+    if cost.kv_tokens:
+        return cost.kv_tokens
+    raise ConfigError(
+        "generate.memory: a simulation has no device to measure, and the cost model "
+        f"{cost.name} does not say how large the KV cache is. Remedy: give --kv-tokens, or "
+        'generate.memory = {use = "pinned", tokens = ...}'
+    )
+
+
+def inspect_checkpoint(config: Config, path: str | os.PathLike[str]) -> ModelInfo:
+    """Return the shape of a checkpoint, by the configured plug-in; nothing is loaded.
+
+    Raises:
+        CheckpointError: When there is none, or it is not supported.
+        ConfigError: When no path is given.
+    """
+    if not str(path):
+        raise ConfigError(
+            "model.path: neither a checkpoint nor the cost model says how large the model is. Remedy: set it, or "
+            "choose a cost model with a shape (h100-7b, tiny25)"
+        )
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    return plugin.inspect(str(Path(path)), dtype=config.model.dtype, item_tokens_max=0)

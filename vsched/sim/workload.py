@@ -1,0 +1,184 @@
+"""Workloads: requests as they arrive, described by the sizes and the identities of what they hold.
+
+Nobody's words are needed: what the scheduler sees of a prompt is its length, its images, and what of it is equal to
+something that it saw before. So a prompt is a sequence of parts, and equal parts become equal token ids: a text is
+known by a number, an image by a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
+
+OUTPUT_TOKEN = 3
+"""The one token that simulated ranks yield; replies that come back in later prompts consist of it."""
+TEXT_BITS = 30
+_TEXT_MASK = (1 << TEXT_BITS) - 1
+PositiveCount = Annotated[int, Meta(ge=1)]
+
+
+class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
+    """So many tokens of a text; of two texts with the same `content`, one is a beginning of the other."""
+
+    content: int
+    tokens: PositiveCount
+
+
+class Image(msgspec.Struct, frozen=True, tag="image", tag_field="kind"):
+    """An image; images with equal keys are the same."""
+
+    key: str
+    tokens: PositiveCount
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
+    """What the model answered earlier in the conversation, so many tokens of it."""
+
+    tokens: PositiveCount
+
+
+Part = Text | Image | Reply
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request, as a client sends it; also a line of a trace of our own.
+
+    Attributes:
+        at_ns: When it is sent, since the start of the workload.
+        output_tokens: Tokens that the model will answer with.
+        conversation: Turns of one conversation go one after the other: each is sent at `at_ns` or `think_ns` after the
+            end of the turn before, whichever is later. Empty for none.
+        tenant: Requests of different tenants share nothing (`Request.cache_salt`).
+    """
+
+    at_ns: Annotated[int, Meta(ge=0)]
+    request_id: str
+    prompt: tuple[Part, ...]
+    output_tokens: PositiveCount
+    conversation: str = ""
+    think_ns: Annotated[int, Meta(ge=0)] = 0
+    tenant: str = ""
+    priority: int = 0
+    ttft_target_ms: Annotated[int, Meta(ge=0)] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return sum(part.tokens for part in self.prompt)
+
+    @property
+    def images(self) -> list[Image]:
+        """The images, in prompt order."""
+        return [part for part in self.prompt if type(part) is Image]
+
+    def key_of(self, image: Image) -> str:
+        """Return what its images are known by: tenants share nothing."""
+        return f"{self.tenant}/{image.key}" if self.tenant else image.key
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals in order of `at_ns`, which can be gone through any number of times.
+
+    Attributes:
+        open: Returns a fresh iterator; nothing is kept, so a workload may be of any length.
+        requests: How many there are; None for unknown.
+        notes: What a reader should know, such as rows of a trace that were left out.
+    """
+
+    name: str
+    open: Callable[[], Iterator[Arrival]]
+    requests: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def __iter__(self) -> Iterator[Arrival]:
+        return self.open()
+
+    def first(self, requests: int) -> Workload:
+        """Return its first requests only."""
+        count = requests if self.requests is None else min(requests, self.requests)
+        return Workload(self.name, lambda: islice(self.open(), requests), count, self.notes)
+
+    def faster(self, factor: float) -> Workload:
+        """Return the same requests, arriving so many times as fast."""
+
+        def scaled() -> Iterator[Arrival]:
+            for arrival in self.open():
+                yield msgspec.structs.replace(arrival, at_ns=int(arrival.at_ns / factor))
+
+        return Workload(f"{self.name} x{factor:g}", scaled, self.requests, self.notes)
+
+
+def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
+    """Return a workload of these arrivals, which are kept."""
+    kept = sorted(arrivals, key=lambda arrival: arrival.at_ns)
+    return Workload(name, lambda: iter(kept), len(kept))
+
+
+class RequestMaker:
+    """Turns arrivals into the requests that an engine would submit for them."""
+
+    def __init__(self, info: ModelInfo, *, patches_per_token: int, item_tokens_max: int) -> None:
+        """Prepare for a model; images of more tokens than `item_tokens_max` are scaled down to it, as a server does."""
+        self._image_token = info.image_token_id
+        self._patches_per_token = patches_per_token
+        self._pixel_bytes = 4 * info.patch_values * patches_per_token
+        self._item_tokens_max = item_tokens_max
+        self.scaled_down = 0
+
+    def pixel_bytes(self, image: Image) -> int:
+        """Return the bytes of an image's pixels, ready for the encoder."""
+        return min(image.tokens, self._item_tokens_max) * self._pixel_bytes
+
+    def request(self, arrival: Arrival) -> Request:
+        """Return the request of an arrival."""
+        tokens: list[int] = []
+        items: list[MediaItem] = []
+        for part in arrival.prompt:
+            if type(part) is Text:
+                tokens += text_tokens(part)
+            elif type(part) is Image:
+                items.append(self._item(part, len(tokens), arrival.key_of(part)))
+                tokens += [self._image_token] * items[-1].tokens
+            else:
+                tokens += [OUTPUT_TOKEN] * part.tokens
+        return Request(
+            request_id=arrival.request_id,
+            prompt_token_ids=tokens,
+            items=tuple(items),
+            sampling=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
+            priority=arrival.priority,
+            ttft_target_ms=arrival.ttft_target_ms,
+            cache_salt=arrival.tenant,
+        )
+
+    def _item(self, image: Image, offset: int, key: str) -> MediaItem:
+        count = min(image.tokens, self._item_tokens_max)
+        self.scaled_down += count < image.tokens
+        return MediaItem(
+            key=blake2b(key.encode(), digest_size=32).digest(),
+            tokens=count,
+            offset=offset,
+            grid=(1, 2, 2 * count),
+            pixels=Extent(0, count * self._pixel_bytes),
+        )
+
+
+def text_tokens(text: Text) -> list[int]:
+    """Return token ids that say which text it is and how far into it they are.
+
+    They are no tokens of a vocabulary: the scheduler only compares them. The first two hold the number of the text, so
+    that no two texts begin alike; the others count.
+    """
+    low, high = text.content & _TEXT_MASK, (text.content >> TEXT_BITS) & _TEXT_MASK
+    if text.tokens <= 2:
+        return [low, high][: text.tokens]
+    return [low, high, *range(4, text.tokens + 2)]

@@ -1,0 +1,333 @@
+"""The pytest plug-in: `@pytest.mark.sim(seeds=...)` runs a test on a virtual clock, once for each seed.
+
+When such a test fails, its report says what repeats it: the seed, the commit, the plan of its faults, and the command.
+
+Every run of pytest in an environment with vsched imports this module, so it imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from vsched.config import Config
+    from vsched.sim.cluster import SimEngine
+    from vsched.sim.faults import FaultPlan
+    from vsched.sim.loop import VirtualLoop
+    from vsched.sim.workload import Arrival
+
+LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
+
+_MARKER = (
+    "sim(seeds=...): run the test on a virtual clock, with seeds (a number of them, or which) once for each, in which "
+    "case what is due at the same moment runs in an order drawn from the seed"
+)
+
+
+class SeededLoops:
+    """Makes the loops of one test with one seed, and remembers what befell them."""
+
+    def __init__(self, seed: int, *, permute: bool) -> None:
+        self.seed = seed
+        self._permute = permute
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what befell the loops: the next test has the same seed."""
+        self.plan: FaultPlan | None = None
+        self.failures: list[dict[str, Any]] = []
+        self._loop: Callable[[], VirtualLoop | None] = lambda: None
+
+    def __call__(self) -> VirtualLoop:
+        """Make a loop."""
+        from vsched.sim.loop import VirtualLoop
+
+        loop = VirtualLoop(self.seed if self._permute else None)
+        loop.set_exception_handler(self._take_failure)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    @property
+    def loop(self) -> VirtualLoop | None:
+        """The loop made last, while it lives."""
+        return self._loop()
+
+    def _take_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.failures.append(context)
+        loop.default_exception_handler(context)
+
+
+class SimCase:
+    """What a test on a virtual clock can ask for.
+
+    Attributes:
+        seed: The seed of this run of the test.
+        rng: A generator seeded with it.
+    """
+
+    def __init__(self, loops: SeededLoops, plan_path: str | None) -> None:
+        self.seed = loops.seed
+        self.rng = random.Random(loops.seed)  # noqa: S311
+        self._loops = loops
+        self._plan_path = plan_path
+
+    @property
+    def loop(self) -> VirtualLoop:
+        """The loop of an asynchronous test."""
+        loop = self._loops.loop
+        assert loop is not None, "a synchronous test has no loop; make a VirtualLoop"
+        return loop
+
+    def draw_faults(self, groups: Sequence[str], span_ns: int, *, ranks: int = 1) -> FaultPlan:
+        """Return a plan drawn from the seed, or the one given with `--sim-plan`; a report of failure shows it."""
+        from vsched.sim.faults import random_plan
+
+        generator = random.Random(f"faults {self.seed}")  # noqa: S311
+        return self.faults_or(random_plan(generator, groups, span_ns, ranks=ranks))
+
+    def faults_or(self, plan: FaultPlan) -> FaultPlan:
+        """Return this plan, or the one given with `--sim-plan`; a report of failure shows it."""
+        from vsched.sim.faults import FaultPlan
+
+        return self.adopt(FaultPlan.load(self._plan_path) if self._plan_path else plan)
+
+    def adopt(self, plan: FaultPlan) -> FaultPlan:
+        """Return the plan, for a report of failure to show it."""
+        self._loops.plan = plan
+        return plan
+
+
+# --- collecting ---
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer other seeds, and a plan to replay."""
+    group = parser.getgroup("vsched", "simulation")
+    group.addoption(
+        "--sim-seed",
+        action="append",
+        type=int,
+        metavar="N",
+        help="run tests marked sim with this seed instead of their own; may be repeated",
+    )
+    group.addoption(
+        "--sim-plan",
+        metavar="FILE",
+        help="give tests marked sim this fault plan (JSON) instead of a drawn one",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Announce the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> None:
+    """Let `sim` imply `asyncio`, so that it is enough in pytest-asyncio's strict mode, too."""
+    if not inspect.iscoroutinefunction(obj) or not collector.funcnamefilter(name):
+        return
+    marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]
+    names = [mark.name for mark in marks]
+    if "sim" in names:
+        if not collector.config.pluginmanager.hasplugin("asyncio"):
+            raise pytest.UsageError(f"{collector.nodeid}::{name}: sim needs pytest-asyncio")
+        if "asyncio" not in names:
+            pytest.mark.asyncio(obj)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Generator[None, LoopFactories | None, LoopFactories]:
+    """Run tests marked `sim` on virtual loops; others on what they would run on without this plug-in."""
+    usual = yield
+    cases = _cases(config, item)
+    if cases is not None:
+        return {f"seed{one.seed}": one for one in cases}
+    return usual or {"asyncio": asyncio.new_event_loop}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run synchronous tests marked `sim` once for each seed; of others, the loops have them."""
+    if _is_asynchronous(metafunc.function):
+        return
+    cases = _cases(metafunc.config, metafunc.definition)
+    if cases is not None:
+        metafunc.fixturenames.append("_sim_loops")
+        hidden = len(cases) == 1 and hasattr(pytest, "HIDDEN_PARAM")
+        ids = [pytest.HIDDEN_PARAM] if hidden else [f"seed{one.seed}" for one in cases]
+        metafunc.parametrize("_sim_loops", cases, ids=ids, indirect=True)
+
+
+def _is_asynchronous(function: Any) -> bool:
+    inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+    return inspect.iscoroutinefunction(inner)
+
+
+def _cases(config: pytest.Config, item: pytest.Item) -> list[SeededLoops] | None:
+    """Return a maker of loops for each seed of a test; None for a test that is not marked."""
+    marker = item.get_closest_marker("sim")
+    if marker is None:
+        return None
+    settings = dict(marker.kwargs)
+    seeds = settings.pop("seeds", None)
+    if marker.args or settings:
+        raise pytest.UsageError(f"{item.nodeid}: sim takes nothing but seeds=..., by its name")
+    chosen = config.getoption("--sim-seed") or _listed(seeds, item)
+    return [SeededLoops(seed, permute=seeds is not None) for seed in chosen]
+
+
+def _listed(seeds: object, item: pytest.Item) -> list[int]:
+    if seeds is None:
+        return [0]
+    if isinstance(seeds, int):
+        seeds = range(seeds)
+    listed = list(seeds) if isinstance(seeds, Iterable) else []
+    if not listed or not all(type(one) is int and one >= 0 for one in listed):
+        raise pytest.UsageError(
+            f"{item.nodeid}: seeds is how many there are, or a sequence of whole numbers, not {seeds!r}"
+        )
+    return listed
+
+
+def _loops_of(item: pytest.Item) -> SeededLoops | None:
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params.values() if callspec is not None else ()
+    return next((one for one in params if isinstance(one, SeededLoops)), None)
+
+
+# --- running ---
+
+
+@pytest.fixture
+def _sim_loops(request: pytest.FixtureRequest) -> SeededLoops:
+    loops: SeededLoops = request.param
+    return loops
+
+
+@pytest.fixture
+def sim(request: pytest.FixtureRequest) -> SimCase:
+    """The seed, the loop and the faults of a test marked `sim`."""
+    loops = _loops_of(request.node)
+    if loops is None:
+        pytest.fail("the fixture sim is for tests marked with pytest.mark.sim", pytrace=False)
+    return SimCase(loops, request.config.getoption("--sim-plan"))
+
+
+@pytest.fixture
+def sim_engine(sim: SimCase) -> Callable[..., SimEngine]:
+    """Return a maker of engines that are seeded like the test: use what it makes with `async with`.
+
+    Takes what `vsched.sim.cluster.SimEngine` takes.
+    """
+    from vsched.sim.cluster import SimEngine
+
+    def make(config: Config | None = None, **settings: Any) -> SimEngine:
+        return SimEngine(config, seed=sim.seed, **settings)
+
+    return make
+
+
+@pytest.fixture
+def workload(sim: SimCase) -> tuple[Arrival, ...]:
+    """A few requests drawn from the seed, which share images and beginnings of texts."""
+    from vsched.sim.cluster.scenario import REQUESTS, draw_arrivals
+
+    return draw_arrivals(sim.rng, REQUESTS)
+
+
+@pytest.fixture
+def faults(sim: SimCase) -> FaultPlan:
+    """Faults for the groups of `sim_engine`, drawn from the seed or given with `--sim-plan`."""
+    from vsched.sim.cluster import groups_of, small_config
+    from vsched.sim.cluster.scenario import SPAN_NS
+
+    return sim.draw_faults(groups_of(small_config()), SPAN_NS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin anew: tests that differ in other parameters share the loops of a seed."""
+    loops = _loops_of(item)
+    if loops is not None:
+        loops.forget()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test when something that nobody waits for has failed on its loop."""
+    yield
+    loops = _loops_of(item)
+    if loops is not None and loops.failures:
+        context = loops.failures[0]
+        raise AssertionError(f"on the virtual loop: {context['message']}") from context.get(
+            "exception"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a failure what repeats it."""
+    report = yield
+    loops = _loops_of(item)
+    if loops is not None and report.failed:
+        report.sections.append(("simulation", _recipe(item, loops)))
+    return report
+
+
+def _recipe(item: pytest.Item, loops: SeededLoops) -> str:
+    lines = [f"seed: {loops.seed}", f"commit: {_commit(item.config.rootpath)}"]
+    if loops.loop is not None:
+        lines.append(f"virtual time: {loops.loop.time():.9f} s")
+    if loops.plan is not None:
+        lines.append(f"faults: {loops.plan.to_json()}")
+    lines.append(f"replay: {_replay_command(item, loops.seed)}")
+    return "\n".join(lines)
+
+
+def _replay_command(item: pytest.Item, seed: int) -> str:
+    place = os.path.relpath(item.path, item.config.invocation_params.dir)
+    words = ["pytest", place + item.nodeid.removeprefix(item.nodeid.partition("::")[0])]
+    if item.config.getoption("--sim-seed"):
+        words.append(f"--sim-seed={seed}")
+    if plan_path := item.config.getoption("--sim-plan"):
+        words.append(f"--sim-plan={plan_path}")
+    return shlex.join(words)
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit that is checked out, and whether it is all."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown: there is no git"
+    said = [
+        subprocess.run(  # noqa: S603 - fixed words
+            [git, "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    ]
+    if said[0].returncode:
+        return "unknown: this is no git repository"
+    changes = " with local changes" if said[1].stdout.strip() else ""
+    return said[0].stdout.strip() + changes
