@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 on_one_loop = pytest.mark.asyncio(loop_scope="package")
 
 LIMIT_BYTES = 1 << 30
-LOAD_S = float(os.environ.get("VSCHED_LOAD_S", "30"))
+LOAD_S = float(os.environ.get("VSCHED_LOAD_S", "15"))
 """`VSCHED_LOAD_S=600 pytest tests/e2e/test_memory.py` is the long run."""
 SETTINGS = (
     "placement=together",

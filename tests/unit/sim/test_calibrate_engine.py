@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.unit.sim.virtual import current, play
+from tests.unit.sim.virtual import play
 from tests.unit.sim.watched import COSTS, watched_engine
 from vsched.bench.calibration import measure
 from vsched.bench.fidelity import FLOOD, Comparison, Run, at_rate
