@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from vsched.bench.cases import draw_text
+from vsched.errors import ConfigError
 from vsched.sim.workload import Arrival, Image, Part, Text, Workload
 from vsched.types import SamplingParams
 from vsched.worker.contract import ImagePlan, Preprocessor
@@ -24,8 +25,8 @@ WORDS = 4000
 SPACE = Text(0, 1)
 """Stands between two images, which may not be neighbours."""
 CELL_PIXELS = 16
-PROBE_PIXELS = 448
-"""A picture of this side is of average size to every processor."""
+UNIT_MAX = 256
+"""A token has no more pixels than this, squared."""
 
 
 def draw_picture(seed: int, width: int, height: int) -> str:
@@ -52,18 +53,26 @@ class Dresser:
         rng = random.Random(0)  # noqa: S311 - a load, not a secret
         tokens = preprocessor.tokenize(words or draw_text(rng, WORDS))
         self._ordinary = sorted(set(tokens) - {preprocessor.info.image_token_id})
-        side, plan = self._probe()
-        patches = math.prod(plan.grid)
-        self.patches_per_token = round(patches / plan.tokens)
-        self.pixels_per_patch = round(side * side / patches)
-        self._unit = round(math.sqrt(side * side / plan.tokens))
+        self._unit, plan = self._find_unit()
+        self.patches_per_token = math.prod(plan.grid) // plan.tokens
+        self.pixels_per_patch = self._unit**2 // self.patches_per_token
 
-    def _probe(self) -> tuple[int, ImagePlan]:
-        """Return the side and the plan of a picture that no limit makes smaller."""
-        side, limit = PROBE_PIXELS, self._preprocessor.info.item_tokens_max
-        while (plan := self._preprocessor.plan_image(side, side)).tokens > limit // 2 and side > 2:
-            side //= 2
-        return side, plan
+    def _find_unit(self) -> tuple[int, ImagePlan]:
+        """Return the side of the square of pixels that becomes a token, and the plan of a large picture of such.
+
+        Processors round sizes, so only a picture of many tokens tells it exactly.
+        """
+        plan_image = self._preprocessor.plan_image
+        rows = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
+        half = max(rows // 2, 1)
+        for side in range(UNIT_MAX, 0, -1):
+            plan = plan_image(rows * side, rows * side)
+            smaller = plan_image(half * side, rows * side)
+            if (plan.tokens, smaller.tokens) == (rows * rows, half * rows):
+                return side, plan
+        raise ConfigError(
+            f"no picture becomes {rows} x {rows} tokens. Remedy: check the image processor of the checkpoint"
+        )
 
     def size_of(self, tokens: int) -> tuple[int, int]:
         """Return width and height of a picture of about so many tokens, and no more than an image may have."""
@@ -72,8 +81,8 @@ class Dresser:
         return tokens // rows * self._unit, rows * self._unit
 
     def pixels_of(self, tokens: int) -> int:
-        """Return the pixels of the picture of about so many tokens."""
-        width, height = self.size_of(tokens)
+        """Return the pixels of the picture of about so many tokens, once it has exactly as many as it can."""
+        width, height = self.size_of(self.tokens_of(tokens))
         return width * height
 
     def tokens_of(self, tokens: int) -> int:

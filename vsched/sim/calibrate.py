@@ -40,7 +40,7 @@ CROWDED_S = 0.3
 PACE_LEAST = 0.01
 ROUND_LONGER = 1.05
 """Rounds in which steps typically take at most so many times as long as in the best one count."""
-ODD = 3.0
+ODD = 1.5
 """What takes so many times as long as it should had nothing to do with the model."""
 CROWDING_LEAST = 1.03
 """Less than this is not told from noise."""
@@ -150,14 +150,14 @@ def calibrate(observation: Observation, *, name: str, source: str, **more: Any) 
     spans = {id(step): presence.within(step.start_ns, step.ended_ns) for step in steps}
     alone = [step for step in steps if spans[id(step)][:2].sum() >= ALONE * step.sample.ns]
     rounds = _undisturbed(observation, alone)
-    quiet = [step for step in alone if observation.round_of(step.ended_ns) in rounds]
+    quiet = [step for step in alone if observation.round_of(step.decided_ns) in rounds]
     kinds = list(_by_kind(quiet).values())
     model = fit([_typical(kind).sample for kind in kinds], name=name, source=source, **more)
     model = _scale(model, [step.sample for step in quiet])
     prepare, prepare_error = _prepare_cost(
         [one for one in observation.requests if observation.round_of(one.received_ns) in rounds]
     )
-    of_rounds = [step for step in steps if observation.round_of(step.ended_ns) in rounds]
+    of_rounds = [step for step in steps if observation.round_of(step.decided_ns) in rounds]
     decision_ns, gap_ns = _latencies(of_rounds, presence)
     crowded = [(step, spans[id(step)]) for step in of_rounds if spans[id(step)][2:].sum() > 0]
     return msgspec.structs.replace(
@@ -256,7 +256,7 @@ def _undisturbed(observation: Observation, steps: Sequence[StepSeen]) -> set[int
     for kind in _by_kind(steps).values():
         of_rounds: dict[int, list[StepSeen]] = {}
         for step in kind:
-            of_rounds.setdefault(observation.round_of(step.ended_ns), []).append(step)
+            of_rounds.setdefault(observation.round_of(step.decided_ns), []).append(step)
         times = {number: _typical(some).sample.ns for number, some in of_rounds.items()}
         for number, took_ns in times.items():
             longer.setdefault(number, []).append(took_ns / min(times.values()))

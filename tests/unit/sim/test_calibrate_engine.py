@@ -75,6 +75,6 @@ def test_calibration_finds_the_costs_of_an_engine_and_simulates_it() -> None:
     assert model.machine.settings["generate_device"] == "simulated"
     runs = play(compared(model))
     for run in runs:
-        print(run)
         assert run.real.finished == run.simulated.finished == run.requests
-        assert run.missed() == []
+        assert run.slowness == {"encode": pytest.approx(1), "generate": pytest.approx(1)}
+        assert run.missed(run.simulated) == []

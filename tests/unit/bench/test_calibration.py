@@ -1,0 +1,95 @@
+"""What a calibration asks of an engine stays within what it can take, and what it may cost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vsched.bench.calibration import CROWD_DECODES, ROUND_COST_MIN, Ask, Limits, Trial, plan_round
+from vsched.bench.machine import Others, describe_machine
+from vsched.config import load_config
+from vsched.sim.cost import COST_MODELS
+
+LARGE = Limits(
+    slots=64,
+    kv_tokens=65536,
+    context_tokens=32768,
+    item_tokens=1280,
+    images=64,
+    pixel_tokens=14000,
+)
+PLENTY = 1e9
+
+
+def limits(**changes: int) -> Limits:
+    return Limits(**{**{name: getattr(LARGE, name) for name in LARGE.__slots__}, **changes})
+
+
+def test_round_has_everything_that_has_a_price() -> None:
+    trials = plan_round(LARGE, PLENTY)
+    asks = [ask for trial in trials for ask in trial.asks]
+    assert {len(ask.images) for ask in asks} >= {0, 1, 2, 4, 8}
+    assert max(len(trial.asks) for trial in trials) == 64
+    assert max(ask.text for ask in asks) == 8192
+    assert [len(trial.beside) for trial in trials if trial.beside] == [1, 1, 8, 8]
+    assert any(ask.outputs > 1 for ask in asks)
+
+
+@pytest.mark.parametrize(
+    "tight",
+    [
+        limits(slots=4),
+        limits(kv_tokens=2048),
+        limits(context_tokens=600),
+        limits(item_tokens=100),
+        limits(images=1),
+        limits(pixel_tokens=300),
+        limits(images=0, item_tokens=0),
+    ],
+)
+def test_round_stays_within_limits(tight: Limits) -> None:
+    trials = plan_round(tight, PLENTY)
+    assert 3 < len(trials) < len(plan_round(LARGE, PLENTY))
+    for trial in trials:
+        assert tight.fit([*trial.asks, *trial.beside])
+        assert len(trial.asks) + len(trial.beside) <= tight.slots
+        for ask in (*trial.asks, *trial.beside):
+            assert ask.prompt + ask.outputs < tight.context_tokens
+            assert all(tokens <= tight.item_tokens for tokens in ask.images)
+
+
+def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
+    trials = [one for one in plan_round(LARGE, 20_000) if not one.beside]
+    costs = [trial.cost for trial in trials]
+    assert costs == sorted(costs)
+    assert ROUND_COST_MIN < sum(costs) <= 20_000
+    few = [one for one in plan_round(LARGE, 1) if not one.beside]
+    assert 0 < sum(one.cost for one in few) <= ROUND_COST_MIN
+    assert any(ask.images for trial in few for ask in trial.asks)
+
+
+def test_cost_of_a_trial_counts_images_and_steps() -> None:
+    text, image = Trial((Ask(100),)), Trial((Ask(100, (100,)),))
+    assert image.cost > text.cost + 200
+    assert Trial((Ask(100, outputs=10),)).cost > text.cost
+    assert len(CROWD_DECODES) == 2
+
+
+def test_machine_is_described() -> None:
+    config = load_config(None, sets=["encode.threads=3"], environ={}).config
+    shape = COST_MODELS["tiny25"].shape
+    assert shape is not None
+    machine = describe_machine(config, shape, others=0.25)
+    assert machine.cores >= 1
+    assert machine.others == 0.25
+    assert machine.settings["encode_threads"] == 3
+    assert machine.settings["dtype"] == "bfloat16"
+    assert "vsched" in machine.versions
+    assert msgspec.json.decode(msgspec.json.encode(machine), type=type(machine)) == machine
+
+
+def test_others_are_counted_without_oneself() -> None:
+    """What this process does itself, and what ended processes did, is no other's work."""
+    others = Others(lambda: [2**22 + 1])
+    sum(range(10**6))
+    assert 0 <= others.cores() < 1000

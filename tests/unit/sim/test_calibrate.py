@@ -1,0 +1,277 @@
+"""Calibration finds known costs in what was seen, whatever else slowed it down, and refuses what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from vsched.errors import ConfigError
+from vsched.sim.calibrate import (
+    JobSeen,
+    Observation,
+    Presence,
+    RequestSeen,
+    StepSeen,
+    calibrate,
+    predict,
+    slower,
+    slowness,
+)
+from vsched.sim.cost import (
+    CostModel,
+    EncodeCost,
+    EncodeSample,
+    GenerateCost,
+    GenerateSample,
+    HostCost,
+    Machine,
+    load_cost_model,
+    save_cost_model,
+)
+
+MS = 1_000_000
+TRUE = CostModel(
+    name="true",
+    source="made up",
+    encode=EncodeCost(step_ns=3e6, item_ns=2e5, patch_ns=2e4, patch_pair_ns=8.0),
+    generate=GenerateCost(step_ns=3e6, decode_ns=8e4, context_ns=300, prefill_ns=6e4, pair_ns=35),
+    host=HostCost(
+        decision_ns=8e5, gap_ns=1e5, request_ns=2e5, token_ns=50, image_ns=1e6, pixel_ns=20
+    ),
+)
+Factor = Callable[[], float]
+
+
+class Scene:
+    """Puts together what could have been seen of an engine that has the true costs."""
+
+    def __init__(self, *, noise: float = 0.0, seed: int = 0) -> None:
+        self.now_ns = 1_000 * MS
+        self.rounds_ns: list[int] = []
+        self.steps: list[StepSeen] = []
+        self.jobs: list[JobSeen] = []
+        self.requests: list[RequestSeen] = []
+        self._rng = Random(seed)
+        self._noise = noise
+
+    def factor(self) -> float:
+        return 1 + self._noise * self._rng.uniform(-1, 1)
+
+    def step(self, sample: EncodeSample | GenerateSample, slow: float, *, idle: bool) -> None:
+        took_ns = int(predict(TRUE, sample) * slow * self.factor())
+        host = TRUE.host
+        decided_ns = self.now_ns if idle else self.now_ns - 1
+        self.now_ns += int(host.decision_ns if idle else host.gap_ns) + took_ns
+        group = "encode" if isinstance(sample, EncodeSample) else "generate"
+        seen = msgspec.structs.replace(sample, ns=float(took_ns))
+        self.steps.append(
+            StepSeen(group=group, sample=seen, decided_ns=decided_ns, ended_ns=self.now_ns)
+        )
+
+    def request(self, tokens: int, pixels: int, slow: float) -> None:
+        host, images = TRUE.host, int(pixels > 0)
+        took_ns = host.request_ns + host.token_ns * tokens
+        took_ns += images * (host.image_ns + host.pixel_ns * pixels)
+        end_ns = self.now_ns + int(took_ns * slow * self.factor())
+        if images:
+            self.jobs.append(JobSeen(self.now_ns, end_ns))
+        self.requests.append(
+            RequestSeen(
+                tokens=tokens,
+                images=images,
+                pixels=pixels,
+                received_ns=self.now_ns,
+                submitted_ns=end_ns,
+            )
+        )
+        self.now_ns = end_ns
+
+    def round(self, slow: float = 1.0) -> None:
+        """Let everything happen once, slowed down by something else."""
+        self.rounds_ns.append(self.now_ns)
+        for count in (1, 4, 16, 64):
+            for context in (32, 512, 2048):
+                for number in range(12):
+                    sample = GenerateSample(decodes=count, context=count * (context + number), ns=1)
+                    self.step(sample, slow, idle=number == 0)
+        for tokens in (16, 100, 512):
+            self.request(tokens, 0, slow)
+            for start in (0, 1024):
+                pairs = tokens * (start + tokens / 2)
+                sample = GenerateSample(prefill=tokens, pairs=pairs, ns=1)
+                self.step(sample, slow, idle=True)
+        for items, patches in ((1, 64), (1, 400), (1, 1600), (4, 400), (2, 1600)):
+            self.request(20, 196 * patches, slow)
+            self.step(
+                EncodeSample(items=items, patches=items * patches, pairs=items * patches**2, ns=1),
+                slow,
+                idle=True,
+            )
+
+    def company(self, slowdown: float) -> None:
+        """Let a long encoder step and many short generator steps slow each other down."""
+        sample = EncodeSample(items=1, patches=8000, pairs=8000**2, ns=1)
+        start_ns, need_ns = self.now_ns, predict(TRUE, sample)
+        self.step(sample, slowdown, idle=True)
+        end_ns, self.now_ns = self.now_ns, start_ns
+        while self.now_ns < end_ns - 0.02 * need_ns:
+            self.step(GenerateSample(decodes=4, context=400, ns=1), slowdown, idle=False)
+        self.now_ns = max(self.now_ns, end_ns)
+
+    def observation(self) -> Observation:
+        return Observation(
+            rounds_ns=self.rounds_ns, steps=self.steps, jobs=self.jobs, requests=self.requests
+        )
+
+
+def found(scene: Scene) -> CostModel:
+    return calibrate(scene.observation(), name="found", source="a scene")
+
+
+def assert_close(model: CostModel, *, rel: float) -> None:
+    for sample in (
+        EncodeSample(items=2, patches=900, pairs=500_000, ns=1),
+        EncodeSample(items=1, patches=1200, pairs=1_440_000, ns=1),
+        GenerateSample(decodes=10, context=3000, ns=1),
+        GenerateSample(decodes=40, context=90_000, ns=1),
+        GenerateSample(decodes=3, context=900, prefill=300, pairs=100_000, ns=1),
+    ):
+        assert predict(model, sample) == pytest.approx(predict(TRUE, sample), rel=rel)
+
+
+def test_calibrate_finds_exact_costs() -> None:
+    scene = Scene()
+    scene.round()
+    model = found(scene)
+    assert_close(model, rel=0.001)
+    for name in ("decision_ns", "gap_ns", "request_ns", "token_ns", "image_ns", "pixel_ns"):
+        assert getattr(model.host, name) == pytest.approx(getattr(TRUE.host, name), rel=0.01)
+    assert model.host.crowding == ()
+    assert model.noise < 0.01
+
+
+def test_calibrate_finds_costs_in_noise_and_says_how_far_off_it_is() -> None:
+    scene = Scene(noise=0.1)
+    for _ in range(3):
+        scene.round()
+    model = found(scene)
+    assert_close(model, rel=0.05)
+    assert model.generate_error is not None
+    assert 0.02 < model.generate_error.median < model.generate_error.p95 < 0.15
+    assert 0.02 < model.noise < 0.1
+
+
+def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
+    scene = Scene(noise=0.02)
+    for slow in (1.6, 1.0, 2.5, 1.01):
+        scene.round(slow)
+    model = found(scene)
+    assert_close(model, rel=0.04)
+    assert model.host.pixel_ns == pytest.approx(TRUE.host.pixel_ns, rel=0.1)
+    assert model.encode_error is not None
+    assert model.encode_error.p95 > 0.3  # what was seen in them is not hidden
+
+
+def test_calibrate_finds_what_company_costs() -> None:
+    scene = Scene(noise=0.02)
+    for _ in range(2):
+        scene.round()
+        scene.company(1.5)
+    model = found(scene)
+    assert_close(model, rel=0.05)
+    assert model.host.crowding == pytest.approx((1.0, 1.5), rel=0.05)
+
+
+def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
+    step = StepSeen(
+        group="generate",
+        sample=GenerateSample(decodes=1, context=1, ns=50.0),
+        decided_ns=0,
+        ended_ns=100,
+    )
+    presence = Presence(
+        Observation(
+            rounds_ns=[0], steps=[step], jobs=[JobSeen(60, 80), JobSeen(70, 110)], requests=[]
+        )
+    )
+    assert presence.within(0, 120).tolist() == [0.0, 20.0, 40.0]  # nobody is seen before the first
+    assert presence.within(90, 105).tolist() == [0.0, 5.0, 10.0]
+
+
+def test_calibrate_leaves_out_steps_without_work() -> None:
+    """Steps in which nobody is left to decode, and copies of embeddings, have no price to learn from."""
+    scene = Scene()
+    scene.round()
+    for sample in (GenerateSample(ns=1), EncodeSample(items=0, patches=0, pairs=0, ns=1)):
+        for _ in range(50):
+            scene.step(sample, 0.001, idle=True)
+    assert_close(found(scene), rel=0.001)
+
+
+def test_calibrate_tells_how_much_slower_a_machine_has_become() -> None:
+    scene = Scene()
+    scene.round(1.3)
+    assert slowness(TRUE, scene.observation()) == {
+        "encode": pytest.approx(1.3, rel=0.01),
+        "generate": pytest.approx(1.3, rel=0.01),
+    }
+    sample = GenerateSample(decodes=3, context=10, prefill=5, pairs=10, ns=1)
+    assert predict(slower(TRUE, 1.0, 1.3), sample) == pytest.approx(1.3 * predict(TRUE, sample))
+
+
+def test_calibrate_knows_nothing_of_a_machine_that_did_nothing() -> None:
+    nothing = Observation(rounds_ns=[0], steps=[], jobs=[], requests=[])
+    assert slowness(TRUE, nothing) == {"encode": 1.0, "generate": 1.0}
+
+
+@pytest.mark.parametrize("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
+def test_calibrate_refuses_steps_that_nobody_measured(took_ns: float) -> None:
+    scene = Scene()
+    scene.round()
+    sample = msgspec.structs.replace(scene.steps[5].sample, ns=took_ns)
+    scene.steps[5] = msgspec.structs.replace(scene.steps[5], sample=sample)
+    with pytest.raises(ConfigError, match=r"generate: a step of .* Remedy"):
+        found(scene)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("encode", "no measured encoder steps"),
+        ("generate", "no measured generator steps"),
+        ("requests", "no request was seen"),
+    ],
+)
+def test_calibrate_needs_to_see_everything(part: str, message: str) -> None:
+    scene = Scene()
+    scene.round()
+    if part == "requests":
+        scene.requests.clear()
+    else:
+        scene.steps = [step for step in scene.steps if step.group != part]
+    with pytest.raises(ConfigError, match=message):
+        found(scene)
+
+
+def test_calibrated_model_reads_as_it_was_written(tmp_path: Path) -> None:
+    scene = Scene(noise=0.05)
+    for _ in range(2):
+        scene.round()
+        scene.company(1.5)
+    machine = Machine(
+        measured="2026-01-01T00:00:00+00:00",
+        processor="abacus",
+        cores=2,
+        others=0.1,
+        versions={"python": "3.11"},
+        settings={"placement": "separate", "encode_threads": 1},
+    )
+    model = calibrate(scene.observation(), name="found", source="a scene", machine=machine)
+    assert len(model.host.crowding) == 2
+    path = tmp_path / "cost.json"
+    save_cost_model(model, path)
+    assert load_cost_model(str(path)) == model
