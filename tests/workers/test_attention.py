@@ -219,6 +219,33 @@ def test_prefill_equals_attention_written_out(
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
 
 
+def test_prefill_by_tiles_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What oneDNN compiled for a shape stays: 1,000 chunks of many lengths once took a gigabyte."""
+    shapes: set[tuple[int, ...]] = set()
+
+    def watched(name: str) -> None:
+        multiply = getattr(torch, name)
+
+        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
+            shapes.add((len(name), *(size for one in operands for size in one.shape)))
+            result: torch.Tensor = multiply(*operands, **more)
+            return result
+
+        monkeypatch.setattr(torch, name, product)
+
+    watched("bmm")
+    watched("baddbmm")
+    keys = torch.zeros(2048, 1, 8, dtype=torch.bfloat16)
+    seen = []
+    for rows in range(1, 400, 3):
+        query = torch.zeros(1, rows, 8, dtype=torch.bfloat16)
+        earlier = torch.arange(1 + 5 * rows)
+        tiled_attention.attend_chunk(query, query, query, keys, keys, earlier, 1.0)
+        seen.append(len(shapes))
+    assert seen[-1] <= 2 * len(tiled_attention.ROWS) * (1 + tiled_attention.TILE_PARTS)
+    assert seen[-1] < 134, "fewer than chunks"
+
+
 def test_choose_prefill_takes_tiles_for_bfloat16_on_the_cpu_only() -> None:
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_tiles
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather

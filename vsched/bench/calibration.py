@@ -3,6 +3,9 @@
 The requests are chosen such that steps of all kinds occur on their own: few and many that decode, with short and long
 contexts; prompts of all lengths; images of all sizes, alone and several in a batch. Then everything happens at once,
 which shows how much company slows work down. All of it comes in several rounds (see `vsched.sim.calibrate`).
+
+Steps among others of other kinds take longer than in a row of their own, because caches hold something else. So a
+rehearsal comes last: requests as clients send them, at half of what the engine can bear.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import msgspec
 
 from vsched.aio.stream import Generation
 from vsched.bench.arrivals import Dresser
+from vsched.bench.fidelity import Comparison, at_rate, small_requests
 from vsched.bench.machine import Others, describe_machine
 from vsched.bench.observed import WatchedEngine
 from vsched.config import Config
 from vsched.engine import Progress
-from vsched.sim.calibrate import RequestSeen, calibrate
+from vsched.sim.calibrate import RequestSeen, calibrate, slower
 from vsched.sim.cost import CostModel
 from vsched.sim.workload import Arrival, Image, Text
 
@@ -48,6 +52,12 @@ ROUND_COST_MIN = 6000
 """With less, there is not enough to tell one cost from the other."""
 WARM_UP = 3
 FIRST_TEXT = 1 << 20
+REHEARSAL_SHARE = 0.25
+"""Of the time to measure in."""
+REHEARSAL_LOAD = 0.5
+REHEARSAL_REQUESTS = 4000
+REHEARSAL_SEED = 4711
+"""A workload that no comparison uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +276,8 @@ async def measure(
         warm_up = Trial((Ask(QUESTION, (min(64, limits.item_tokens),), 8),) * 2)
         await driver.run(warm_up)
         per_second = max(per_second, warm_up.cost * 1e9 / (watch.now_ns() - began_ns + 1))
-    trials = plan_round(limits, seconds / ROUNDS * per_second)
+    rounds_s = seconds * (1 - REHEARSAL_SHARE)
+    trials = plan_round(limits, rounds_s / ROUNDS * per_second)
     others = Others(lambda: engine.rank_pids)
     rounds_ns = []
     for round_number in range(ROUNDS):
@@ -275,7 +286,7 @@ async def measure(
             await driver.run(trial)
             advanced(round_number * len(trials) + index, ROUNDS * len(trials))
     machine = describe_machine(engine.config, engine.info, others=others.cores())
-    return calibrate(
+    model = calibrate(
         watch.observation(rounds_ns, driver.requests),
         name=engine.model_name,
         source=f"measured at {machine.measured} on {machine.processor}, {machine.cores} cores",
@@ -285,3 +296,14 @@ async def measure(
         kv_tokens=limits.kv_tokens,
         machine=machine,
     )
+    return await rehearse(engine, dresser, model, seconds * REHEARSAL_SHARE)
+
+
+async def rehearse(
+    engine: WatchedEngine, dresser: Dresser, model: CostModel, seconds: float
+) -> CostModel:
+    """Serve requests of all kinds for so long; return the model with steps that take as long as they did there."""
+    comparison = Comparison(engine, model, dresser=dresser)
+    requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
+    load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
+    return slower(model, **(await comparison.run(load, REHEARSAL_LOAD)).slowness)

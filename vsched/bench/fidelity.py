@@ -266,13 +266,13 @@ class Comparison:
 
     def flood_of(self, workload: Workload, seconds: float) -> Workload:
         """Return the first requests of a workload, all at once: so many as should take so long."""
-        every = [
-            msgspec.structs.replace(one, at_ns=0, think_ns=0) for one in workload.first(FLOOD_MOST)
-        ]
-        flood = workload_of("flood", every)
-        probe = self._dresser.fit(flood.first(FLOOD_PROBE))
-        capacity = self.simulate(probe).figures.requests_s
-        return flood.first(min(max(int(capacity * seconds), 1), len(every)))
+        most = max(int(self.capacity_of(workload) * seconds), 1)
+        return _at_once(workload.first(min(most, FLOOD_MOST)))
+
+    def capacity_of(self, workload: Workload) -> float:
+        """Return how many of the first requests a second the engine could serve, by a simulation of it."""
+        probe = self._dresser.fit(_at_once(workload.first(FLOOD_PROBE)))
+        return self.simulate(probe).figures.requests_s
 
     async def run(
         self, workload: Workload, load: float, advanced: Callable[[], None] = lambda: None
@@ -297,6 +297,12 @@ class Comparison:
             others=busy,
             late_ms=max((one.sent_ns - one.planned_ns) / 1e6 for one in client.seen),
         )
+
+
+def _at_once(workload: Workload) -> Workload:
+    return workload_of(
+        "flood", [msgspec.structs.replace(one, at_ns=0, think_ns=0) for one in workload]
+    )
 
 
 def small_requests(seed: int, requests: int) -> Workload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ from vsched.cli.simulate_swarm import run_swarm
 from vsched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vsched.config import LoadedConfig
+    from vsched.config import Config, LoadedConfig
     from vsched.sim.cost import CostModel
     from vsched.sim.outcome import Outcome
     from vsched.sim.simulation import Observer, Progress
-    from vsched.sim.troubles import Outage
+    from vsched.sim.troubles import Outage, Trouble
     from vsched.sim.workload import Workload
 
 PIPE_COLUMNS = 160
@@ -45,6 +45,7 @@ def simulate(
     outage: options.Outages = None,
     swarm: options.Swarm = None,
     faults: options.Faults = None,
+    restart_s: options.RestartS = 10.0,
     oracles: options.Oracles = False,
     html: options.Html = None,
     csv: options.Csv = None,
@@ -74,7 +75,7 @@ def simulate(
         cost=costs,
         seed=seed,
         oracles=oracles,
-        troubles=[_outage(text) for text in outage or ()],
+        troubles=_troubles(outage, faults, restart_s),
         targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
         info=info,
         kv_tokens=kv_tokens,
@@ -84,7 +85,12 @@ def simulate(
 
 
 def _run_all(
-    named: dict[str, LoadedConfig], load_of: Workload, *, timeline: Path | None, **settings: Any
+    named: dict[str, LoadedConfig],
+    load_of: Workload,
+    *,
+    timeline: Path | None,
+    troubles: Callable[[Config], list[Trouble]],
+    **settings: Any,
 ) -> list[Outcome]:
     """Simulate one configuration after the other, beside a bar for each."""
     from vsched.sim.run import simulate as run
@@ -99,6 +105,7 @@ def _run_all(
                     label=label,
                     progress=bars[label],
                     observers=observers,
+                    troubles=troubles(loaded.config),
                     **settings,
                 )
             outcomes.append(outcome)
@@ -140,6 +147,18 @@ def _workload(
         found = load_trace(trace)
         found = found.first(requests) if requests else found
     return found if speed == 1 else found.faster(speed)
+
+
+def _troubles(
+    outages: Sequence[str] | None, faults: Path | None, restart_s: float
+) -> Callable[[Config], list[Trouble]]:
+    """Return what goes wrong by configuration: that says when a rank is given up."""
+    from vsched.sim.faults import FaultPlan
+    from vsched.sim.plans import troubles_of
+
+    named = [_outage(text) for text in outages or ()]
+    plan = FaultPlan() if faults is None else FaultPlan.load(faults)
+    return lambda config: [*named, *troubles_of(plan, config, restart_s=restart_s)]
 
 
 def _outage(text: str) -> Outage:

@@ -52,8 +52,11 @@ Swarm = Annotated[
 ]
 Faults = Annotated[
     Path | None,
-    typer.Option(help="For --swarm: a fault plan instead of random ones.", show_default=False),
+    typer.Option(
+        help="Fault plan, a JSON file; with --swarm instead of random ones.", show_default=False
+    ),
 ]
+RestartS = Annotated[float, typer.Option(min=0, help="Until a group that --faults took is back.")]
 Oracles = Annotated[bool, typer.Option("--oracles", help="Check everything as it goes.")]
 Target = Annotated[float, typer.Option(min=0, help="For goodput.")]
 

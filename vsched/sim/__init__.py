@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from vsched.sim.metrics import Targets
     from vsched.sim.network import Network
     from vsched.sim.outcome import Outcome
+    from vsched.sim.plans import troubles_of
     from vsched.sim.report import comparison, write_csv, write_json
     from vsched.sim.run import simulate
     from vsched.sim.simulation import SimulationFailed
     from vsched.sim.swarm import swarm
     from vsched.sim.traces import TraceError, load_trace, save_trace
-    from vsched.sim.troubles import EncodeFault, Outage, Slowness
+    from vsched.sim.troubles import EncodeFault, Outage, Pause, Slowness
     from vsched.sim.workload import Arrival, Image, Reply, Text, Workload, workload_of
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Network",
     "Outage",
     "Outcome",
+    "Pause",
     "Reply",
     "SimEngine",
     "SimulationFailed",
@@ -75,6 +77,7 @@ __all__ = [
     "save_trace",
     "simulate",
     "swarm",
+    "troubles_of",
     "workload_of",
     "write_csv",
     "write_json",
@@ -96,6 +99,7 @@ _MODULES = {
     "Network": "vsched.sim.network",
     "Outage": "vsched.sim.troubles",
     "Outcome": "vsched.sim.outcome",
+    "Pause": "vsched.sim.troubles",
     "Reply": "vsched.sim.workload",
     "SimEngine": "vsched.sim.cluster",
     "SimulationFailed": "vsched.sim.simulation",
@@ -117,6 +121,7 @@ _MODULES = {
     "save_trace": "vsched.sim.traces",
     "simulate": "vsched.sim.run",
     "swarm": "vsched.sim.swarm",
+    "troubles_of": "vsched.sim.plans",
     "workload_of": "vsched.sim.workload",
     "write_csv": "vsched.sim.report",
     "write_json": "vsched.sim.report",

@@ -60,6 +60,7 @@ class SimulatedGroup:
         log: Decisions that are out with when they were decided; the first is under way if the device runs this group.
         life: Counts losses, and ends that were announced anew: one announced in an earlier life never comes.
         slowdown: What the time of a step is multiplied by.
+        held_ns: No step begins before this time.
         busy_ns: Time in steps that are done; likewise `steps`.
     """
 
@@ -69,6 +70,7 @@ class SimulatedGroup:
         self.log: deque[tuple[Decision, int]] = deque()
         self.life = 0
         self.slowdown = 1.0
+        self.held_ns = 0
         self.steps = 0
         self.busy_ns = 0
         self._cost = cost
@@ -98,7 +100,7 @@ class SimulatedGroup:
         took_ns = self._start(decision)
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
-        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns)
+        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
         return self._start_ns + (int(took_ns * self.slowdown) or 1)
 
     def end(self, now_ns: int) -> Event:

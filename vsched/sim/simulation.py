@@ -23,7 +23,7 @@ from vsched.sim.intake import Intake, Job, Prepared
 from vsched.sim.metrics import Collector, Live, Sampler, Targets, figures_of
 from vsched.sim.outcome import Outcome
 from vsched.sim.setup import Setup
-from vsched.sim.troubles import Change, Failing, Lost, Opened, Paced, Trouble, changes
+from vsched.sim.troubles import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
 from vsched.sim.workload import Arrival, RequestMaker, Workload
 from vsched.types import group_names
 
@@ -273,6 +273,9 @@ class Simulation:
                 return None
             case Paced(group, factor):
                 group.slowdown = factor
+                return None
+            case Held(group, until_s):
+                group.held_ns = START_NS + int(until_s * 1e9)
                 return None
             case Lost(group, for_good):
                 self._lose(group, now_ns)

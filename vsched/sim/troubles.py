@@ -42,7 +42,15 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True, tag="slowness"):
     factor: Annotated[float, Meta(gt=0)] = 10.0
 
 
-Trouble = Outage | EncodeFault | Slowness
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
+    """Steps of a group that would begin in this span begin at its end."""
+
+    group: str
+    from_s: Seconds
+    to_s: Seconds
+
+
+Trouble = Outage | EncodeFault | Slowness | Pause
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -72,7 +80,14 @@ class Paced(msgspec.Struct, frozen=True):
     factor: float
 
 
-Change = Lost | Opened | Failing | Paced
+class Held(msgspec.Struct, frozen=True):
+    """No step of a group begins before a time."""
+
+    group: SimulatedGroup
+    until_s: float
+
+
+Change = Lost | Opened | Failing | Paced | Held
 
 
 def changes(
@@ -102,3 +117,5 @@ def changes(
             case Slowness(from_s=from_s, to_s=to_s, factor=factor):
                 yield from_s, Paced(group, factor)
                 yield max(from_s, to_s), Paced(group, 1.0)
+            case Pause(from_s=from_s, to_s=to_s):
+                yield from_s, Held(group, to_s)

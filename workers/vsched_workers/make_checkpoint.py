@@ -168,6 +168,13 @@ SIZES: dict[str, Size] = {
         vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
         image_limits=QWEN3_LIMITS,
     ),
+    "small25": Size(
+        family="qwen2_5_vl",
+        summary="Qwen2.5-VL of 50 million parameters; as mid25, where that takes too long",
+        vocab=8192,
+        text=_text(512, 2048, 10, 8, 2, [8, 12, 12]),
+        vision=_vision(8, 320, 864, 4, 512, **_windows([3, 7])),
+    ),
     "mid25": Size(
         family="qwen2_5_vl",
         summary="Qwen2.5-VL of 400 million parameters; shows what the computation costs",

@@ -5,6 +5,9 @@ scores. Here the products go to oneDNN, which multiplies bfloat16 at twice the r
 power of two (the factor goes into the product before it), and a tile of scores stays in the cache. Only the tile of the
 chunk with itself needs a mask; all earlier tokens are seen by all rows.
 
+oneDNN compiles a product for every shape that it meets, and keeps what it compiled (see `cpu_modules.py`). So rows and
+tiles are filled up to a few sizes.
+
 Scores are rounded to bfloat16 between the product and the softmax, as transformers' own eager attention rounds them;
 `generate.attention = "exact"` keeps torch's kernel, which does not.
 
@@ -13,14 +16,20 @@ Prior art: FlashAttention (NeurIPS 2022) for the online softmax.
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 TILE_SCORES = 1 << 19
 """Scores of a tile: 2 MiB in float32, which the second level of cache holds about half of."""
 TILE_KEYS_MIN, TILE_KEYS_MAX = 512, 2048
+TILE_PARTS = 4
+"""The last tile is filled up to a whole number of such parts of a tile."""
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of rows of a chunk that is computed; larger ones are multiples of the last."""
 _LOG2_E = 1 / math.log(2)
 
 
@@ -62,6 +71,10 @@ def attend_chunk(
     """
     heads, rows, head_dim = query.shape
     kv_heads = key.shape[0]
+    padded = _filled(rows)
+    if padded > rows:
+        more = (0, 0, 0, padded - rows)
+        query, key, value = (functional.pad(one, more) for one in (query, key, value))
     # The query heads that share a key head become its rows, so that no key is repeated.
     grouped = query.reshape(kv_heads, -1, head_dim)
     state = _Softmax(
@@ -70,15 +83,28 @@ def attend_chunk(
         summed=torch.zeros(grouped.shape),
     )
     scores = _scores(grouped, key, scaling)
-    future = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
-    scores.view(kv_heads, -1, rows, rows).masked_fill_(future, -math.inf)
+    # What rows and keys were filled up with comes after all others, so no row that counts sees it.
+    future = torch.ones(padded, padded, dtype=torch.bool).triu_(1)
+    scores.view(kv_heads, -1, padded, padded).masked_fill_(future, -math.inf)
     state.add(scores, value)
-    wanted = TILE_SCORES // grouped.shape[1]
-    for tile in slots.split(min(max(wanted, TILE_KEYS_MIN), TILE_KEYS_MAX)):
-        keys = cached_keys.index_select(0, tile).transpose(0, 1)
-        values = cached_values.index_select(0, tile).transpose(0, 1)
-        state.add(_scores(grouped, keys, scaling), values)
-    return state.summed.div_(state.total).to(query.dtype).view(heads, rows, head_dim)
+    size = min(max(TILE_SCORES // grouped.shape[1], TILE_KEYS_MIN), TILE_KEYS_MAX)
+    for tile in slots.split(size):
+        missing = -len(tile) % max(size // TILE_PARTS, 1)
+        filled = torch.cat([tile, tile[-1:].expand(missing)]) if missing else tile
+        keys = cached_keys.index_select(0, filled).transpose(0, 1)
+        values = cached_values.index_select(0, filled).transpose(0, 1)
+        scores = _scores(grouped, keys, scaling)
+        scores[..., len(tile) :] = -math.inf
+        state.add(scores, values)
+    attended = state.summed.div_(state.total).to(query.dtype).view(heads, padded, head_dim)
+    return attended[:, :rows]
+
+
+def _filled(rows: int) -> int:
+    """Return the number of rows that so many are filled up to."""
+    if rows > ROWS[-1]:
+        return -(-rows // ROWS[-1]) * ROWS[-1]
+    return ROWS[bisect.bisect_left(ROWS, rows)]
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.errors import ConfigError
 from vsched.sim.run import simulate
-from vsched.sim.troubles import EncodeFault, Outage, Slowness, Trouble
+from vsched.sim.troubles import EncodeFault, Outage, Pause, Slowness, Trouble
 from vsched.sim.workload import Image, Text, workload_of
 
 
@@ -53,6 +53,14 @@ def test_outages_of_every_moment_are_survived() -> None:
             Outage(group="generate", lost_s=0.01 * start, back_s=0.01 * start + 0.005),
             Outage(group="encode", lost_s=0.007 * start, back_s=0.01 * start + 0.02),
         )
+
+
+def test_pause_takes_its_time_and_loses_nothing() -> None:
+    plain = simulate(config(*SCARCE), scarce(3), cost=COST)
+    pause = Pause(group="generate", from_s=0.03, to_s=0.13)
+    longer = simulate(config(*SCARCE), scarce(3), cost=COST, troubles=[pause])
+    assert 0.05 < longer.figures.span_s - plain.figures.span_s < 0.15
+    assert longer.figures.finished == plain.figures.finished
 
 
 def test_encode_fault_is_retried() -> None:

@@ -12,6 +12,7 @@ from tests.unit.sim.shapes import COST
 from vsched.cli import app, simulate_command
 from vsched.errors import ConfigError
 from vsched.sim.cost import save_cost_model
+from vsched.sim.faults import FaultPlan, WorkerCrash
 from vsched.sim.report import read_json
 
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
@@ -88,12 +89,24 @@ def test_simulate_loses_a_group(folder: Path) -> None:
     assert one.figures.span_s > 0.5
 
 
+def test_simulate_lets_a_fault_plan_happen(folder: Path) -> None:
+    crash = WorkerCrash(at_ns=50_000_000, group="generate")
+    (folder / "plan.json").write_text(FaultPlan(faults=(crash,)).to_json())
+    words = ("--trace", "trace.csv", "--faults", "plan.json", "--restart-s", "0.45")
+    run(*words, "--json", "one.json")
+    run("--trace", "trace.csv", "--outage", "generate:0.05:0.5", "--json", "same.json")
+    (one,), (same,) = read_json(folder / "one.json"), read_json(folder / "same.json")
+    assert one.figures.finished == 17
+    assert one.digest == same.digest
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--trace", "trace.csv", "--workload", "poisson"], "give one of them"),
         (["--workload", "nope"], "Known: poisson"),
         (["--trace", "trace.csv", "--outage", "generate"], "not GROUP:FROM_S:TO_S"),
+        (["--trace", "trace.csv", "--faults", "nowhere.json"], "nowhere.json: No such file"),
         (["--trace", "trace.csv", "--timeline", "no/such/folder"], "cannot be written"),
     ],
 )
