@@ -1,4 +1,4 @@
-"""What the kernel costs: microseconds a steady decode step, and an arriving one-image request.
+"""What the kernel costs: microseconds a steady decode step, a one-image request, and the arrival of a large one.
 
 No model runs: the benchmark plays the ranks. A steady step is one in which all running requests decode and none
 arrives or ends; requests do grow into new blocks, spread evenly over the steps, as they do in production.
@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -24,6 +24,9 @@ from vsched.types import Extent, FinishReason, MediaItem, Request, SamplingParam
 PROMPT_TOKENS = 128
 IMAGE_TOKENS = 256
 RUNNING = (1, 64, 256, 1024, 4096)
+PREFILL_TOKENS = 8192
+LARGE_IMAGES = 8
+LARGE_TOKENS = 2300
 
 
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,33 +96,33 @@ def _sizes(slots: int, tokens_each: int) -> Sizes:
     return Sizes(
         blocks=(slots + 64) * (tokens_each // 16 + 2),
         slots=slots,
-        batch_tokens=slots + 8192,
-        chunk_tokens=8192,
-        context_tokens=32768,
+        batch_tokens=slots + PREFILL_TOKENS,
+        chunk_tokens=PREFILL_TOKENS,
+        context_tokens=max(32768, tokens_each),
         pages=4096,
         waiting=slots + 64,
     )
 
 
-def _request(index: int, rng: random.Random, *, image: bool, max_tokens: int) -> Request:
-    # Lengths differ, so that requests grow into new blocks in different steps.
-    tokens = [rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS + index % 16)]
-    items: tuple[MediaItem, ...] = ()
-    if image:
-        items = (
-            MediaItem(
-                key=index.to_bytes(32, "little"),
-                tokens=IMAGE_TOKENS,
-                offset=8,
-                grid=(1, 32, 32),
-                pixels=Extent(0, 1024),
-            ),
+def _request(
+    index: int, rng: random.Random, *, images: int, tokens: int, max_tokens: int
+) -> Request:
+    """Return a request of so many tokens, its images evenly among the text; all of it is new."""
+    prompt = [rng.randrange(10, 4000) for _ in range(tokens)]
+    gap = (tokens - images * IMAGE_TOKENS) // (images + 1)
+    items = []
+    for number in range(images):
+        offset = gap + number * (gap + IMAGE_TOKENS)
+        prompt[offset : offset + IMAGE_TOKENS] = [5] * IMAGE_TOKENS
+        key = (index * LARGE_IMAGES + number).to_bytes(32, "little")
+        pixels = Extent(0, 1024)
+        items.append(
+            MediaItem(key=key, tokens=IMAGE_TOKENS, offset=offset, grid=(1, 32, 32), pixels=pixels)
         )
-        tokens = tokens[:8] + [5] * IMAGE_TOKENS + tokens[8:]
     return Request(
         request_id=f"r{index}",
-        prompt_token_ids=tokens,
-        items=items,
+        prompt_token_ids=prompt,
+        items=tuple(items),
         sampling=SamplingParams(max_tokens=max_tokens),
     )
 
@@ -129,38 +132,58 @@ def measure_decode(
 ) -> KernelRow:
     """Measure steady decode steps with so many running requests."""
     rng = random.Random(running)  # noqa: S311 - a seeded workload
-    drive = _Drive(_sizes(running, PROMPT_TOKENS + 16 + steps * repeats + 32), policies)
+    prompts = running * (PROMPT_TOKENS + 16)
+    outputs = steps * repeats + prompts // PREFILL_TOKENS + 32  # some decode while others prefill
+    drive = _Drive(_sizes(running, PROMPT_TOKENS + 16 + outputs), policies)
     for index in range(running):
-        drive.submit(_request(index, rng, image=False, max_tokens=20_000))
+        # Lengths differ, so that requests grow into new blocks in different steps.
+        length = PROMPT_TOKENS + index % 16
+        drive.submit(_request(index, rng, images=0, tokens=length, max_tokens=outputs))
     while drive.kernel.statistics()["generate"]["decoding"] < running:
         drive.step()
     drive.step()
     return _row("decode step", running, drive.step, steps=steps, repeats=repeats)
 
 
-def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
+def measure_request(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
     """Measure all that the kernel does for a one-image request from arrival to its end.
 
     The request yields one token; what more tokens cost is what `measure_decode` tells.
     """
+    measure = _visits(policies, requests * repeats, images=1, tokens=PROMPT_TOKENS + IMAGE_TOKENS)
+    return _row("one-image request", 0, lambda: sum(next(measure)), steps=requests, repeats=repeats)
+
+
+def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
+    """Measure the arrival alone, hashing included, of a request with many images.
+
+    Nobody else is there, so an encoder's batch and a step with the first text are decided in the same event; blocks
+    and pages come from what the caches evict. It ends before the next one arrives.
+    """
+    measure = _visits(policies, requests * repeats, images=LARGE_IMAGES, tokens=LARGE_TOKENS)
+    case = f"arrival of {LARGE_IMAGES} images, {LARGE_TOKENS:,} tokens"
+    return _row(case, 0, lambda: next(measure)[0], steps=requests, repeats=repeats)
+
+
+def _visits(
+    policies: KernelPolicies, total: int, *, images: int, tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Let so many requests come and go, one after the other; yield what arriving took, and the rest of the way."""
     rng = random.Random(0)  # noqa: S311 - a seeded workload
-    total = requests * repeats
     drive = _Drive(_sizes(8, 4096), policies)
-    arrivals = iter([_request(index, rng, image=True, max_tokens=1) for index in range(total)])
-    number = 0
-
-    def arrive() -> int:
-        nonlocal number
-        number += 1
-        spent_ns = drive.submit(next(arrivals)) + drive.encode()
-        slot = drive.steps[0].joined[0].slot
-        finished = [Finished(slot, number, FinishReason.LENGTH)]
-        while drive.steps:
-            spent_ns += drive.step(finished)
-            finished = []
-        return spent_ns
-
-    return _row("one-image request", 0, arrive, steps=requests, repeats=repeats)
+    for number in range(1, total + 1):
+        request = _request(number, rng, images=images, tokens=tokens, max_tokens=1)
+        arriving_ns, rest_ns = drive.submit(request), 0
+        finished: list[Finished] = []
+        while drive.encodes or drive.steps:
+            rest_ns += drive.encode() if drive.encodes else drive.step(finished)
+            finished = [
+                Finished(chunk.slot, number, FinishReason.LENGTH)
+                for decision in drive.steps
+                for chunk in decision.chunks
+                if chunk.stop == tokens
+            ]
+        yield arriving_ns, rest_ns
 
 
 def _row(

@@ -21,13 +21,13 @@ def kernel(
         Path | None, typer.Option(help="JSON file to write.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure microseconds a steady decode step, and a one-image request, with the configured policies."""
+    """Measure microseconds a decode step, a one-image request, and an arrival, with the configured policies."""
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
     from vsched.assembly import kernel_policies
-    from vsched.bench.kernel import RUNNING, measure_arrival, measure_decode
+    from vsched.bench.kernel import RUNNING, measure_arrival, measure_decode, measure_request
 
     policies = kernel_policies(load(config, assignments).policies)
     console = Console()
@@ -35,7 +35,10 @@ def kernel(
         measure_decode(policies, running, steps=steps, repeats=repeats)
         for running in track(RUNNING, "decode steps", console=console, transient=True)
     ]
-    rows.append(measure_arrival(policies, requests=steps, repeats=repeats))
+    rows += [
+        measure(policies, requests=steps, repeats=repeats)
+        for measure in (measure_request, measure_arrival)
+    ]
     table = Table(title=f"The kernel alone, µs an event ({repeats} x {steps} events)")
     for name in ("case", "running", "p50", "p99", "mean", "spread of medians"):
         table.add_column(name, justify="left" if name == "case" else "right")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from vsched.kernel.chunks import drop_claims_before
 from vsched.kernel.commands import Accept, Command, Finish, Refuse, RequestTimes
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.generate import GenerateStage
@@ -130,14 +131,14 @@ class RequestBook:
     def stand_in_line(self, state: RequestState, *, arriving: bool = False) -> None:
         """Claim the items of the next chunk; stand in line when it could run, else wait for them."""
         stage = self.home(state)
-        if not stage.open and any(other.ready for other in self._generators):
+        if not stage.takes(state) and any(other.ready for other in self._generators):
             # It claims nothing: older than others, it would keep embeddings from those that can go on.
             state.phase = Phase.PARKED
             return
         computed = len(stage.cached_prefix(state)) * self._sizes.block_size
         state.uncached = len(state.tokens) - computed
         state.phase = Phase.ITEMS
-        stage.drop_claims_before(state, computed)
+        drop_claims_before(state, computed, encode=self._encode)
         if not self.claim(state, computed, arriving=arriving):
             return
         if stage.chunk_stop(state, computed, self._sizes.batch_tokens) > computed:
@@ -184,6 +185,10 @@ class RequestBook:
             if state.phase is Phase.ITEMS:
                 self.stand_in_line(state)
 
+    def awaits(self, group: Group) -> bool:
+        """Return whether a request waits for its turn in a group, and will get it."""
+        return bool(self.of(group, Phase.ITEMS, Phase.READY))
+
     # --- to another group ---
 
     def come_back(self, state: RequestState) -> None:
@@ -196,11 +201,13 @@ class RequestBook:
     def move_waiting(self, stage: GenerateStage) -> None:
         """Let the requests that wait for a closed group go where they can run; without such a place, they are parked.
 
-        Those that ran when it was lost stay: whatever brought it down may be among them.
+        Those that ran when it was lost stay: whatever brought it down may be among them. A draining group serves them.
         """
         elsewhere = any(other.open for other in self._generators)
         running = any(other.ready for other in self._generators)
         for state in self.of(stage, Phase.ITEMS, Phase.READY, Phase.PARKED):
+            if stage.takes(state):
+                continue
             if elsewhere and not state.losses:
                 self.move(state)
             elif running and state.phase is not Phase.PARKED:

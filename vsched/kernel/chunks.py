@@ -40,3 +40,13 @@ def read_items(
         for item in state.items
         if item.offset < stop and item.end > start
     ]
+
+
+def drop_claims_before(state: RequestState, computed: int, *, encode: EncodeStage) -> None:
+    """Let go of the items before `computed`: they lie in the KV cache, their embeddings are not needed."""
+    for index, item in enumerate(state.items):
+        if item.end > computed:
+            break
+        if index in state.wanted:
+            state.wanted.discard(index)
+            encode.consume(state, index)

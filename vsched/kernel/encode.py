@@ -139,7 +139,7 @@ class EncodeStage:
 
     def plan(self, now_ns: int) -> tuple[str, EncodeDecision] | None:
         """Form the next batch, if a group is free and something can be encoded; return the group and its decision."""
-        if not self._queue:
+        if not self._queue.entries:
             return None
         lane = next((lane for lane in self.lanes if lane.open and lane.idle), None)
         if lane is None:
@@ -262,7 +262,7 @@ class EncodeStage:
             if sum(len(other.pages) for other in takeable) < missing:
                 return False
         while len(self._free) < count and len(self._order) > 0:
-            victim = self._entries[self._order.take_victim()]
+            victim = self._entries[self._order.take_victims(1)[0]]
             self.evictions += 1
             self._evictable_pages -= len(victim.pages)
             self._drop(victim)
@@ -349,7 +349,7 @@ class EncodeStage:
     @property
     def waiting(self) -> int:
         """Items that wait for the encoder."""
-        return len(self._queue)
+        return len(self._queue.entries)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes; pages are of `page_rows` embedding rows."""

@@ -85,7 +85,10 @@ class GroupRetired(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Give a group nothing new: what runs there ends, what waits goes elsewhere. `Drained` answers it."""
+    """Give a group nothing new: what runs there ends, what waits goes elsewhere. `Drained` answers it.
+
+    What ran there when it was lost goes nowhere else: it ends there, too.
+    """
 
     group: str
 

@@ -44,7 +44,7 @@ class Flight:
 
     def firsts(self, step: int) -> int:
         """Return how many requests get their first token in this step."""
-        return len(self._firsts.get(step, ()))
+        return len(self._firsts.get(step, ())) if self._firsts else 0
 
     def land(
         self, step: int, tokens: array[int], now_ns: int
@@ -54,10 +54,11 @@ class Flight:
         assert step <= self.planned, f"step {step} came back, {self.planned} is the last decided"
         self.done = step
         self._log.append(step, tokens)
-        for state in self._firsts.pop(step, ()):
-            if not state.first_token_ns:
-                state.first_token_ns = now_ns
-        return self._reads.pop(step, [])
+        if self._firsts:
+            for state in self._firsts.pop(step, ()):
+                if not state.first_token_ns:
+                    state.first_token_ns = now_ns
+        return self._reads.pop(step, []) if self._reads else []
 
     def crash(self) -> list[tuple[RequestState, ChunkPlan]]:
         """Nothing that is out will come back; return the chunks that were reading embeddings."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vsched.kernel.blocks import BlockPool
-from vsched.kernel.chunks import chunk_stop, read_items
+from vsched.kernel.chunks import chunk_stop, drop_claims_before, read_items
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode import EncodeStage
 from vsched.kernel.events import Stepped
@@ -79,6 +79,10 @@ class GenerateStage(Group):
     def idle(self) -> bool:
         return not (self.running or self.flight.out or self.flight.settling)
 
+    def takes(self, state: RequestState) -> bool:
+        """Return whether one of its requests can join: while it drains, only those that it must not leave to others."""
+        return self.open or (self.ready and state.losses > 0)
+
     @property
     def load_tokens(self) -> int:
         """Tokens of all its requests, prompts and outputs, waiting and running (E9)."""
@@ -93,15 +97,11 @@ class GenerateStage(Group):
             state.known = False
         self.load.drop(state)
 
-    def hash_tokens(self, state: RequestState) -> None:
-        """Compute the block hashes of a request's known tokens that it does not have yet."""
-        if self._sizes.prefix_cache:
-            state.extend_hashes(self._sizes.block_size)
-
     def _take_down(self, state: RequestState) -> None:
         """A life ended, and its outputs became known tokens."""
         self.load.recount(state)
-        self.hash_tokens(state)
+        if self._sizes.prefix_cache:
+            state.extend_hashes(self._sizes.block_size)
 
     def cached_prefix(self, state: RequestState) -> list[int]:
         """Return the cached blocks that a request could start from; at least one token stays to compute."""
@@ -118,35 +118,46 @@ class GenerateStage(Group):
         """Form the next step, or return None when there is nothing to run or enough is out already."""
         if not self.ready or self.flight.out >= self._sizes.generate_depth:
             return None
-        running = self.running
-        if not (running.decoding or running.prefilling or self.line):
+        running, entries = self.running, self.line.entries
+        if not (running.decoding or running.prefilling or entries):
             return None
         step = self.flight.planned + 1
         grown = self._grow(step, now_ns)
+        if not (running.prefilling or entries):
+            # The steady case: nothing but decodes, and no budget to share out.
+            return self._send(step, len(running.decoding), grown) if running.decoding else None
         decoding = len(running.decoding)
         budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding > 0)
         draft = Draft(step, budget)
-        if running.prefilling or self.line:
-            for state in sorted(running.prefilling.values(), key=order_of):
-                self._chunk(state, draft)
-            if self.line and not (budget.spent or self.line.blocked):
-                self._admit(draft, now_ns)
+        for state in sorted(running.prefilling.values(), key=order_of):
+            self._chunk(state, draft)
+        if entries and not (budget.spent or self.line.blocked):
+            self._admit(draft, now_ns)
         decodes = len(running.decoding) - self.flight.firsts(step)
-        if not decodes and not draft.chunks:
-            return None
-        self.pace.note(step, budget, decodes=decodes > 0)
+        return self._send(step, decodes, grown, draft) if decodes or draft.chunks else None
+
+    def _send(
+        self, step: int, decodes: int, grown: list[int], draft: Draft | None = None
+    ) -> GenerateDecision:
+        """Note a step as out, and return the decision that sends it there; without a draft, all it does is decode."""
+        self.pace.note(step, draft.budget if draft is not None else None, decodes=decodes > 0)
         self._front_first = False
         self.flight.planned = step
         self.counts["tokens_decoded"] += decodes
-        forgotten, left = running.take_changes()
+        forgotten, left = self.running.take_changes()
+        if draft is None:
+            return GenerateDecision(step, forgotten, left, [], grown)
         return GenerateDecision(step, forgotten, left, draft.joined, grown, draft.chunks)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
         grown: list[int] = []
+        due = self.running.due(step)
+        if not due:
+            return grown
         pool = self.pool
         preempted = self.counts["preemptions"]
-        for state in self.running.due(step):
+        for state in due:
             if state.slot < 0:
                 continue  # preempted for one before it
             if pool.available == 0 and not self._make_room(state, now_ns):
@@ -233,7 +244,7 @@ class GenerateStage(Group):
                 draft.joined.append(join)
                 self._chunk(entry.state, draft)
                 # Only now: the chunk may read the content of an earlier item once more.
-                self.drop_claims_before(entry.state, join.computed)
+                drop_claims_before(entry.state, join.computed, encode=self._encode)
             elif entry.state.phase is Phase.READY:
                 self.line.blocked = True
                 return
@@ -266,15 +277,6 @@ class GenerateStage(Group):
         state.known = True
         return Join(state.number, state.slot, computed, len(state.tokens), list(state.blocks), data)
 
-    def drop_claims_before(self, state: RequestState, computed: int) -> None:
-        """The items before `computed` lie in the KV cache: their embeddings are not needed."""
-        for index, item in enumerate(state.items):
-            if item.end > computed:
-                break
-            if index in state.wanted:
-                state.wanted.discard(index)
-                self._encode.consume(state, index)
-
     # --- results ---
 
     def finish_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
@@ -282,7 +284,7 @@ class GenerateStage(Group):
         self.pace.learn(event.step, event.busy_ns)
         for state, plan in self.flight.land(event.step, event.tokens, now_ns):
             self._encode.done_reading(state, plan.start, plan.stop)
-            self.drop_claims_before(state, min(plan.stop, state.computed))
+            drop_claims_before(state, min(plan.stop, state.computed), encode=self._encode)
         self._probation.review(self.flight.done)
         if not self.flight.settling:
             return []

@@ -22,26 +22,21 @@ class Group:
 
     Attributes:
         name: See `vsched.types.group_names`.
+        ready: Whether its ranks are there and can be sent decisions.
+        open: Whether it takes new work.
+        retired: Whether it is gone for good.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.status = Status.DOWN
+        self.turn(Status.DOWN)
 
-    @property
-    def ready(self) -> bool:
-        """Whether its ranks are there and can be sent decisions."""
-        return self.status in (Status.UP, Status.DRAINING)
-
-    @property
-    def open(self) -> bool:
-        """Whether it takes new work."""
-        return self.status is Status.UP
-
-    @property
-    def retired(self) -> bool:
-        """Whether it is gone for good."""
-        return self.status is Status.RETIRED
+    def turn(self, status: Status) -> None:
+        """Change what the group can be given; what is asked in every step is worked out here."""
+        self.status = status
+        self.ready = status in (Status.UP, Status.DRAINING)
+        self.open = status is Status.UP
+        self.retired = status is Status.RETIRED
 
     @property
     def idle(self) -> bool:

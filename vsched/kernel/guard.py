@@ -6,7 +6,8 @@ default decides in its place. Serving goes on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from operator import index as whole
 from typing import Generic, TypeVar, cast
 
@@ -141,15 +142,24 @@ class GuardedOrder(Generic[Key]):
 
     def add(self, key: Key, size: int) -> bool:
         """Take an entry; False where the policy keeps nothing."""
-        order = self._order
-        if order is not None:
-            try:
-                if order.add(key, size) is False:
-                    return False
-            except Exception as error:  # noqa: BLE001
-                self._give_up(error)
-        self._released[key] = None
-        return True
+        return not self.add_all((key,), size)
+
+    def add_all(self, keys: Sequence[Key], size: int = 1) -> list[Key]:
+        """Take entries of this size each, one after the other; return those that the policy does not keep."""
+        refused: list[Key] = []
+        released = self._released
+        for key in keys:
+            order = self._order
+            if order is not None:
+                try:
+                    if order.add(key, size) is False:
+                        refused.append(key)
+                        continue
+                except Exception as error:  # noqa: BLE001
+                    self._give_up(error)
+                    released = self._released
+            released[key] = None
+        return refused
 
     def reuse(self, key: Key) -> None:
         """Take an entry out because it is in use again."""
@@ -171,24 +181,32 @@ class GuardedOrder(Generic[Key]):
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
 
-    def take_victim(self) -> Key:
-        """Take the next entry to go out of the order; it is always one of those that were added."""
-        key = next(iter(self._released))
-        order = self._order
-        if order is not None:
+    def take_victims(self, count: int) -> list[Key]:
+        """Take the next entries to go out of the order; they are always among those that were added."""
+        victims: list[Key] = []
+        while len(victims) < count:
+            order, released = self._order, self._released
+            if order is None:
+                key = next(iter(released))
+                del released[key]
+                victims.append(key)
+                continue
             try:
-                proposed = order.victim()
-                if proposed not in self._released:
-                    raise KeyError(f"victim {proposed!r} is not evictable")
-                key = proposed
+                key = order.victim()
+                if key not in released:
+                    raise KeyError(f"victim {key!r} is not evictable")
+                del released[key]
+                victims.append(key)
+                order.drop(key)
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
-        self.drop(key)
-        return key
+        return victims
 
     def _give_up(self, error: Exception) -> None:
         self._faults.report(self._policy, error, f"{len(self._released)} evictable entries")
         self._order = None
+        # From now on its first key is asked for again and again: a plain dict would pass over all that were removed.
+        self._released = OrderedDict(self._released)
 
     def __len__(self) -> int:
         return len(self._released)

@@ -12,6 +12,7 @@ class Line:
     """Ready requests, in order of arrival.
 
     Attributes:
+        entries: The requests as admission policies see them, front first; read only.
         blocked: Whether the front was found to have no room; nothing joins before something changes.
         hold_until_ns: Until when the admission policy holds everything back.
     """
@@ -21,6 +22,7 @@ class Line:
         self.hold_until_ns: int | None = None
         self._block_size = block_size
         self._queue: OrderedQueue[ReadyEntry] = OrderedQueue()
+        self.entries: Sequence[ReadyEntry] = self._queue.entries
         self._entries: dict[int, ReadyEntry] = {}
 
     def put(self, state: RequestState) -> None:
@@ -36,11 +38,6 @@ class Line:
         """Take a request out; it must stand in line."""
         self._queue.remove(self._entries.pop(state.number))
         self.blocked = False
-
-    @property
-    def entries(self) -> Sequence[ReadyEntry]:
-        """The requests as admission policies see them, front first; read only."""
-        return self._queue.entries
 
     def __contains__(self, state: RequestState) -> bool:
         entry = self._entries.get(state.number)

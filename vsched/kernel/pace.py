@@ -18,6 +18,8 @@ from vsched.kernel.decisions import ChunkPlan, Join
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
 
+_UNPLANNED = (False, 0, 0.0)
+
 
 class Pace:
     """Knows what decoding and prefill cost here; `target_ns` is how long a step with both may take, 0 for no limit.
@@ -38,21 +40,24 @@ class Pace:
             return StepBudget(self, tokens, math.inf)
         return StepBudget(self, tokens, max(self._target_ns - self._decode_ns, self._decode_ns, 1))
 
-    def note(self, step: int, budget: StepBudget, *, decodes: bool) -> None:
-        """Remember what a step consists of until its time is known."""
-        if self._target_ns:
+    def note(self, step: int, budget: StepBudget | None, *, decodes: bool) -> None:
+        """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""
+        if not self._target_ns:
+            return
+        if budget is None:
+            self._planned[step] = (decodes, 0, 0.0)
+        else:
             self._planned[step] = (decodes, budget.prefilled, budget.pairs)
 
     def learn(self, step: int, busy_ns: int) -> None:
         """Take the time that a step took on the ranks; 0 where it was not measured."""
-        decodes, tokens, pairs = self._planned.pop(step, (False, 0, 0.0))
+        decodes, tokens, pairs = self._planned.pop(step, _UNPLANNED)
         if busy_ns <= 0:
             return
         if not tokens:
             if decodes:
-                self._decode_ns += (busy_ns - self._decode_ns) * (
-                    (1 - FORGET) if self._decode_ns else 1
-                )
+                known_ns = self._decode_ns
+                self._decode_ns += (busy_ns - known_ns) * ((1 - FORGET) if known_ns else 1)
             return
         cost = max(busy_ns - self._decode_ns * decodes, 0.0)
         new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * cost, pairs * cost)

@@ -29,10 +29,15 @@ def order_of(entry: Ordered) -> tuple[int, int]:
 
 
 class OrderedQueue(Generic[Waiting]):
-    """Entries sorted by order number; inserting at the back is the common case and cheap."""
+    """Entries sorted by order number; inserting at the back is the common case and cheap.
+
+    Attributes:
+        entries: The entries, front first; read only, and the same object for life.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
+        self.entries: Sequence[Waiting] = self._entries
 
     def put(self, entry: Waiting) -> None:
         """Insert an entry at its place."""
@@ -46,11 +51,6 @@ class OrderedQueue(Generic[Waiting]):
         index = bisect_left(self._entries, entry.order, key=order_of)
         assert self._entries[index] is entry, "the queue's order was broken"
         del self._entries[index]
-
-    @property
-    def entries(self) -> Sequence[Waiting]:
-        """The entries, front first; read only."""
-        return self._entries
 
     def __contains__(self, entry: Waiting) -> bool:
         index = bisect_left(self._entries, entry.order, key=order_of)

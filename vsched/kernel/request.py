@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
+from struct import pack
 
 import msgspec
 
@@ -91,7 +93,7 @@ class RequestState:
         self.order = (number, 0)
         self.stop_token_ids = stop_token_ids
         self.phase = Phase.ITEMS
-        self.tokens = array("i", request.prompt_token_ids)
+        self.tokens = int32(request.prompt_token_ids)
         self.hashes: list[bytes] = []
         self.blocks: list[int] = []
         self.slot = -1
@@ -145,6 +147,13 @@ class RequestState:
             sampling=self.request.sampling,
             stop_token_ids=self.stop_token_ids,
         )
+
+
+def int32(numbers: Sequence[int]) -> array[int]:
+    """Return numbers as an array; packed as a whole, for an array takes twice as long over them one by one."""
+    if isinstance(numbers, array):
+        return array("i", numbers)
+    return array("i", pack(f"{len(numbers)}i", *numbers))
 
 
 def host_bytes(request: Request) -> int:

@@ -131,7 +131,7 @@ class Scheduler:
     def _on_open(self, name: str) -> None:
         """A group takes work: those who waited for it take their places, oldest first."""
         group, book = self._groups[name], self._book
-        group.status = Status.UP
+        group.turn(Status.UP)
         if isinstance(group, EncodeLane):
             self.encode.free_orphaned(group)
         for state in book.of(group, Phase.PARKED):
@@ -143,7 +143,7 @@ class Scheduler:
 
     def _on_group_lost(self, event: GroupLost) -> None:
         group = self._groups[event.group]
-        group.status = Status.DOWN
+        group.turn(Status.DOWN)
         self._book.commands.append(Notice(f"{event.group} was lost: {event.reason}"))
         if isinstance(group, EncodeLane):
             message = (
@@ -174,7 +174,7 @@ class Scheduler:
         """A lost group stays away: its requests go elsewhere, or end where no group of the stage is left."""
         group, book = self._groups[event.group], self._book
         assert not group.ready, "a group is lost before it is retired"
-        group.status = Status.RETIRED
+        group.turn(Status.RETIRED)
         if isinstance(group, EncodeLane):
             self.encode.free_orphaned(group)
         book.commands.append(Notice(f"{event.group} is given up: {event.reason}"))
@@ -189,13 +189,15 @@ class Scheduler:
     def _on_drain(self, name: str) -> None:
         group = self._groups[name]
         if group.open:
-            group.status = Status.DRAINING
+            group.turn(Status.DRAINING)
             self._draining.append(group)
             if isinstance(group, GenerateStage):
                 self._book.move_waiting(group)
 
     def _announce_drained(self) -> None:
-        for group in [group for group in self._draining if group.idle or not group.ready]:
+        for group in list(self._draining):
+            if group.ready and (not group.idle or self._book.awaits(group)):
+                continue
             self._draining.remove(group)
             if group.status is Status.DRAINING:
                 self._book.commands.append(Drained(group.name))
@@ -206,13 +208,14 @@ class Scheduler:
         """Let every group plan until none has anything to send."""
         if self.sizes.waiting_ns:
             self._book.expire()
+        depth = self.sizes.generate_depth
         while True:
             moved = more = False
             for stage in self.generators:
                 if self._plan_generate(stage):
                     moved = True
-                    more = more or stage.flight.out < self.sizes.generate_depth
-            if more or self._plan_encode():
+                    more = more or stage.flight.out < depth
+            if more or (self.encode.waiting and self._plan_encode()):
                 continue
             if moved or not self._break_stall():
                 break  # where something moved, something is out, and nobody can send more
@@ -255,13 +258,13 @@ class Scheduler:
         """
         if not self._at_rest() or self._holds():
             return False
-        open_stages = [stage for stage in self.generators if stage.open]
-        waiting = [state for stage in open_stages for state in self._book.of(stage, Phase.ITEMS)]
+        stages = [stage for stage in self.generators if stage.ready]
+        waiting = [state for stage in stages for state in self._book.of(stage, Phase.ITEMS)]
         for state in waiting:
             self._book.stand_in_line(state)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        return any(stage.favour_front() for stage in open_stages)
+        return any(stage.favour_front() for stage in stages)
 
     def _at_rest(self) -> bool:
         """Return whether nothing is out anywhere, though an encoder and a generator could work."""
@@ -274,12 +277,15 @@ class Scheduler:
 
     def _holds(self) -> list[int]:
         """Return until when policies hold waiting entries back."""
-        holds = [self.encode.hold_until_ns] if self.encode.hold_until_ns is not None else []
+        now_ns, holds = self._book.now_ns, []
+        until_ns = self.encode.hold_until_ns
+        if until_ns is not None and until_ns > now_ns:
+            holds.append(until_ns)
         for stage in self.generators:
             until_ns = stage.line.hold_until_ns
-            if until_ns is not None:
+            if until_ns is not None and until_ns > now_ns:
                 holds.append(until_ns)
-        return [until_ns for until_ns in holds if until_ns > self._book.now_ns]
+        return holds
 
     def _set_timer(self) -> None:
         due, expiry_ns = self._holds(), self._book.next_expiry_ns
@@ -337,7 +343,7 @@ class Scheduler:
         for stage in self.generators:
             own = book.of(stage)
             stage.check(own)
-            stuck = [state for state in own if stage.open or state.slot >= 0]
+            stuck = [state for state in own if stage.takes(state) or state.slot >= 0]
             if at_rest and stuck:
                 why = [self.explain(state.request.request_id) for state in stuck]
                 raise AssertionError(f"stuck in {stage.name}: {why}")

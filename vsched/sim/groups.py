@@ -108,7 +108,8 @@ class SimulatedGroup:
         decision, _ = self.log.popleft()
         self.device.running = None
         self.steps += 1
-        self._took_ns = max(now_ns - self._start_ns, 1)
+        took_ns = now_ns - self._start_ns
+        self._took_ns = took_ns if took_ns > 0 else 1
         self.busy_ns += self._took_ns
         return self._finish(decision, now_ns)
 

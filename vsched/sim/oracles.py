@@ -112,7 +112,8 @@ class Oracles:
         if type(event) is Stepped:
             step, pages = self._generators[event.group].out.popleft()
             assert step == event.step, f"step {event.step} came back, {step} was out"
-            self._reading.subtract(pages)
+            if pages:  # a Counter takes its time to see that there are none
+                self._reading.subtract(pages)
         elif type(event) is Submitted:
             self._entering = event
         elif type(event) is Encoded:
@@ -212,7 +213,8 @@ class Oracles:
                 own.decoding.add(chunk.slot)
         assert tokens <= sizes.batch_tokens, f"{tokens} tokens in a step"
         assert len(own.slots) <= sizes.slots, f"{len(own.slots)} requests run"
-        self._reading.update(pages)
+        if pages:
+            self._reading.update(pages)
         own.out.append((decision.step, pages))
         assert len(own.out) <= sizes.generate_depth, f"{len(own.out)} steps are out"
 

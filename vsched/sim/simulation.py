@@ -166,6 +166,7 @@ class Simulation:
         heap, sampler = self._heap, self.sampler
         handle, groups, observers = self.kernel.handle, self._groups, self._observers
         encode_into, digested = msgspec.msgpack.Encoder().encode_into, self._digested
+        crowd = self._crowd
         event: Event | None
         while heap:
             now_ns, _, kind, subject, life = heappop(heap)
@@ -175,7 +176,8 @@ class Simulation:
                 if life != subject.life:
                     continue  # it was lost meanwhile
                 event = subject.end(now_ns)
-                self._leave(subject, now_ns)
+                if crowd is not None or subject.device.ready:
+                    self._leave(subject, now_ns)
             else:
                 event = self._happen(kind, subject, life, now_ns)
                 if event is None:
@@ -268,14 +270,8 @@ class Simulation:
         match change:
             case Opened(group):
                 return GroupReady(group.name)
-            case Failing(encoder, message):
-                encoder.faults.append(message)
-                return None
-            case Paced(group, factor):
-                group.slowdown = factor
-                return None
-            case Held(group, until_s):
-                group.held_ns = START_NS + int(until_s * 1e9)
+            case Failing() | Paced() | Held():
+                change.strike(START_NS)
                 return None
             case Lost(group, for_good):
                 self._lose(group, now_ns)

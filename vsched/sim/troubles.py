@@ -72,6 +72,10 @@ class Failing(msgspec.Struct, frozen=True):
     group: EncodeGroup
     message: str
 
+    def strike(self, _start_ns: int) -> None:
+        """Let it happen."""
+        self.group.faults.append(self.message)
+
 
 class Paced(msgspec.Struct, frozen=True):
     """Steps of a group take so many times as long from now on."""
@@ -79,12 +83,20 @@ class Paced(msgspec.Struct, frozen=True):
     group: SimulatedGroup
     factor: float
 
+    def strike(self, _start_ns: int) -> None:
+        """Let it happen."""
+        self.group.slowdown = self.factor
+
 
 class Held(msgspec.Struct, frozen=True):
     """No step of a group begins before a time."""
 
     group: SimulatedGroup
     until_s: float
+
+    def strike(self, start_ns: int) -> None:
+        """Let it happen, in a workload that began then."""
+        self.group.held_ns = start_ns + int(self.until_s * 1e9)
 
 
 Change = Lost | Opened | Failing | Paced | Held

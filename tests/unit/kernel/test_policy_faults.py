@@ -49,6 +49,9 @@ class Said:
         self.indices = indices
         self.hold_until_ns = hold_until_ns
 
+    def __repr__(self) -> str:
+        return f"Said({self.indices!r}, {self.hold_until_ns!r})"
+
 
 class BadAdmission(AdmissionPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Any:
@@ -196,7 +199,7 @@ def test_guard_preemption_default_decides(answer: Any) -> None:
     [
         BOOM,
         None,
-        object(),
+        Said(),
         *[BadOrder(method, BOOM) for method in ("add", "reuse", "drop", "victim")],
         *[BadOrder("victim", answer) for answer in NO_VICTIMS],
     ],

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from tests.unit.kernel.setups import assert_holds_nothing, assert_served, sizes, words
+from vsched.kernel.events import Drain
 from vsched.testing import ModelCluster, make_request
 
 
@@ -87,3 +90,56 @@ def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
     cluster.restore("generate")
     cluster.drain()
     assert_served(cluster, "long", "short")
+
+
+def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int]:
+    """Lose a group several times after a few steps each; return the numbers of those that ran there."""
+    running: set[int] = set()
+    for _ in range(times):
+        for _ in range(3):
+            cluster.run_generate(group)
+        running |= cluster.generators[group].sequences.keys()
+        cluster.lose(group)
+        cluster.restore(group)
+    return running
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
+    """F6, F1: no other group takes such a request in, so a group that is drained must not leave it behind."""
+    cluster = ModelCluster(sizes(generators=2))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=20))
+    own = lose_repeatedly(cluster, "generate-0", times=losses)
+    assert len(own) == 2
+    cluster.send(Drain("generate-0"))
+    while not cluster.drained:
+        cluster.run_generate()
+        assert not own & cluster.generators["generate-1"].sequences.keys(), "it went elsewhere"
+    assert {cluster.names[number] for number in own} <= cluster.ended.keys()
+    cluster.drain()
+    assert_served(cluster, *names)
+    assert cluster.drained == ["generate-0"]
+    assert_holds_nothing(cluster)
+
+
+def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> None:
+    """F6, F1: suspects join one at a time there, too, and the one on probation is to blame."""
+    cluster = ModelCluster(sizes(generators=2))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=20))
+    own = lose_repeatedly(cluster, "generate-0", times=2)
+    sequences = cluster.generators["generate-0"].sequences
+    cluster.send(Drain("generate-0"))
+    cluster.run_generate("generate-0")
+    (first,) = sequences
+    while len(sequences) < 2:
+        cluster.run_generate("generate-0")
+    (poison,) = (cluster.names[number] for number in own - {first})
+    cluster.lose("generate-0")
+    cluster.restore("generate-0")
+    cluster.drain()
+    assert cluster.ended[poison].code == "group_lost"
+    assert_served(cluster, *(name for name in names if name != poison))

@@ -42,7 +42,7 @@ from vsched.sim.http import Client
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.simulation import SimulationFailed
 from vsched.sim.workload import Arrival
-from vsched.types import Request, group_names
+from vsched.types import Request, group_names, stage_of
 
 SHUT_DOWN_S = 60.0
 HEAL_S = 120.0
@@ -194,10 +194,18 @@ class SimEngine:
         self.check_violations()
 
     async def _resume_groups(self) -> None:
-        """Give every group that was drained work again, once it is there: requests may wait for that."""
+        """Give drained groups work again: all of them when every request has ended.
+
+        Before, only where operators have drained all that are left of a stage: requests wait for that.
+        """
         while True:
-            for row in self.engine.groups():
-                if row["state"] == "draining" and self.engine.state in ("ready", "degraded"):
+            rows = self.engine.groups()
+            serving = {stage_of(row["name"]) for row in rows if row["state"] in ("up", "down")}
+            if all(task.done() for task in self._tasks):
+                serving.clear()
+            for row in rows:
+                drained = row["state"] == "draining" and stage_of(row["name"]) not in serving
+                if drained and self.engine.state in ("ready", "degraded"):
                     self.engine.resume_group(row["name"])
             await asyncio.sleep(checks.POLL_S)
 
