@@ -26,8 +26,9 @@ from vsched.bench.machine import Others, describe_machine
 from vsched.bench.observed import WatchedEngine
 from vsched.config import Config
 from vsched.engine import Progress
-from vsched.sim.calibrate import RequestSeen, calibrate, slower
+from vsched.sim.calibrate import calibrate, rehearsed
 from vsched.sim.cost import CostModel
+from vsched.sim.seen import RequestSeen
 from vsched.sim.workload import Arrival, Image, Text
 
 Advanced = Callable[[int, int], None]
@@ -306,4 +307,6 @@ async def rehearse(
     comparison = Comparison(engine, model, dresser=dresser)
     requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
     load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
-    return slower(model, **(await comparison.run(load, REHEARSAL_LOAD)).slowness)
+    began_ns = engine.watch.now_ns()
+    await comparison.run(load, REHEARSAL_LOAD)
+    return rehearsed(model, engine.watch.observation([began_ns], []))

@@ -26,8 +26,8 @@ from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event, GroupLost
 from vsched.kernel.pace import pairs_of
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
-from vsched.sim.calibrate import JobSeen, Observation, RequestSeen, StepSeen
 from vsched.sim.cost import EncodeSample, GenerateSample
+from vsched.sim.seen import JobSeen, Observation, RequestSeen, StepSeen
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import Preprocessor
 

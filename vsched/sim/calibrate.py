@@ -8,10 +8,9 @@ those that were alone, and how much company costs (`HostCost.crowding`) from the
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from vsched.sim.cost import (
     fit_linear,
     non_negative,
 )
+from vsched.sim.seen import Observation, Presence, RequestSeen, StepSeen, began, is_work
 from vsched.types import stage_of
 
 ALONE = 0.95
@@ -54,88 +54,6 @@ NORMAL_MAD = 1.4826
 """The standard deviation of a normal distribution, in median absolute deviations."""
 
 
-class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a group: what it consisted of, when it was decided, and when its result was there."""
-
-    group: str
-    sample: EncodeSample | GenerateSample
-    decided_ns: int
-    ended_ns: int
-
-    @property
-    def start_ns(self) -> int:
-        """When ranks began with it, or a little later."""
-        return self.ended_ns - int(self.sample.ns)
-
-
-class JobSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A thread of the engine was at work on a request's images."""
-
-    start_ns: int
-    end_ns: int
-
-
-class RequestSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """The preparation of a request, during which there was no other."""
-
-    tokens: int
-    images: int
-    pixels: int
-    received_ns: int
-    submitted_ns: int
-
-
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was seen of an engine; `rounds_ns` is when each round began."""
-
-    rounds_ns: list[int]
-    steps: list[StepSeen]
-    jobs: list[JobSeen]
-    requests: list[RequestSeen]
-
-    def round_of(self, at_ns: int) -> int:
-        """Return the number of the round that a time lies in."""
-        return bisect.bisect_right(self.rounds_ns, at_ns)
-
-
-class Presence:
-    """How many groups were at work, at any time; the engine's threads, which share a process, count as one."""
-
-    def __init__(self, observation: Observation) -> None:
-        groups: dict[str, list[tuple[int, int]]] = {}
-        for step in observation.steps:
-            groups.setdefault(step.group, []).append((step.start_ns, step.ended_ns))
-        groups[""] = [(job.start_ns, job.end_ns) for job in observation.jobs]
-        spans = [span for group in groups.values() for span in _united(group)]
-        changes = sorted(
-            [(start_ns, 1) for start_ns, _ in spans] + [(end_ns, -1) for _, end_ns in spans]
-        )
-        self._times = np.array([at_ns for at_ns, _ in changes], dtype=float)
-        counts = np.cumsum([change for _, change in changes])
-        widths = np.diff(self._times)
-        self.most = int(counts.max(initial=0))
-        self._passed = [
-            np.concatenate([[0.0], np.cumsum(widths * (counts[:-1] == count))])
-            for count in range(self.most + 1)
-        ]
-
-    def within(self, start_ns: int, end_ns: int) -> npt.NDArray[np.float64]:
-        """Return for how many nanoseconds of a span none, one, two and more were at work."""
-        ends = np.array([start_ns, end_ns], dtype=float)
-        return np.array([np.diff(np.interp(ends, self._times, one))[0] for one in self._passed])
-
-
-def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the times in which there is one of these spans at least."""
-    united: list[tuple[int, int]] = []
-    for start_ns, end_ns in sorted(spans):
-        if united and start_ns <= united[-1][1]:
-            united[-1] = united[-1][0], max(end_ns, united[-1][1])
-        else:
-            united.append((start_ns, end_ns))
-    return united
-
-
 def calibrate(observation: Observation, *, name: str, source: str, **more: Any) -> CostModel:
     """Return the model that fits what was seen best, with how far it is from it.
 
@@ -144,7 +62,7 @@ def calibrate(observation: Observation, *, name: str, source: str, **more: Any) 
     Raises:
         ConfigError: When a part was not seen, or cannot have been as it was reported.
     """
-    steps = [step for step in observation.steps if _is_work(step.sample)]
+    steps = [step for step in observation.steps if is_work(step.sample)]
     _check(steps)
     presence = Presence(observation)
     spans = {id(step): presence.within(step.start_ns, step.ended_ns) for step in steps}
@@ -180,16 +98,42 @@ def slowness(model: CostModel, observation: Observation) -> dict[str, float]:
 
     Of a stage that was hardly ever alone, it is that of the other.
     """
-    presence = Presence(observation)
     times: dict[str, list[tuple[float, float]]] = {"encode": [], "generate": []}
-    for step in observation.steps:
-        if _is_work(step.sample):
-            within = presence.within(step.start_ns, step.ended_ns)
-            if within[:2].sum() >= ALONE * step.sample.ns:
-                times[stage_of(step.group)].append((step.sample.ns, predict(model, step.sample)))
+    for step, was_idle in _alone(observation):
+        times[stage_of(step.group)].append(_compared(model, step, was_idle=was_idle))
     known = {stage: _factor(some) for stage, some in times.items() if len(some) >= KIND_STEPS_MIN}
     fallback = max(known.values(), default=1.0)
     return {stage: known.get(stage, fallback) for stage in times}
+
+
+def rehearsed(model: CostModel, observation: Observation) -> CostModel:
+    """Return a model that fits steps among others of other kinds, by an observation of ordinary requests.
+
+    Those that followed another step tell how much longer steps take than in a row of their own; the others tell what
+    it costs that ranks had nothing to do before.
+    """
+    warm: list[tuple[float, float]] = []
+    cold: list[tuple[float, float]] = []
+    for step, was_idle in _alone(observation):
+        (cold if was_idle else warm).append(_compared(model, step, was_idle=False))
+    factor = _factor(warm) if len(warm) >= KIND_STEPS_MIN else 1.0
+    extra = _factor(cold) / factor if len(cold) >= KIND_STEPS_MIN else 1.0
+    host = msgspec.structs.replace(model.host, cold=max(extra, 1.0))
+    return msgspec.structs.replace(slower(model, factor, factor), host=host)
+
+
+def _alone(observation: Observation) -> Iterator[tuple[StepSeen, bool]]:
+    """Return the steps beside which hardly anything was at work, and whether their ranks were idle before."""
+    presence = Presence(observation)
+    for step, since_ns in began(observation.steps):
+        within = presence.within(step.start_ns, step.ended_ns)
+        if is_work(step.sample) and within[:2].sum() >= ALONE * step.sample.ns:
+            yield step, since_ns == step.decided_ns
+
+
+def _compared(model: CostModel, step: StepSeen, *, was_idle: bool) -> tuple[float, float]:
+    """Return the time of a step, and what a model says."""
+    return step.sample.ns, predict(model, step.sample) * (model.host.cold if was_idle else 1.0)
 
 
 def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
@@ -208,13 +152,6 @@ def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
         + cost.patch_ns * sample.patches
         + cost.patch_pair_ns * sample.pairs
     )
-
-
-def _is_work(sample: EncodeSample | GenerateSample) -> bool:
-    """Return whether a step ran the model: not if all its requests had ended in the one before, say."""
-    if isinstance(sample, EncodeSample):
-        return sample.items > 0
-    return sample.decodes > 0 or sample.prefill > 0
 
 
 def _check(steps: Sequence[StepSeen]) -> None:
@@ -335,16 +272,10 @@ def _latencies(steps: Sequence[StepSeen], presence: Presence) -> tuple[float, fl
     """Return the time that a step takes beyond its work: on ranks that were idle, and on those that were not."""
     idle: list[float] = []
     busy: list[float] = []
-    before: dict[str, StepSeen] = {}
-    for step in steps:
-        previous, before[step.group] = before.get(step.group), step
-        if previous is None:
-            continue
-        was_idle = step.decided_ns >= previous.ended_ns
-        since_ns = step.decided_ns if was_idle else previous.ended_ns
+    for step, since_ns in began(steps):
         if not presence.within(since_ns, step.ended_ns)[2:].sum():
             late_ns = max(step.ended_ns - since_ns - step.sample.ns, 0.0)
-            (idle if was_idle else busy).append(late_ns)
+            (idle if since_ns == step.decided_ns else busy).append(late_ns)
     return _middle(idle), _middle(busy)
 
 

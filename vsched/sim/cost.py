@@ -61,6 +61,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         crowding: Where processes share the cores of one machine: how many times as long all work takes while one, two
             and more of them are at work: those of ranks, and the engine's with its threads. Empty where they do not
             slow each other down.
+        cold: How many times as long a step takes that begins on ranks which had nothing to do: their caches are cold.
     """
 
     decision_ns: Nanoseconds = 0.0
@@ -70,6 +71,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     image_ns: Nanoseconds = 0.0
     pixel_ns: Nanoseconds = 0.0
     crowding: tuple[Annotated[float, Meta(ge=1)], ...] = ()
+    cold: Annotated[float, Meta(ge=1)] = 1.0
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,6 +76,7 @@ class SimulatedGroup:
         self._cost = cost
         self._decision_ns, self._gap_ns = int(cost.host.decision_ns), int(cost.host.gap_ns)
         self._noise = cost.noise
+        self._cold = cost.host.cold
         self._rng = rng
         self._start_ns = self._took_ns = 0
 
@@ -98,6 +99,8 @@ class SimulatedGroup:
         device.running = self
         decision, decided_ns = self.log[0]
         took_ns = self._start(decision)
+        if now_ns == decided_ns:
+            took_ns *= self._cold  # nothing ran when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
         self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)

@@ -10,17 +10,7 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError
-from vsched.sim.calibrate import (
-    JobSeen,
-    Observation,
-    Presence,
-    RequestSeen,
-    StepSeen,
-    calibrate,
-    predict,
-    slower,
-    slowness,
-)
+from vsched.sim.calibrate import calibrate, predict, rehearsed, slower, slowness
 from vsched.sim.cost import (
     CostModel,
     EncodeCost,
@@ -32,6 +22,7 @@ from vsched.sim.cost import (
     load_cost_model,
     save_cost_model,
 )
+from vsched.sim.seen import JobSeen, Observation, Presence, RequestSeen, StepSeen
 
 MS = 1_000_000
 TRUE = CostModel(
@@ -221,6 +212,22 @@ def test_calibrate_tells_how_much_slower_a_machine_has_become() -> None:
     }
     sample = GenerateSample(decodes=3, context=10, prefill=5, pairs=10, ns=1)
     assert predict(slower(TRUE, 1.0, 1.3), sample) == pytest.approx(1.3 * predict(TRUE, sample))
+
+
+def test_rehearsal_tells_steps_on_cold_ranks_from_those_that_follow_others() -> None:
+    scene = Scene()
+    scene.rounds_ns.append(scene.now_ns)
+    for number in range(40):
+        idle = number % 4 == 0
+        sample = GenerateSample(decodes=3, context=900, ns=1)
+        scene.step(sample, 1.3 if idle else 1.1, idle=idle)
+    model = rehearsed(TRUE, scene.observation())
+    assert model.host.cold == pytest.approx(1.3 / 1.1, rel=0.001)
+    decode = GenerateSample(decodes=9, context=99, ns=1)
+    assert predict(model, decode) == pytest.approx(1.1 * predict(TRUE, decode))
+    image = EncodeSample(items=1, patches=64, pairs=4096, ns=1)
+    assert predict(model, image) == pytest.approx(1.1 * predict(TRUE, image))
+    assert slowness(model, scene.observation()) == pytest.approx({"encode": 1.0, "generate": 1.0})
 
 
 def test_calibrate_knows_nothing_of_a_machine_that_did_nothing() -> None:

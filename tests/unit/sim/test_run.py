@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
@@ -73,17 +74,8 @@ def test_run_times_of_a_text_are_those_of_its_steps() -> None:
 
 def test_run_times_of_an_image_include_its_preparation_and_encoding() -> None:
     host = HostCost(request_ns=1_000_000, image_ns=4_000_000, pixel_ns=10)
-    cost = CostModel(
-        name="host",
-        source="",
-        encode=PLAIN.encode,
-        generate=PLAIN.generate,
-        host=host,
-        shape=TINY,
-        kv_tokens=4096,
-    )
     workload = workload_of("one", [arrival(1, 0, Image("a", 50), Text(1, 50), outputs=1)])
-    outcome, seen = run(workload, cost=cost)
+    outcome, seen = run(workload, cost=with_host(host))
     prepared_ns = 1_000_000 + 4_000_000 + 10 * 50 * 4 * 196
     encoded_ns = 2_000_000 + 1000 * 200
     step_ns = 2_000_000 + 100 * 10_000 + 10 * 100 * 50
@@ -92,17 +84,22 @@ def test_run_times_of_an_image_include_its_preparation_and_encoding() -> None:
     assert outcome.figures.queue_ms.p50 == pytest.approx(encoded_ns / 1e6, rel=0.01)
 
 
+def with_host(host: HostCost) -> CostModel:
+    return msgspec.structs.replace(PLAIN, name="host", host=host)
+
+
+def test_run_lets_a_step_on_ranks_that_were_idle_take_longer() -> None:
+    """The first step only: the others follow it."""
+    workload = workload_of("one", [arrival(1, 0, Text(1, 100), outputs=4)])
+    _, warm = run(workload)
+    _, cold = run(workload, cost=with_host(HostCost(cold=1.5)))
+    assert cold.ttft_ns("r1") == 1.5 * warm.ttft_ns("r1")
+    assert cold.end_ns("r1") - warm.end_ns("r1") == 0.5 * warm.ttft_ns("r1")
+
+
 def test_run_delays_a_step_by_what_a_decision_takes() -> None:
     """One ahead: only the first step waits for its decision."""
-    slow = CostModel(
-        name="slow",
-        source="",
-        encode=PLAIN.encode,
-        generate=PLAIN.generate,
-        host=HostCost(decision_ns=500_000),
-        shape=TINY,
-        kv_tokens=4096,
-    )
+    slow = with_host(HostCost(decision_ns=500_000))
     workload = workload_of("one", [arrival(1, 0, Text(1, 100), outputs=4)])
     _, seen = run(workload)
     _, later = run(workload, cost=slow)
