@@ -296,6 +296,7 @@ async def measure(
         shape=msgspec.structs.replace(engine.info, path=""),
         kv_tokens=limits.kv_tokens,
         machine=machine,
+        cores=machine.cores,
     )
     return await rehearse(engine, dresser, model, seconds * REHEARSAL_SHARE)
 

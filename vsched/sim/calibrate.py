@@ -54,10 +54,13 @@ NORMAL_MAD = 1.4826
 """The standard deviation of a normal distribution, in median absolute deviations."""
 
 
-def calibrate(observation: Observation, *, name: str, source: str, **more: Any) -> CostModel:
+def calibrate(
+    observation: Observation, *, name: str, source: str, cores: int = 0, **more: Any
+) -> CostModel:
     """Return the model that fits what was seen best, with how far it is from it.
 
-    `more` goes to the model as it is: the shape, the KV cache, the machine.
+    `cores` is how many processes can be at work without taking turns; 0 for as many as ever were. `more` goes to the
+    model as it is: the shape, the KV cache, the machine.
 
     Raises:
         ConfigError: When a part was not seen, or cannot have been as it was reported.
@@ -83,7 +86,7 @@ def calibrate(observation: Observation, *, name: str, source: str, **more: Any) 
         host=HostCost(
             decision_ns=decision_ns,
             gap_ns=gap_ns,
-            crowding=_crowding(model, crowded),
+            crowding=_crowding(model, crowded, cores or presence.most),
             **prepare,
         ),
         noise=_noise(kinds),
@@ -287,18 +290,23 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _crowding(
-    model: CostModel, crowded: Sequence[tuple[StepSeen, npt.NDArray[np.float64]]]
+    model: CostModel, crowded: Sequence[tuple[StepSeen, npt.NDArray[np.float64]]], cores: int
 ) -> tuple[float, ...]:
     """Return how many times as long work takes by the number of those at work; empty where it makes no difference.
 
     While `k` are at work, each gets on at some pace. What a step needs alone is the sum, over all `k`, of its pace and
-    how long that was so, multiplied: which is linear in the paces.
+    how long that was so, multiplied: which is linear in the paces. More than there are cores take turns, as `Crowd`
+    takes it, so their time counts for that of a full machine, in proportion.
     """
     if not crowded:
         return ()
     needed = np.array([predict(model, step.sample) for step, _ in crowded])
     within = np.array([one for _, one in crowded])
     took = within.sum(axis=1)
+    most = within.shape[1] - 1
+    for count in range(cores + 1, most + 1):
+        within[:, cores] += within[:, count] * cores / count
+    within = within[:, : cores + 1]
     seen = within[:, 2:].sum(axis=0) >= CROWDED_S * 1e9
     # A second of a long step counts as much as one of a short step.
     weights = 1 / np.sqrt(took)
@@ -310,4 +318,4 @@ def _crowding(
     for was_seen in seen.tolist():
         slowdown = 1 / max(next(found), PACE_LEAST) if was_seen else 1.0
         crowding.append(max(crowding[-1], slowdown))
-    return tuple(crowding) if crowding[-1] > CROWDING_LEAST else ()
+    return tuple(crowding) if crowding[-1] > CROWDING_LEAST or cores < most else ()

@@ -119,8 +119,8 @@ class Scene:
         )
 
 
-def found(scene: Scene) -> CostModel:
-    return calibrate(scene.observation(), name="found", source="a scene")
+def found(scene: Scene, *, cores: int = 0) -> CostModel:
+    return calibrate(scene.observation(), name="found", source="a scene", cores=cores)
 
 
 def assert_close(model: CostModel, *, rel: float) -> None:
@@ -175,6 +175,17 @@ def test_calibrate_finds_what_company_costs() -> None:
     model = found(scene)
     assert_close(model, rel=0.05)
     assert model.host.crowding == pytest.approx((1.0, 1.5), rel=0.05)
+
+
+def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
+    """What two cost on one core is not fitted: a crowd of known ways shares it."""
+    scene = Scene(noise=0.02)
+    for _ in range(2):
+        scene.round()
+        scene.company(2.2)
+    assert found(scene, cores=1).host.crowding == (1.0,)
+    assert found(scene, cores=2).host.crowding == pytest.approx((1.0, 2.2), rel=0.05)
+    assert found(scene, cores=8).host.crowding == pytest.approx((1.0, 2.2), rel=0.05)
 
 
 def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
