@@ -304,10 +304,13 @@ async def measure(
 async def rehearse(
     engine: WatchedEngine, dresser: Dresser, model: CostModel, seconds: float
 ) -> CostModel:
-    """Serve requests of all kinds for so long; return the model with steps that take as long as they did there."""
+    """Serve requests of all kinds for so long; return the model with steps that take as long as they did there.
+
+    Its first half does not count: whatever comes in a new size then is compiled first.
+    """
     comparison = Comparison(engine, model, dresser=dresser)
     requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
     load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
-    began_ns = engine.watch.now_ns()
+    counts_ns = engine.watch.now_ns() + int(seconds / 2 * 1e9)
     await comparison.run(load, REHEARSAL_LOAD)
-    return rehearsed(model, engine.watch.observation([began_ns], []))
+    return rehearsed(model, engine.watch.observation([counts_ns], []))
