@@ -1,93 +1,265 @@
-"""Compare a vsched server with another OpenAI-compatible one, interleaved in one run.
-
-    python tests/bench/compare.py --vsched http://127.0.0.1:8000 --peer http://127.0.0.1:8201 --peer-model m
-
-Both servers must be up, with equal threads. The runs alternate (A, B, A, B, …), so that a noisy neighbour hits both.
-What is reported is the ratio of each pair, its median, and its spread.
-"""
+"""vsched beside a peer: the peer's best setting is found first, then both run the same load in turns."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import os
+import platform
+import shutil
 import statistics
+import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
-from vsched.bench.client import BenchClient
-from vsched.bench.serve import Load, default_sessions, run_load
+from rich.console import Console
+
+from tests.bench import page, plots, sides, tables
+from tests.bench.load import DECODER_TOKENS, MIXED, Plan
+from tests.bench.options import IMAGES, PAGE, settings_text, sizes_of
+from tests.bench.ratios import best_budgets, rows
+from tests.bench.records import Key, Report, Run, Started, Store
+from tests.bench.servers import Spec
+from tests.bench.session import Session
+from vsched.bench.machine import PROCESSOR
+from vsched.bench.serve import default_sessions
 from vsched.bench.shapes import Case, shape_of
-from vsched.bench.summary import Figures
+
+IMAGE_PIXELS = 448
+LINE = 118
+"""Characters of a line of a page."""
 
 
-async def measure(url: str, model: str, arguments: argparse.Namespace, repeat: int) -> Figures:
-    """Run the case once against one server."""
-    case = Case(arguments.case)
-    shape = shape_of(case, words=None, output_tokens=None, image_pixels=448, turns=8)
-    client = BenchClient(url, api_key="", timeout_s=900)
-    load = Load(
+def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
+    """Return the folder of the checkpoint, made where it is missing."""
+    path: Path = options.checkpoints / options.checkpoint
+    if not (path / "config.json").exists():
+        with console.status(f"making {options.checkpoint}"):
+            command = [sys.executable, "-c", sides.ENTRY, "make-checkpoint", str(path)]
+            subprocess.run([*command, "--size", options.checkpoint], check=True)
+    return path.resolve()
+
+
+def session_of(options: argparse.Namespace, console: Console) -> Session:
+    """Return the session of a command, its earlier runs included."""
+    store = Store(options.out)
+    store.report.machine = machine()
+    return Session(
+        store,
+        console,
+        checkpoint=options.checkpoint,
+        settings=settings_text(options),
+        ready_s=options.ready_s,
+        idle_s=options.idle_s,
+        timeout_s=options.timeout_s,
+    )
+
+
+def machine() -> str:
+    """Return the machine in words."""
+    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+
+
+def plan_of(
+    options: argparse.Namespace, case: str, concurrency: int, *, seed: str, purpose: str = "compare"
+) -> Plan:
+    """Return the plan of a run."""
+    kind = Case.IMAGE if case == MIXED else Case(case)
+    tokens = options.output_tokens
+    shape = shape_of(
+        kind,
+        words=options.words,
+        output_tokens=tokens,
+        image_pixels=IMAGE_PIXELS,
+        turns=options.turns,
+    )
+    return Plan(
         case=case,
         shape=shape,
-        concurrency=arguments.concurrency,
-        sessions=arguments.sessions or default_sessions(case, arguments.concurrency),
-        model=model,
-        seed=repeat,
-        fixed_length=False,  # peers do not know min_tokens; greedy answers are equally long anyway
+        concurrency=concurrency,
+        sessions=options.sessions or default_sessions(kind, concurrency),
+        seed=f"{purpose}/{seed}",
+        decoder_tokens=DECODER_TOKENS if tokens is None else tokens * 4,
     )
-    return await run_load(client, load, lambda: None)
 
 
-async def compare(arguments: argparse.Namespace) -> dict[str, object]:
-    """Alternate between the servers and return all figures and the ratios."""
-    rows: list[dict[str, float]] = []
-    for repeat in range(arguments.repeats):
-        ours = await measure(arguments.vsched, arguments.model, arguments, repeat)
-        peer = await measure(arguments.peer, arguments.peer_model, arguments, repeat)
-        for name, figures in (("vsched", ours), ("peer", peer)):
-            if figures.failed:
-                sys.exit(f"{name}: {figures.failed} requests failed: {figures.first_error}")
-        rows.append(
-            {
-                "vsched_requests_s": round(ours.requests_s, 3),
-                "peer_requests_s": round(peer.requests_s, 3),
-                "ratio": round(ours.requests_s / peer.requests_s, 2),
-                "vsched_output_tokens": ours.output_tokens_mean,
-                "peer_output_tokens": peer.output_tokens_mean,
-            }
+def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spec:
+    """Return how the peer is started with a token budget."""
+    folder = (options.peers / options.peer).absolute()
+    environment = dict(text.split("=", 1) for text in options.peer_environment)
+    arguments = options.peer_argument
+    sizes = sizes_of(options)
+    if options.peer == "transformers":
+        return sides.transformers(
+            checkpoint, sizes, folder=folder, arguments=arguments, environment=environment
         )
-        print(f"repeat {repeat + 1}: {rows[-1]}", flush=True)
-    ratios = [row["ratio"] for row in rows]
-    return {
-        "case": arguments.case,
-        "concurrency": arguments.concurrency,
-        "rows": rows,
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "load": os.getloadavg()[0],
+    return sides.vllm(
+        checkpoint,
+        sizes,
+        budget=budget,
+        folder=folder,
+        arguments=arguments,
+        environment=environment,
+    )
+
+
+def compare(options: argparse.Namespace, console: Console) -> None:
+    """Sweep, measure in turns, and write what came."""
+    checkpoint = checkpoint_of(options, console)
+    session = session_of(options, console)
+    chosen = dict.fromkeys(options.cases, options.budget)
+    if options.sweep and options.peer == "vllm":
+        chosen = sweep(options, session, checkpoint)
+        console.print(f"token budget of the peer by case: {chosen}", markup=False)
+    ours = sides.vsched(checkpoint, sizes_of(options), options.set)
+    for budget in sorted(set(chosen.values())) if not options.report_only else ():
+        cases = [case for case in options.cases if chosen[case] == budget]
+        measure(options, session, (ours, peer_spec(options, checkpoint, budget)), cases)
+    report(options, session, chosen, console)
+
+
+def measure(
+    options: argparse.Namespace,
+    session: Session,
+    specs: tuple[Spec, Spec],
+    cases: Sequence[str],
+    *,
+    purpose: str = "compare",
+) -> None:
+    """Make the runs of two sides that are missing."""
+    work: dict[tuple[Key, ...], Plan] = {}
+    for case in cases:
+        for concurrency in options.concurrency:
+            for repeat in range(options.repeats):
+                plan = plan_of(options, case, concurrency, seed=str(repeat), purpose=purpose)
+                keys = tuple(
+                    session.key(plan, spec, purpose=purpose, repeat=repeat) for spec in specs
+                )
+                work[keys] = plan
+    missing = session.store.missing(work)
+    session.console.print(f"{len(work) - len(missing)} of {len(work)} pairs are there already")
+    if missing:
+        with session.servers(specs) as servers:
+            session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+
+
+def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> dict[str, int]:
+    """Run each case with each token budget; return the budget that is best for each case."""
+    concurrency = options.sweep_concurrency or max(options.concurrency)
+    budgets = sorted({max(budget, options.slots) for budget in options.sweep})
+    rates: dict[int, dict[str, float]] = {}
+    for budget in budgets:
+        spec = peer_spec(options, checkpoint, budget)
+        work: dict[tuple[Key, ...], Plan] = {}
+        for case in options.cases:
+            for repeat in range(options.sweep_repeats):
+                plan = plan_of(options, case, concurrency, seed=str(repeat), purpose="sweep")
+                work[(session.key(plan, spec, purpose="sweep", repeat=repeat),)] = plan
+        missing = session.store.missing(work)
+        if missing and options.report_only:
+            continue
+        if missing:
+            with session.servers([spec]) as servers:
+                session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+        made = {run.key: run.figures.requests_s for run in session.store.report.runs}
+        rates[budget] = {
+            case: statistics.median(made[key] for (key,) in work if key.case == case)
+            for case in options.cases
+        }
+    return best_budgets(rates) or dict.fromkeys(options.cases, options.budget)
+
+
+def report(
+    options: argparse.Namespace, session: Session, chosen: dict[str, int], console: Console
+) -> None:
+    """Write tables and plots of everything that belongs to these options."""
+    found = session.store.report
+    mine = [run for run in found.runs if _belongs(run, session, "compare")]
+    ours = [run for run in mine if run.key.side == sides.VSCHED]
+    budgets = chosen if options.peer == "vllm" else dict.fromkeys(chosen, 0)
+    theirs = [
+        run
+        for run in mine
+        if run.key.side == options.peer and run.key.budget == budgets.get(run.key.case)
+    ]
+    pairs = rows(ours, theirs, options.cases)
+    if not pairs:
+        return
+    names = (sides.VSCHED, options.peer)
+    started = [one for one in found.starts if starts_here(one, session, names)]
+    swept = [
+        run for run in found.runs if _belongs(run, session, "sweep") and run.key.case in chosen
+    ]
+    parts = [
+        tables.starts(sorted(started, key=lambda one: one.side != sides.VSCHED)),
+        tables.rates(pairs, names),
+        f"Times in ms, {sides.VSCHED} / {options.peer} (ratio): medians of the repeats.",
+        tables.latencies(pairs),
+        context_line(found, session, pairs_versions(ours + theirs)),
+    ]
+    if swept:
+        parts.insert(1, tables.sweep(swept, chosen))
+    title = f"{options.checkpoint}, {sides.VSCHED} and {options.peer}"
+    name = f"{options.peer}-{options.checkpoint}"
+    files = {
+        f"bench-{name}-rates.png": plots.draw_rates,
+        f"bench-{name}-times.png": plots.draw_times,
     }
+    for file, draw_plot in files.items():
+        draw_plot(pairs, names, title, options.out / file)
+    captions = ("Request rates by concurrency", "Times by concurrency")
+    publish(options, name, parts, dict(zip(files, captions, strict=True)), console)
 
 
-def main() -> None:
-    """Read the command line, compare, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--vsched", required=True)
-    parser.add_argument("--model", default="tiny25")
-    parser.add_argument("--peer", required=True)
-    parser.add_argument("--peer-model", required=True)
-    parser.add_argument("--case", choices=[case.value for case in Case], default="image")
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--sessions", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report = asyncio.run(compare(arguments))
-    print(json.dumps({key: report[key] for key in report if key != "rows"}, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
+def starts_here(one: Started, session: Session, names: Sequence[str]) -> bool:
+    """Return whether a start belongs to what a session is about."""
+    return (one.checkpoint, one.settings) == (
+        session.checkpoint,
+        session.settings,
+    ) and one.side in names
 
 
-if __name__ == "__main__":
-    main()
+def _belongs(run: Run, session: Session, purpose: str) -> bool:
+    key = run.key
+    found = (key.purpose, key.checkpoint, key.settings)
+    return found == (purpose, session.checkpoint, session.settings)
+
+
+def pairs_versions(runs: Sequence[Run]) -> str:
+    """Return all versions that took part."""
+    return ", ".join(sorted({run.version for run in runs}))
+
+
+def context_line(found: Report, session: Session, versions: str) -> str:
+    """Return what figures were taken on, and how busy others kept the machine."""
+    mine = [run for run in found.runs if run.key.settings == session.settings]
+    others = sorted(run.figures.others for run in mine)
+    client = max(run.figures.client_cpu for run in mine)
+    taken = sorted(run.taken for run in mine)
+    text = (
+        f"{found.machine}; {versions}; {taken[0]} to {taken[-1]}; {session.settings}. "
+        f"Other programs kept {others[len(others) // 2]:.2f} cores busy at the median, {others[-1]:.2f} at most; "
+        f"the client at most {client:.0%} of one."
+    )
+    return textwrap.fill(text, LINE)
+
+
+def publish(
+    options: argparse.Namespace,
+    name: str,
+    parts: Sequence[str],
+    pictures: dict[str, str],
+    console: Console,
+) -> None:
+    """Write the tables beside the runs and, if asked, tables and pictures into the documentation."""
+    text = "\n\n".join(parts)
+    (options.out / f"{name}.md").write_text(text + "\n")
+    console.print(text, markup=False, soft_wrap=True)
+    if options.write_docs:
+        for file in pictures:
+            shutil.copyfile(options.out / file, IMAGES / file)
+        shown = [f"![{caption}](images/{file})" for file, caption in pictures.items()]
+        page.write(PAGE, name, "\n\n".join([*parts, *shown]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
 
-from vsched.aio.process import RankProcess
+from vsched.aio.process import RANK_COMMAND, RankProcess
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.worker.spec import RankSpec
 
@@ -70,13 +70,16 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Ranks as child processes, and ZeroMQ over sockets in a folder of this host."""
 
-    def __init__(self, run_dir: str = "") -> None:
+    def __init__(self, run_dir: str = "", *, command: Sequence[str] = RANK_COMMAND) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
+
+        `command` are the arguments with which the interpreter becomes a rank.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
+        self._command = command
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
@@ -87,7 +90,7 @@ class LocalLauncher:
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
         """Start a process."""
-        return RankProcess(spec, threads=threads, on_exit=on_exit)
+        return RankProcess(spec, threads=threads, on_exit=on_exit, command=self._command)
 
     def close(self) -> None:
         """Close every socket and remove the folder."""

@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,14 +27,24 @@ RANK_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+RANK_COMMAND = ("-m", "vsched.rank")
+
 
 class RankProcess:
     """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself."""
 
-    def __init__(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        threads: int,
+        on_exit: Callable[[int], None],
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        """Start it; `command` are the arguments of the interpreter."""
         environment = {**os.environ, **RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vsched.rank"],
+        self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
+            [sys.executable, *command],
             stdin=subprocess.PIPE,
             pass_fds=(spec.arena_fd,),
             env=environment,

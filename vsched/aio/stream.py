@@ -114,6 +114,7 @@ class Generation:
         self.times = RequestTimes()
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop)
+        self._has_stops = bool(stop)
         self._stop_token_ids = stop_token_ids
         self._on_stop = on_stop
         self._on_end = on_end
@@ -125,6 +126,7 @@ class Generation:
         self._finish: Finish | None = None
         self._ended = False
         self._changed = asyncio.Event()
+        self._reader: Callable[[], None] | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -147,7 +149,9 @@ class Generation:
         if token_id in self._stop_token_ids:
             self._changed.set()  # it ends the answer and is no part of its text
             return
-        text, self._stopped = self._matcher.push(self._detokenizer.push([token_id]))
+        text = self._detokenizer.push((token_id,))
+        if self._has_stops:
+            text, self._stopped = self._matcher.push(text)
         if text:
             self._text.append(text)
         if self._stopped:
@@ -193,6 +197,18 @@ class Generation:
         if self._finish is None:
             self._on_stop(self.request_id, FinishReason.ABORT)
 
+    def subscribe(self, reader: Callable[[], None] | None) -> None:
+        """Have the reader called when there may be something to take, at most once a step; None ends that.
+
+        It is called from the event loop, and instead of iterating: that costs a task a switch for every token.
+        """
+        self._reader = reader
+
+    def deliver(self) -> None:
+        """Call the reader, if there is one; called once after each step that changed something."""
+        if self._reader is not None:
+            self._reader()
+
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
 
@@ -207,6 +223,19 @@ class Generation:
         if self._ended:
             raise StopAsyncIteration
         await self._changed.wait()
+        return self._take()
+
+    def take(self) -> OutputDelta | None:
+        """Return the next delta; None when there is none yet, or the last one was taken.
+
+        Raises:
+            RequestFailed: When the request ended in an error.
+        """
+        if self._ended or not self._changed.is_set():
+            return None
+        return self._take()
+
+    def _take(self) -> OutputDelta:
         self._changed.clear()
         finish = self._finish
         if finish is not None:

@@ -23,6 +23,8 @@ class StreamTable:
         self._on_broken = on_broken
         self._by_number: dict[int, Generation] = {}
         self._numbers: dict[str, int] = {}
+        self._loop = asyncio.get_running_loop()
+        self._changed: dict[str, Generation] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -48,6 +50,21 @@ class StreamTable:
                 logger.exception("request %s cannot go on", stream.request_id)
                 stream.give_up(BROKEN)
                 self._on_broken(stream.request_id)
+            self._note(stream)
+
+    def _note(self, stream: Generation) -> None:
+        """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
+        if not self._changed:
+            self._loop.call_soon(self._deliver)
+        self._changed[stream.request_id] = stream
+
+    def _deliver(self) -> None:
+        changed, self._changed = self._changed, {}
+        for stream in changed.values():
+            try:
+                stream.deliver()
+            except Exception:
+                logger.exception("the reader of request %s failed", stream.request_id)
 
     def finish(self, finish: Finish) -> None:
         """Give a stream its end."""
@@ -59,6 +76,7 @@ class StreamTable:
             generation.finish(finish)
         except Exception:
             logger.exception("request %s did not end well", finish.request_id)
+        self._note(generation)
 
     def fail_all(self, message: str, *, code: str) -> None:
         """End every stream with an error, without asking the kernel."""

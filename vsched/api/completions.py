@@ -17,6 +17,7 @@ from vsched.api.contract import ApiSettings, EngineContract, Generation, OutputD
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.exchange import Exchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
+from vsched.api.relay import Relay
 from vsched.api.schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.writers import ChatWriter, CompletionWriter, Writer, usage_of
 from vsched.errors import RequestFailed, RequestRefused
@@ -226,13 +227,7 @@ class CompletionEndpoint:
         job: Job,
     ) -> str:
         await exchange.start_stream(_id_header(job))
-        outcome = "stop"
-        async for delta in generation:
-            record.output()
-            outcome = delta.finish_reason or outcome
-            chunk = writer.chunk(delta)
-            if chunk is not None:
-                await exchange.send_event(chunk)
+        outcome = await Relay(exchange, record, generation, writer).run()
         if job.include_usage:
             await exchange.send_event(writer.usage_chunk(usage_of(generation)))
         await exchange.end_stream()

@@ -5,7 +5,7 @@ The engine is written against nothing here; it only has to look like this. Tests
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -91,6 +91,21 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
     async def __anext__(self) -> OutputDelta: ...
+
+    def subscribe(self, reader: Callable[[], None] | None) -> None:
+        """Have the reader called, on the event loop, whenever there may be something to take; None ends that.
+
+        What was there before is not told. A generation is iterated or subscribed to, not both.
+        """
+        ...
+
+    def take(self) -> OutputDelta | None:
+        """Return the next delta; None when there is none yet, or the last one was taken.
+
+        Raises:
+            RequestFailed: When the request ended in an error.
+        """
+        ...
 
     def abort(self) -> None:
         """Free everything the request holds within one step; after its end this does nothing."""

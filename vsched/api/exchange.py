@@ -7,7 +7,8 @@ the body within its bound, then, while the request is worked on, it waits for th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -141,13 +142,50 @@ class Exchange:
 
     async def send_event(self, content: object) -> None:
         """Send one event."""
+        rest = self.send_event_nowait(content)
+        if rest is not None:
+            await rest
+
+    def send_event_nowait(self, content: object) -> Awaitable[None] | None:
+        """Send one event without a task: this costs less than half.
+
+        Returns:
+            None when it is sent; else what is left to be awaited, by a task, before anything else is sent.
+        """
         body = b"data: " + _ENCODER.encode(content) + b"\n\n"
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        sending = self._send({"type": "http.response.body", "body": body, "more_body": True})
+        steps = sending.__await__()
+        try:
+            waited_for = next(steps)
+        except StopIteration:
+            return None
+        return _Rest(waited_for, steps)
 
     async def end_stream(self) -> None:
         """Send `[DONE]` and end the stream."""
         self._finished = True
         await self._send({"type": "http.response.body", "body": _DONE})
+
+
+class _Rest:
+    """A coroutine that has begun: what it waits for, and its further steps."""
+
+    def __init__(self, waited_for: Any, steps: Generator[Any, Any, None]) -> None:
+        self._waited_for = waited_for
+        self._steps = steps
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waited_for = self._waited_for
+        while True:
+            step: Callable[[Any], Any] = self._steps.send
+            try:
+                answer = yield waited_for
+            except BaseException as error:  # noqa: BLE001 - a cancellation is the coroutine's to handle
+                step, answer = self._steps.throw, error
+            try:
+                waited_for = step(answer)
+            except StopIteration:
+                return
 
 
 def _too_large(size: str, limit: int) -> RequestRefused:

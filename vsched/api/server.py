@@ -13,11 +13,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 import uvicorn
 
 from vsched.aio.crew import STOP_GRACE_S
+from vsched.aio.surroundings import Surroundings
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
+from vsched.plugins import load_worker
+from vsched.worker.abilities import LeanPreprocessing
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
@@ -49,7 +52,10 @@ class RunningServer:
 
 @contextlib.asynccontextmanager
 async def running_server(
-    config: Config, *, on_progress: Progress | None = None
+    config: Config,
+    *,
+    on_progress: Progress | None = None,
+    surroundings: Surroundings | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the context is open; leaving it drains, then stops.
 
@@ -61,7 +67,7 @@ async def running_server(
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
     with contextlib.closing(_listen(config)) as listener:
-        engine = Engine(config, on_progress=on_progress)
+        engine = Engine(config, on_progress=on_progress, surroundings=surroundings)
         server = _Server(_uvicorn_config(engine, config))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         running: RunningServer | None = None
@@ -115,6 +121,13 @@ async def serve(
         ready.append(running)
         on_ready(running)
         await signalled.wait()
+
+
+def forgo_models(config: Config) -> None:
+    """Leave out what only models need, for the life of this process, which is to be the server's alone."""
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    if isinstance(plugin, LeanPreprocessing):
+        plugin.forgo_models()
 
 
 def _uvicorn_config(engine: Engine, config: Config) -> uvicorn.Config:

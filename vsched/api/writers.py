@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 from msgspec import UNSET
 
 from vsched.api.contract import Generation, OutputDelta, TokenLogprob
@@ -28,6 +29,9 @@ from vsched.worker.contract import Preprocessor
 
 _LOGPROB_MIN = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot write."""
+_ENCODER = msgspec.json.Encoder()
+_BLANK = "\x00"
+"""A text that no name has."""
 
 
 def usage_of(generation: Generation) -> Usage:
@@ -44,7 +48,7 @@ class Writer(Protocol):
     """Words deltas; one for each request, since it remembers what came before."""
 
     def chunk(self, delta: OutputDelta) -> object | None:
-        """Return the event for a delta; None when there is nothing to say yet."""
+        """Return the event for a delta, to be encoded as JSON; None when there is nothing to say yet."""
         ...
 
     def usage_chunk(self, usage: Usage) -> object:
@@ -54,6 +58,22 @@ class Writer(Protocol):
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
         """Return the response that holds everything."""
         ...
+
+
+class _Form:
+    """Events that differ in their text alone: everything around it is encoded once."""
+
+    def __init__(self, blank: object) -> None:
+        """Take the event whose text is `_BLANK`."""
+        self._before, self._after = _ENCODER.encode(blank).split(_ENCODER.encode(_BLANK))
+
+    def fill(self, text: str) -> msgspec.Raw:
+        """Return the event with this text."""
+        return msgspec.Raw(self._before + _ENCODER.encode(text) + self._after)
+
+
+def _is_text_alone(delta: OutputDelta) -> bool:
+    return bool(delta.text) and delta.finish_reason is None and delta.logprobs is None
 
 
 def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
@@ -75,10 +95,15 @@ class ChatWriter:
         self._model = model
         self._preprocessor = preprocessor
         self._begun = False
+        blank = ChatChunkChoice(ChatDelta(content=_BLANK), None, None)
+        self._form = _Form(ChatChunk(request_id, created, model, [blank]))
 
-    def chunk(self, delta: OutputDelta) -> ChatChunk | None:
-        if self._begun and _is_silent(delta):
-            return None
+    def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
+        if self._begun:
+            if _is_text_alone(delta):
+                return self._form.fill(delta.text)
+            if _is_silent(delta):
+                return None
         content = ChatDelta(
             role=UNSET if self._begun else "assistant",
             content=delta.text if delta.text or not self._begun else UNSET,
@@ -125,8 +150,12 @@ class CompletionWriter:
         self._model = model
         self._preprocessor = preprocessor
         self._offset = 0
+        blank = CompletionChoice(_BLANK, None, None)
+        self._form = _Form(CompletionResponse(request_id, created, model, [blank]))
 
-    def chunk(self, delta: OutputDelta) -> CompletionResponse | None:
+    def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw | None:
+        if _is_text_alone(delta):
+            return self._form.fill(delta.text)
         if _is_silent(delta):
             return None
         choice = CompletionChoice(delta.text, delta.finish_reason, self._logprobs([delta]))

@@ -9,6 +9,7 @@ from vsched.cli.bench_cache import cache
 from vsched.cli.bench_fidelity import fidelity
 from vsched.cli.bench_kernel import kernel
 from vsched.cli.bench_memory import memory
+from vsched.cli.bench_profile import profile
 from vsched.cli.bench_ranks import ranks
 from vsched.cli.bench_recovery import recovery
 from vsched.cli.bench_serve import serve
@@ -22,3 +23,4 @@ bench_app.command("memory")(memory)
 bench_app.command("ranks")(ranks)
 bench_app.command("recovery")(recovery)
 bench_app.command("fidelity")(fidelity)
+bench_app.command("profile")(profile)

@@ -29,7 +29,7 @@ def serve(
     import uvloop
     from rich.console import Console
 
-    from vsched.api.server import RunningServer
+    from vsched.api.server import RunningServer, forgo_models
     from vsched.api.server import serve as serve_http
     from vsched.cli.progress import loading_bars
 
@@ -40,6 +40,7 @@ def serve(
     if record:
         overrides.append(f"record.path={record}")
     settings = load(config, overrides).config
+    forgo_models(settings)
     console = Console(stderr=True)
     started_s = time.monotonic()
 

@@ -86,6 +86,15 @@ class WorstCaseBuilder(Protocol):
 
 
 @runtime_checkable
+class LeanPreprocessing(Protocol):
+    """A plug-in whose preprocessor comes with less in a process that loads no model."""
+
+    def forgo_models(self) -> None:
+        """Prepare this process to load preprocessors and never a model; called before anything else."""
+        ...
+
+
+@runtime_checkable
 class CheckpointMaker(Protocol):
     """A plug-in that can also write random-weight checkpoints, for demonstrations and tests."""
 

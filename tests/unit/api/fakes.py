@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,23 +46,45 @@ class FakeGeneration:
         self.aborted = 0
         self.waiting = asyncio.Event()
         self._script = list(script)
+        self._reader: Callable[[], None] | None = None
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
+        while (delta := self.take()) is None:
+            if not self._script:
+                raise StopAsyncIteration
+            step = self._script[0]
+            assert isinstance(step, asyncio.Event)
+            await step.wait()
+        return delta
+
+    def subscribe(self, reader: Callable[[], None] | None) -> None:
+        self._reader = reader
+
+    def take(self) -> Delta | None:
         if not self._script:
-            raise StopAsyncIteration
-        step = self._script.pop(0)
+            return None
+        step = self._script[0]
+        if isinstance(step, asyncio.Event):
+            if not step.is_set():
+                self.waiting.set()
+                self._waker = asyncio.ensure_future(self._wake(step))
+                return None
+            self._script.pop(0)
+            return self.take()
+        self._script.pop(0)
         if isinstance(step, Exception):
             raise step
-        if isinstance(step, asyncio.Event):
-            self.waiting.set()
-            await step.wait()
-            return await self.__anext__()
         self.cached_tokens = 4
         self.output_tokens += len(step.token_ids)
         return step
+
+    async def _wake(self, event: asyncio.Event) -> None:
+        await event.wait()
+        if self._reader is not None:
+            self._reader()
 
     def abort(self) -> None:
         self.aborted += 1

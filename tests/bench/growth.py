@@ -1,0 +1,157 @@
+"""How rates change with the number of clients and with the length of prompts, on both sides."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from rich.console import Console
+
+from tests.bench import plots, sides, tables
+from tests.bench.compare import (
+    checkpoint_of,
+    context_line,
+    pairs_versions,
+    peer_spec,
+    plan_of,
+    publish,
+    session_of,
+    starts_here,
+)
+from tests.bench.load import Plan
+from tests.bench.options import sizes_of
+from tests.bench.ratios import Row, rows
+from tests.bench.records import Key
+from tests.bench.servers import Server, Spec
+from tests.bench.session import Session
+from vsched.bench.shapes import Shape
+
+CLIENT_TOKENS = 32
+PROMPT_TOKENS = 16
+PROBE_WORDS = (100, 400)
+PURPOSES = ("clients", "prompt")
+
+
+def growth(options: argparse.Namespace, console: Console) -> None:
+    """Measure, and write tables and a plot."""
+    checkpoint = checkpoint_of(options, console)
+    session = session_of(options, console)
+    ours = sides.vsched(checkpoint, sizes_of(options), options.set)
+    specs = (ours, peer_spec(options, checkpoint, options.budget))
+    if not options.report_only:
+        _measure_missing(options, session, specs)
+    _report(options, session, console)
+
+
+def _measure_missing(
+    options: argparse.Namespace, session: Session, specs: tuple[Spec, Spec]
+) -> None:
+    by_length = {length: _length_plan(options, length, 0, 0) for length in options.lengths}
+    work = _keyed(session, specs, options, client_plans(options), "clients")
+    work |= _keyed(session, specs, options, by_length, "prompt")
+    if session.store.missing(work):
+        _measure(options, session, specs)
+
+
+def client_plans(options: argparse.Namespace) -> dict[int, Plan]:
+    """Return a plan of short answers for each number of clients."""
+    return {
+        count: _with_tokens(
+            plan_of(options, "text", count, seed="0", purpose="clients"), CLIENT_TOKENS
+        )
+        for count in options.concurrency
+    }
+
+
+def _with_tokens(plan: Plan, tokens: int) -> Plan:
+    return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, output_tokens=tokens))
+
+
+def _length_plan(options: argparse.Namespace, length: int, words: int, repeat: int) -> Plan:
+    shape = Shape(words=max(words, 1), output_tokens=PROMPT_TOKENS, image_pixels=16)
+    return Plan(
+        case="text",
+        shape=shape,
+        concurrency=options.length_clients,
+        sessions=options.sessions or 2 * options.length_clients,
+        seed=f"prompt/{length}/{repeat}",
+    )
+
+
+def _keyed(
+    session: Session,
+    specs: tuple[Spec, Spec],
+    options: argparse.Namespace,
+    plans: dict[int, Plan],
+    purpose: str,
+) -> dict[tuple[Key, ...], Plan]:
+    work: dict[tuple[Key, ...], Plan] = {}
+    for place, plan in plans.items():
+        length = place if purpose == "prompt" else 0
+        for repeat in range(options.repeats):
+            drawn = dataclasses.replace(plan, seed=f"{plan.seed}/{repeat}")
+            keys = tuple(
+                session.key(drawn, spec, purpose=purpose, repeat=repeat, length=length)
+                for spec in specs
+            )
+            work[keys] = drawn
+    return work
+
+
+def _measure(options: argparse.Namespace, session: Session, specs: tuple[Spec, Spec]) -> None:
+    with session.servers(specs) as servers:
+        words = words_of(session, servers[0])
+        longest = options.context - PROMPT_TOKENS - 1
+        by_length = {
+            length: _length_plan(options, length, words(min(length, longest)), 0)
+            for length in options.lengths
+        }
+        work = _keyed(session, specs, options, client_plans(options), "clients")
+        work |= _keyed(session, specs, options, by_length, "prompt")
+        missing = session.store.missing(work)
+        session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+
+
+class Words:
+    """How many random words make a prompt of so many tokens: a line through two prompts."""
+
+    def __init__(self, few: tuple[int, int], many: tuple[int, int]) -> None:
+        self._each = (many[1] - few[1]) / (many[0] - few[0])
+        self._template = few[1] - self._each * few[0]
+
+    def __call__(self, tokens: int) -> int:
+        # A little short: random words are not equally long, and the longest prompt must fit.
+        return max(int((tokens - self._template) / self._each * 0.98), 1)
+
+
+def words_of(session: Session, server: Server) -> Words:
+    """Ask a server how many tokens words are."""
+    few, many = ((words, session.ask_prompt_tokens(server, words)) for words in PROBE_WORDS)
+    return Words(few, many)
+
+
+def _report(options: argparse.Namespace, session: Session, console: Console) -> None:
+    names = (sides.VSCHED, options.peer)
+    found = session.store.report
+    tabled: dict[str, list[Row]] = {}
+    for purpose in PURPOSES:
+        mine = [
+            run
+            for run in found.runs
+            if (run.key.purpose, run.key.checkpoint, run.key.settings)
+            == (purpose, session.checkpoint, session.settings)
+        ]
+        both = [[run for run in mine if run.key.side == side] for side in names]
+        tabled[purpose] = rows(both[0], both[1], ["text"])
+    if not any(tabled.values()):
+        return
+    name = f"growth-{options.peer}-{options.checkpoint}"
+    file = f"bench-{name}.png"
+    title = f"{options.checkpoint}: growth with clients and with the prompt"
+    plots.draw_growth(tabled["clients"], tabled["prompt"], names, title, options.out / file)
+    runs = [run for one in tabled.values() for row in one for run in row.ours + row.theirs]
+    started = [one for one in found.starts if starts_here(one, session, names)]
+    parts = [tables.starts(sorted(started, key=lambda one: one.side != sides.VSCHED))]
+    parts += [tables.rates(one, names) for one in tabled.values() if one]
+    parts.append(context_line(found, session, pairs_versions(runs)))
+    publish(options, name, parts, {file: "Growth with clients and prompts"}, console)

@@ -1,0 +1,160 @@
+"""What the commands take, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from tests.bench.load import CASES
+from tests.bench.sides import ROOT, Sizes
+
+CHECKPOINTS = ("tiny25", "mid25")
+PEERS = ("vllm", "transformers")
+PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+
+
+def numbers(text: str) -> list[int]:
+    """Read positive numbers, by commas, each once and in order."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of positive numbers such as 1,8,32"
+        )
+    return sorted(set(found))
+
+
+def cases(text: str) -> list[str]:
+    """Read names of cases, by commas, in the order of the tables."""
+    found = text.split(",")
+    if unknown := sorted(set(found) - set(CASES)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(CASES)}")
+    return [case for case in CASES if case in found]
+
+
+def assignment(text: str) -> str:
+    """Read `name=value`."""
+    name, equals, _ = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
+    return text
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: give 1 or more")
+    return value
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoint", choices=CHECKPOINTS, default="tiny25", help="which one, made where missing")
+    add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder that holds them")
+    add("--threads", type=_count, default=len(os.sched_getaffinity(0)), help="threads of each side")
+    add("--slots", type=_count, default=64, help="most requests that run at a time, both sides")
+    add("--context", type=_count, default=8192, help="longest prompt and output, both sides")
+    add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
+    add(
+        "--set", type=assignment, action="append", default=[], help="section.field=value for vsched"
+    )
+    add("--repeats", type=_count, default=3, help="pairs of runs")
+    add("--sessions", type=_count, help="sessions a run; 2 x clients, at least 8, unless given")
+    add("--words", type=_count, help="words of a message; by case unless given")
+    add("--output-tokens", type=_count, help="tokens of an answer; by case unless given")
+    add("--turns", type=_count, default=8, help="turns of a conversation")
+    add("--out", type=Path, required=True, help="folder for all runs; what is there is kept")
+    add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
+    add("--idle-s", type=float, default=30.0, help="how long each idle server is watched")
+    add("--timeout-s", type=float, default=1800.0, help="deadline for a request")
+    add("--report-only", action="store_true", help="make no runs, write tables of those there are")
+    add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks.md")
+
+
+def _peer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--peer", choices=PEERS, default="vllm")
+    add("--peers", type=Path, required=True, help="folder that `setup` installed peers into")
+    add("--budget", type=_count, default=2048, help="the peer's --max-num-batched-tokens")
+    add("--peer-argument", action="append", default=[], help="added to the peer's command")
+    add("--peer-environment", type=assignment, action="append", default=[], help="NAME=value")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `python -m tests.bench`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description="vsched beside a peer, measured in turns."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    setup = commands.add_parser(
+        "setup", help="install a peer into a virtual environment of its own"
+    )
+    setup.add_argument("--peer", choices=PEERS, default="vllm")
+    setup.add_argument("--peers", type=Path, required=True, help="folder; the peer's name is added")
+    setup.add_argument("--pip-arguments", default="", help="such as --extra-index-url URL")
+
+    compare = commands.add_parser("compare", help="vsched beside a peer, interleaved")
+    _common(compare)
+    _peer(compare)
+    compare.add_argument("--cases", type=cases, default=list(CASES))
+    compare.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
+    compare.add_argument(
+        "--sweep", type=numbers, metavar="BUDGETS", help="token budgets to try first"
+    )
+    compare.add_argument("--sweep-concurrency", type=_count, help="the greatest unless given")
+    compare.add_argument("--sweep-repeats", type=_count, default=1, help="runs a case and budget")
+
+    growth = commands.add_parser("growth", help="rates by clients and by length of prompts")
+    _common(growth)
+    _peer(growth)
+    growth.set_defaults(slots=256, context=17408, repeats=1)
+    growth.add_argument("--concurrency", type=numbers, default=[2**power for power in range(9)])
+    growth.add_argument("--lengths", type=numbers, default=[2**power for power in range(7, 15)])
+    growth.add_argument("--length-clients", type=_count, default=4, help="clients of long prompts")
+
+    regress = commands.add_parser("regress", help="vsched beside an earlier commit of itself")
+    _common(regress)
+    regress.add_argument("--before", required=True, help="the commit")
+    regress.add_argument("--before-set", type=assignment, action="append", help="in place of --set")
+    regress.add_argument("--cases", type=cases, default=list(CASES))
+    regress.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
+
+    scheduler = commands.add_parser("scheduler", help="both schedulers without a model")
+    scheduler.add_argument("--peers", type=Path, required=True)
+    scheduler.add_argument("--checkpoint", choices=CHECKPOINTS, default="tiny25")
+    scheduler.add_argument("--checkpoints", type=Path, default=ROOT / "checkpoints")
+    scheduler.add_argument("--repeats", type=_count, default=3)
+    scheduler.add_argument("--steps", type=_count, default=100, help="steps a case and round")
+    scheduler.add_argument("--out", type=Path, required=True)
+    scheduler.add_argument("--write-docs", action="store_true")
+    return parser
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Return what both sides are given alike."""
+    return Sizes(
+        threads=options.threads,
+        slots=options.slots,
+        context=options.context,
+        kv_bytes=options.kv_gib << 30,
+        images=max(options.turns, 1),
+    )
+
+
+def settings_text(options: argparse.Namespace) -> str:
+    """Return everything that figures depend on and keys do not say."""
+    parts = [sizes_of(options).text, f"turns={options.turns}"]
+    parts += [
+        f"{name}={getattr(options, name)}"
+        for name in ("sessions", "words", "output_tokens")
+        if getattr(options, name)
+    ]
+    parts += sorted(options.set)
+    for name in ("peer_argument", "peer_environment", "before_set"):
+        parts += [f"{name}:{text}" for text in getattr(options, name, None) or ()]
+    return " ".join(parts)

@@ -1,0 +1,28 @@
+"""Parts of a page that a command writes: what lies between two markers, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vsched.errors import ConfigError
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """Return the page with what lies between the markers of a name replaced.
+
+    Raises:
+        ConfigError: When the page has not exactly one pair of them.
+    """
+    begin, end = f"<!-- bench: {name} -->", f"<!-- end: {name} -->"
+    pattern = re.compile(f"(?<={re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
+    if page.count(begin) != 1 or page.count(end) != 1 or not pattern.search(page):
+        raise ConfigError(
+            f"the page has not one place for {name}. Remedy: write {begin} and {end} on lines of their own, once"
+        )
+    return pattern.sub(lambda _: f"\n{text.strip()}\n\n", page)
+
+
+def write(path: Path, name: str, text: str) -> None:
+    """Replace a part of a page on disk."""
+    path.write_text(replaced(path.read_text(), name, text))

@@ -1,0 +1,63 @@
+"""What the processes of a server take, read from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+PROC = Path("/proc")
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PARENT, _SESSION, _USER, _SYSTEM, _BEGAN = 1, 3, 11, 12, 19
+"""Places in /proc/PID/stat, behind the name."""
+
+
+def _fields(pid: int) -> list[str]:
+    """Return the fields of a process behind its name; none where it is gone."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def family(root: int) -> list[int]:
+    """Return a process, its descendants, and those that were left behind in its session."""
+    found = {int(entry.name): _fields(int(entry.name)) for entry in PROC.glob("[0-9]*")}
+    members = {root}
+    grew = True
+    while grew:
+        new = {
+            pid
+            for pid, fields in found.items()
+            if fields and (int(fields[_PARENT]) in members or int(fields[_SESSION]) == root)
+        }
+        grew = not new <= members
+        members |= new
+    return sorted(pid for pid in members if found.get(pid))
+
+
+def identities(pids: Sequence[int]) -> dict[int, str]:
+    """Return when each of these processes began, which tells it from a later one of the same number."""
+    return {pid: fields[_BEGAN] for pid in pids if (fields := _fields(pid))}
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Return the CPU seconds that these processes have taken, in total."""
+    ticks = 0
+    for pid in pids:
+        if fields := _fields(pid):
+            ticks += int(fields[_USER]) + int(fields[_SYSTEM])
+    return ticks * TICK_S
+
+
+def memory_mib(pids: Sequence[int]) -> dict[str, float]:
+    """Return the resident memory of each process, shared pages divided among those that share them."""
+    result: dict[str, float] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+            kib = next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+            name = (PROC / str(pid) / "comm").read_text().strip()
+            result[f"{name} {pid}"] = round(kib / 1024, 1)
+    return result

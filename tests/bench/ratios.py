@@ -1,0 +1,122 @@
+"""Ratios of two sides, run by run, and what is best of a sweep. Nothing here touches a server."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.bench.records import Figures, Key, Run
+
+Read = Callable[[Figures], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The ratios of the repeats: median, least and greatest."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @property
+    def text(self) -> str:
+        """The ratio with its spread."""
+        return f"{self.median:.2f} ({self.least:.2f} to {self.greatest:.2f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All repeats of a case at a concurrency: the runs of ours and of the other, pair by pair."""
+
+    case: str
+    concurrency: int
+    length: int
+    ours: list[Run]
+    theirs: list[Run]
+
+    def medians(self, read: Read) -> tuple[float | None, float | None]:
+        """Return the medians of a figure over the repeats, of ours and of the other."""
+        return _median(self.ours, read), _median(self.theirs, read)
+
+    def ratio(self, read: Read) -> Ratio | None:
+        """Return ours by theirs, pair by pair; None when either has no such figure in any pair."""
+        ratios = []
+        for one, other in zip(self.ours, self.theirs, strict=True):
+            ours, theirs = read(one.figures), read(other.figures)
+            if ours is not None and theirs:
+                ratios.append(ours / theirs)
+        if not ratios:
+            return None
+        return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+    @property
+    def failed(self) -> tuple[int, int]:
+        """Failed requests over all repeats."""
+        return _total(self.ours, "failed"), _total(self.theirs, "failed")
+
+    @property
+    def wrong_length(self) -> tuple[int, int]:
+        """Answers of another length than asked for, over all repeats."""
+        return _total(self.ours, "wrong_length"), _total(self.theirs, "wrong_length")
+
+
+def _median(runs: Iterable[Run], read: Read) -> float | None:
+    values = [value for run in runs if (value := read(run.figures)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _total(runs: Iterable[Run], name: str) -> int:
+    return sum(getattr(run.figures, name) for run in runs)
+
+
+def _place(key: Key) -> tuple[str, int, int, int]:
+    return key.case, key.length, key.concurrency, key.repeat
+
+
+def rows(ours: Iterable[Run], theirs: Iterable[Run], cases: Sequence[str]) -> list[Row]:
+    """Pair the runs of two sides by case, length, concurrency and repeat; a run without its pair is left out."""
+    others = {_place(run.key): run for run in theirs}
+    pairs: dict[tuple[str, int, int], list[tuple[Run, Run]]] = {}
+    for run in sorted(ours, key=lambda run: run.key.repeat):
+        place = _place(run.key)
+        if place in others:
+            pairs.setdefault(place[:3], []).append((run, others[place]))
+    order = {case: index for index, case in enumerate(cases)}
+    return [
+        Row(
+            case=case,
+            length=length,
+            concurrency=concurrency,
+            ours=[one for one, _ in pairs[case, length, concurrency]],
+            theirs=[other for _, other in pairs[case, length, concurrency]],
+        )
+        for case, length, concurrency in sorted(
+            pairs, key=lambda place: (order.get(place[0], len(order)), *place[1:])
+        )
+    ]
+
+
+def best_budgets(
+    rates: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.05
+) -> dict[str, int]:
+    """Return the budget for each case, from the rates of each budget by case.
+
+    One budget is the best of all cases together (the greatest geometric mean); a case leaves it only where another one
+    is faster by more than the tolerance, because each budget that is compared means another start of the peer.
+    """
+    cases = set.intersection(*(set(one) for one in rates.values())) if rates else set()
+    if not cases:
+        return {}
+
+    def overall(budget: int) -> float:
+        return sum(math.log(max(rates[budget][case], 1e-9)) for case in sorted(cases))
+
+    common = max(sorted(rates), key=overall)
+    result = {}
+    for case in sorted(cases):
+        fastest = max(sorted(rates), key=lambda budget: rates[budget][case])
+        gain = rates[fastest][case] / max(rates[common][case], 1e-9)
+        result[case] = fastest if gain > 1 + tolerance else common
+    return result

@@ -1,0 +1,161 @@
+"""What was measured, on disk after every run, so that a run that was cut off goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from vsched.cli.report import write_json
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """How a time is distributed; milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    worst: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One run against one server.
+
+    Attributes:
+        requests: All that were to be made; those that a failed turn kept from being made count as failed.
+        wrong_length: Answers that were not as many tokens as asked for.
+        wall_s: From the first request to the end of the last.
+        requests_s: Good requests a second.
+        ttft_ms: To the first text; in `mixed`, that of the images.
+        itl_ms: Between two pieces of text; in `mixed`, those of the decoders while the burst was answered.
+        tpot_ms: From first to last text, divided by the tokens after the first; in `mixed`, that of the decoders.
+        pieces_mean: Pieces of text an answer; fewer than tokens where a server joins tokens or shows nothing for one.
+        client_cpu: CPU time of the client over wall time: near 1, the client is what was measured.
+        others: Cores that other programs kept busy meanwhile.
+    """
+
+    requests: int
+    failed: int
+    errors: list[str]
+    wrong_length: int
+    wall_s: float
+    requests_s: float
+    output_tokens_s: float
+    prompt_tokens_mean: float
+    output_tokens_mean: float
+    pieces_mean: float
+    ttft_ms: Times | None
+    itl_ms: Times | None
+    tpot_ms: Times | None
+    request_ms: Times | None
+    client_cpu: float
+    others: float = 0.0
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes two runs the same run.
+
+    Attributes:
+        purpose: `compare`, `sweep`, `clients`, `prompt` or `regress`.
+        side: `vsched`, the name of the peer, or `before`.
+        length: Tokens of the prompt as asked for, where prompts grow; else 0.
+        budget: The peer's token budget; 0 where it has none of its own.
+        settings: Everything else that the figures depend on.
+    """
+
+    purpose: str
+    side: str
+    case: str
+    concurrency: int
+    repeat: int
+    checkpoint: str
+    settings: str
+    length: int = 0
+    budget: int = 0
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, what it gave, when, and by what version."""
+
+    key: Key
+    figures: Figures
+    version: str
+    taken: str
+    load: float
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """What one start of a server took, and what the server takes when it has nothing to do.
+
+    Attributes:
+        ready_s: From the start of the process until it says that it is ready.
+        answered_s: From the start of the process to the end of the first answer.
+        idle_cores: Cores kept busy without a request, after the first answer.
+        memory_mib: Resident memory by process, shared pages divided among those that share them.
+        paused: Whether it is stopped when it is the other's turn, because it keeps cores busy when idle.
+    """
+
+    side: str
+    checkpoint: str
+    settings: str
+    budget: int
+    version: str
+    command: list[str]
+    environment: dict[str, str]
+    ready_s: float
+    answered_s: float
+    idle_cores: float
+    memory_mib: dict[str, float]
+    paused: bool
+    taken: str
+
+
+class SchedulerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of a scheduler without a model; microseconds."""
+
+    side: str
+    case: str
+    running: int
+    repeat: int
+    p50_us: float
+    p99_us: float
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Everything in the file."""
+
+    machine: str = ""
+    runs: list[Run] = []
+    starts: list[Started] = []
+    scheduler: list[SchedulerRow] = []
+
+
+class Store:
+    """The file of all runs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "runs.json"
+        self.report = Report()
+        if self.path.exists():
+            self.report = msgspec.json.decode(self.path.read_bytes(), type=Report)
+
+    def save(self) -> None:
+        """Write the file anew; whoever reads it meanwhile sees the old one or the new one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".draft")
+        write_json(draft, self.report)
+        os.replace(draft, self.path)
+
+    def add(self, run: Run) -> None:
+        """Keep a run in place of an earlier one with the same key."""
+        self.report.runs = [kept for kept in self.report.runs if kept.key != run.key]
+        self.report.runs.append(run)
+        self.save()
+
+    def missing(self, pairs: Iterable[Sequence[Key]]) -> list[Sequence[Key]]:
+        """Return those groups of runs of which any is missing: halves are made again, next to each other."""
+        made = {run.key for run in self.report.runs}
+        return [pair for pair in pairs if not made.issuperset(pair)]

@@ -1,0 +1,184 @@
+"""One server as a child process: started, waited for, measured when idle, stopped for the other's turn, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.bench import processes
+from vsched.errors import VschedError
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+END_S = 30.0
+LOG_LINES = 25
+IDLE_CORES_MAX = 0.05
+"""A server that keeps more than this busy without a request is stopped when it is the other's turn."""
+
+
+class ServerError(VschedError):
+    """A server did not start, or ended before it was told to."""
+
+
+def nothing(tokens: int) -> dict[str, Any]:
+    """Add nothing to a request."""
+    del tokens
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """How to start one side of a comparison and how to ask it.
+
+    Attributes:
+        side: The name of the side: `vsched`, the name of the peer, or `before`.
+        model: The name that requests give.
+        environment: What is added to the environment.
+        exactly: What is added to the body of a request so that its answer is exactly so many tokens.
+        pausable: Whether it may be stopped by a signal and goes on unharmed.
+        budget: Its token budget, where that is what is swept.
+        directory: Where it runs; `python -c` imports from there before it looks anywhere else.
+        version: What it is, with its version.
+    """
+
+    side: str
+    command: list[str]
+    model: str
+    port: int
+    version: str
+    environment: dict[str, str] = field(default_factory=dict)
+    exactly: Callable[[int], dict[str, Any]] = nothing
+    pausable: bool = False
+    budget: int = 0
+    directory: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
+        """Return the body of a request for so many tokens."""
+        content: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.exactly(tokens),
+        }
+        return msgspec.json.encode(content)
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, spec: Spec, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self.paused = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **spec.environment},
+                cwd=spec.directory,
+                start_new_session=True,
+            )
+        self.began_s = time.monotonic()
+
+    def pids(self) -> list[int]:
+        """Return all its processes."""
+        return processes.family(self._process.pid)
+
+    def wait_ready(self, deadline_s: float) -> float:
+        """Wait until it says that it is healthy; return the seconds since its start.
+
+        Raises:
+            ServerError: When it ends, or is not ready in time.
+        """
+        while time.monotonic() - self.began_s < deadline_s:
+            self.check_alive()
+            if self._healthy():
+                return time.monotonic() - self.began_s
+            time.sleep(POLL_S)
+        raise ServerError(
+            f"{self.spec.side} is not ready after {deadline_s:g} s. Remedy: raise --ready-s, or see {self.log}"
+        )
+
+    def check_alive(self) -> None:
+        """Raise an error with the end of the log if the server has ended."""
+        if (status := self._process.poll()) is not None:
+            end = "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:])
+            raise ServerError(f"{self.spec.side} ended with status {status}; {self.log}:\n{end}")
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.spec.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def idle_cores(self, seconds: float) -> float:
+        """Return how many cores it keeps busy without a request."""
+        pids = self.pids()
+        began_s, spent_s = time.monotonic(), processes.cpu_s(pids)
+        time.sleep(seconds)
+        spent_s = processes.cpu_s(pids) - spent_s
+        return round(spent_s / (time.monotonic() - began_s), 4)
+
+    def pause(self) -> None:
+        """Stop it, if it may be: it is the other's turn."""
+        if self.paused:
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        if self.paused:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """End it and all its processes."""
+        began = processes.identities(self.pids())
+        self._signal(signal.SIGCONT)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        for pid, identity in processes.identities(list(began)).items():
+            if began[pid] == identity:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def serving(spec: Spec, log: Path) -> Iterator[Server]:
+    """Start a server and end it at the end, whatever happens."""
+    server = Server(spec, log)
+    try:
+        yield server
+    finally:
+        server.end()

@@ -1,0 +1,193 @@
+"""Both servers up at a time, and runs on them in turn, each kept as soon as it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.bench import processes
+from tests.bench.load import Drawn, Plan, draw, run
+from tests.bench.records import Figures, Key, Run, Started, Store
+from tests.bench.servers import IDLE_CORES_MAX, Server, ServerError, Spec, serving
+from vsched.bench.cases import draw_text
+from vsched.bench.client import BenchClient
+from vsched.bench.machine import Others
+
+SETTLE_S = 1.0
+"""Between a server's going on and its first request."""
+
+
+def now() -> str:
+    """Return the time, for people."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Session:
+    """What one command measures: where it is kept, what it is part of, and how it is shown.
+
+    `settings` are what figures depend on besides what their keys say.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        console: Console,
+        *,
+        checkpoint: str,
+        settings: str,
+        ready_s: float,
+        idle_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.store = store
+        self.console = console
+        self.checkpoint = checkpoint
+        self.settings = settings
+        self._ready_s = ready_s
+        self._idle_s = idle_s
+        self._timeout_s = timeout_s
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    def key(self, plan: Plan, spec: Spec, *, purpose: str, repeat: int, length: int = 0) -> Key:
+        """Return the key of a run."""
+        return Key(
+            purpose=purpose,
+            side=spec.side,
+            case=plan.case,
+            concurrency=plan.concurrency,
+            repeat=repeat,
+            checkpoint=self.checkpoint,
+            settings=self.settings,
+            length=length,
+            budget=spec.budget,
+        )
+
+    @contextlib.contextmanager
+    def servers(self, specs: Sequence[Spec]) -> Iterator[list[Server]]:
+        """Start servers one after the other and measure each start, with those before it idle."""
+        with contextlib.ExitStack() as stack:
+            servers: list[Server] = []
+            for spec in specs:
+                for other in servers:
+                    other.pause()
+                name = f"{spec.side}-{self.checkpoint}-{spec.budget}.log"
+                log = self.store.folder / "logs" / name
+                servers.append(stack.enter_context(serving(spec, log)))
+                self._measure_start(servers[-1])
+            yield servers
+
+    def _measure_start(self, server: Server) -> None:
+        spec = server.spec
+        with self.console.status(f"starting {spec.side}"):
+            ready_s = server.wait_ready(self._ready_s)
+            # What a model with a lazy start loads, it loads for its first answer.
+            error = self._runner.run(self._first_answer(spec))
+            if error is not None:
+                raise ServerError(f"{spec.side}: the first request failed: {error}")
+            answered_s = time.monotonic() - server.began_s
+        with self.console.status(f"{spec.side} has nothing to do for {self._idle_s:g} s"):
+            time.sleep(SETTLE_S)
+            idle = server.idle_cores(self._idle_s)
+            memory = processes.memory_mib(server.pids())
+        server.paused = spec.pausable and idle > IDLE_CORES_MAX
+        started = Started(
+            side=spec.side,
+            checkpoint=self.checkpoint,
+            settings=self.settings,
+            budget=spec.budget,
+            version=spec.version,
+            command=spec.command,
+            environment=spec.environment,
+            ready_s=round(ready_s, 2),
+            answered_s=round(answered_s, 2),
+            idle_cores=idle,
+            memory_mib=memory,
+            paused=server.paused,
+            taken=now(),
+        )
+        self.store.report.starts.append(started)
+        self.store.save()
+        self.console.print(
+            f"{spec.side}: ready after {ready_s:.1f} s, idle at {idle:.1%} of a core, "
+            f"{sum(memory.values()):,.0f} MiB in {len(memory)} processes"
+            + ("; stopped when it is not its turn" if server.paused else "")
+        )
+
+    async def _first_answer(self, spec: Spec) -> str | None:
+        client = BenchClient(spec.url, timeout_s=self._ready_s)
+        body = spec.body([{"role": "user", "content": "hello"}], 4)
+        return (await client.chat_when_ready(body)).error
+
+    def ask_prompt_tokens(self, server: Server, words: int) -> int:
+        """Return how many tokens a prompt of so many random words is."""
+        text = draw_text(random.Random(words), words)
+        body = server.spec.body([{"role": "user", "content": text}], 1)
+        server.resume()
+        client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
+        sample = self._runner.run(client.chat(body))
+        server.pause()
+        if sample.error is not None:
+            raise ServerError(f"{server.spec.side}: {sample.error}")
+        return sample.prompt_tokens
+
+    def measure(
+        self, server: Server, others: Sequence[Server], drawn: Drawn, advance: Callable[[], None]
+    ) -> Figures:
+        """Run a plan on a server while the others have nothing to do."""
+        for other in others:
+            other.pause()
+        server.resume()
+        server.check_alive()
+        everyone = [server, *others]
+        watch = Others(lambda: [pid for one in everyone for pid in one.pids()])
+        work = run(drawn, server.spec, timeout_s=self._timeout_s, finished=advance)
+        figures = self._runner.run(work)
+        server.check_alive()  # what a server that is gone has failed says nothing about its speed
+        result = msgspec.structs.replace(figures, others=watch.cores())
+        for text in result.errors:
+            self.console.print(f"{server.spec.side}, {drawn.plan.case}: {text}", markup=False)
+        return result
+
+    def take_turns(self, servers: Sequence[Server], work: Mapping[tuple[Key, ...], Plan]) -> None:
+        """Run each plan on every server, one after the other, and keep what comes."""
+        columns = (
+            TextColumn("{task.description:<44}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console) as progress:
+            total = progress.add_task("all", total=len(work) * len(servers))
+            for keys, plan in work.items():
+                drawn = draw(plan)
+                for server, key in zip(servers, keys, strict=True):
+                    others = [one for one in servers if one is not server]
+                    long = f" of {key.length:,} tokens" if key.length else ""
+                    title = f"{key.case}{long} x {key.concurrency}, {key.repeat + 1}: {key.side}"
+                    task = progress.add_task(title, total=plan.requests)
+                    figures = self.measure(
+                        server, others, drawn, functools.partial(progress.advance, task)
+                    )
+                    self.keep(key, server.spec, figures)
+                    progress.remove_task(task)
+                    progress.advance(total)
+                    progress.print(
+                        f"{title}: {figures.requests_s:.2f} requests/s, failed {figures.failed}"
+                    )
+
+    def keep(self, key: Key, spec: Spec, figures: Figures) -> None:
+        """Keep a run."""
+        load = round(os.getloadavg()[0], 2)
+        run = Run(key=key, figures=figures, version=spec.version, taken=now(), load=load)
+        self.store.add(run)

