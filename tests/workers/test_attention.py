@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,12 @@ from vsched_workers.attention import (
     PagedStep,
     PrefillKernel,
     Segment,
-    choose_decode,
-    choose_prefill,
     context_slots,
     decode_by_gather,
     prefill_by_gather,
     prefill_by_tiles,
 )
+from vsched_workers.kernel_choice import choose_decode, choose_prefill
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
@@ -141,24 +139,6 @@ def test_segment_keeps_nothing_on_a_cpu() -> None:
     segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
     assert segment.mask(torch.float32) is not segment.mask(torch.float32)
     assert segment.slots() is not segment.slots()
-
-
-def test_triton_equals_attention_written_out() -> None:
-    """Runs on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
-    pytest.importorskip("triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and not in Triton's interpreter")
-    from vsched_workers.cuda_attention import TritonDecode
-
-    cache, step = filled(torch.float32, 2, 80)
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(len(CONTEXTS), 6, 80, generator=generator)
-    wanted = written_out(query, cache, step, 0.3)
-    cache.keys = [tensor.to(device) for tensor in cache.keys]
-    cache.values = [tensor.to(device) for tensor in cache.values]
-    found = TritonDecode()(query.to(device), 1, step, 0.3).cpu()
-    assert (found.double() - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kernel", ["triton", "varlen"])

@@ -25,8 +25,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
-from vsched.errors import ConfigError
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.device_memory import map_private
 from vsched_workers.tiled_attention import attend_chunk
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "vsched_paged"
-KERNELS = ("auto", "exact", "numba", "triton", "varlen")
 
 
 class DecodeKernel(Protocol):
@@ -95,9 +92,12 @@ class KvCache:
         dtype: torch.dtype,
         device: str,
         touch: bool = True,
+        spare_blocks: int = 0,
     ) -> None:
+        """Allocate; `spare_blocks` come after the others, for writes that nobody reads."""
         self.block_size = block_size
-        shape = (blocks * block_size, kv_heads, head_dim)
+        self.blocks = blocks
+        shape = ((blocks + spare_blocks) * block_size, kv_heads, head_dim)
         whole = _zeros((2 * layers, *shape), dtype, device, touch=touch)
         self.keys = list(whole[:layers])
         self.values = list(whole[layers:])
@@ -177,6 +177,7 @@ class PagedStep:
         slots: int64 [rows], where each row's key and value go.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
         contexts: int32 [decode rows], tokens that each decode row sees, itself included.
+        on_device: the two on a GPU, as soon as they are there; a step that is captured has nothing else.
     """
 
     cache: KvCache
@@ -188,6 +189,7 @@ class PagedStep:
     contexts: npt.NDArray[np.int32]
     segments: list[Segment]
     scratch: dict[str, Any] = field(default_factory=dict)
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def context_slots(
@@ -322,64 +324,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-
-
-def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
-    """Return the decode kernel that `settings.attention` asks for; `auto` takes the fastest that runs here.
-
-    Raises:
-        ConfigError: When there is no such kernel, or it cannot run here.
-    """
-    choice = settings.attention
-    if choice not in KERNELS:
-        raise ConfigError(
-            f"generate.attention: unknown kernel {choice!r}. Known: {', '.join(KERNELS)}."
-        )
-    if choice == "exact":
-        return decode_by_gather
-    on_cuda = settings.device.startswith("cuda")
-    wanted = choice
-    if choice == "auto":
-        half_or_single = dtype in {torch.float32, torch.bfloat16}
-        wanted = "triton" if on_cuda else "numba" if half_or_single else "exact"
-    try:
-        return _load_kernel(wanted, settings, dtype)
-    except ImportError as error:
-        if choice == "auto":
-            return decode_by_gather
-        raise ConfigError(
-            f"generate.attention: {choice!r} is not installed. Remedy: install it, or use `auto`."
-        ) from error
-
-
-def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
-    """Return the prefill kernel: tiles where they are faster, and torch's own where `exact` is asked for."""
-    tiles = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
-    return prefill_by_tiles if tiles else prefill_by_gather
-
-
-def _load_kernel(kernel: str, settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
-    on_cuda = settings.device.startswith("cuda")
-    if kernel in {"triton", "varlen"} and not on_cuda:
-        raise ConfigError(
-            f"generate.attention: {kernel!r} runs on cuda only, not on {settings.device}. "
-            "Remedy: use `auto`."
-        )
-    if kernel == "numba":
-        if settings.device != "cpu" or dtype not in {torch.float32, torch.bfloat16}:
-            raise ConfigError(
-                f"generate.attention: 'numba' runs on cpu with float32 or bfloat16 only, not on "
-                f"{settings.device} with {str(dtype).removeprefix('torch.')}. Remedy: use `auto`."
-            )
-        from vsched_workers.numba_attention import NumbaDecode
-
-        return NumbaDecode(dtype, settings.threads)
-    if kernel == "triton":
-        from vsched_workers.cuda_attention import TritonDecode
-
-        return TritonDecode()
-    if kernel == "varlen":
-        from vsched_workers.cuda_attention import VarlenDecode
-
-        return VarlenDecode()
-    return decode_by_gather

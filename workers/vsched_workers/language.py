@@ -6,11 +6,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
@@ -18,16 +16,21 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers import attention
-from vsched_workers.attention import DecodeKernel, KvCache, PagedStep, Segment
+from vsched_workers.attention import DecodeKernel, KvCache, PagedStep
 from vsched_workers.cpu_modules import PackedWeight, pack_linears, packs, warm_up
+from vsched_workers.decode_graphs import DecodeGraphs
+from vsched_workers.decode_lane import CudaLane, DecodeLane
 from vsched_workers.device_memory import (
     open_device_memory,
     require_available,
     typed_out_of_memory,
 )
 from vsched_workers.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
+from vsched_workers.kernel_choice import choose_decode, choose_prefill, try_kernels
+from vsched_workers.packed_step import Images, fetch_images, pack, send
+from vsched_workers.row_copies import open_copies
 from vsched_workers.sampling import sample
-from vsched_workers.step_rows import Prepared, chunk_positions, sampling_rows, special_rows
+from vsched_workers.step_rows import Prepared, sampling_rows, special_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,14 +40,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """The image rows of a packed row: where they are, and their embedding levels [levels, image rows, hidden]."""
-
-    rows: npt.NDArray[np.int64]
-    levels: torch.Tensor
 
 
 class LanguageWorker:
@@ -70,9 +65,12 @@ class LanguageWorker:
         self._memory = group.memory(open_device_memory(settings.device))
         self._settings = settings
         # Chosen now, so that a wrong setting is found before the weights are measured.
-        self._decode: DecodeKernel | None = attention.choose_decode(settings, dtype)
-        self._prefill = attention.choose_prefill(settings, dtype)
+        self._decode: DecodeKernel | None = choose_decode(settings, dtype)
+        self._prefill = choose_prefill(settings, dtype)
         self._cache: KvCache | None = None
+        self._copies = open_copies(settings.device)
+        self._lane = _open_lane(settings)
+        self._graphs: DecodeGraphs | None = None
         experts = [each for each in model.modules() if isinstance(each, SharedExperts)]
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._head: Callable[[torch.Tensor], torch.Tensor]
@@ -129,16 +127,39 @@ class LanguageWorker:
                 dtype=dtype,
                 device=self._device,
                 touch=touch,
+                spare_blocks=0 if self._lane is None else 1,
             )
-            self._decode = attention.choose_decode(self._settings, dtype)
+            heads = text.num_attention_heads // self._group.size
+            self._choose_kernels(self._cache, dtype, heads)
         if self._balance is not None:
             self._balance.reset()
 
+    def _choose_kernels(self, cache: KvCache, dtype: torch.dtype, heads: int) -> None:
+        """Choose what reads the cache, and have decode steps captured where that can be."""
+        if self._device == "cpu":
+            self._decode = choose_decode(self._settings, dtype)
+        else:
+            self._decode, self._prefill = try_kernels(self._settings, dtype, cache, heads)
+        if self._lane is None or not getattr(self._decode, "capturable", False):
+            return
+        self._graphs = DecodeGraphs(
+            self._lane,
+            cache,
+            self._decode,
+            self._prefill,
+            self._logits,
+            reserved=self._memory.reserved,
+        )
+
     def drop_graphs(self) -> None:
-        """Forget captured steps; none are captured as yet."""
+        """Forget captured steps: they point into the KV cache."""
+        if self._graphs is not None:
+            self._graphs.drop()
+            self._graphs = None
 
     def drop_kv(self) -> None:
         """Forget the KV cache and the attention kernel that reads it."""
+        self.drop_graphs()
         self._cache = None
         self._decode = None
 
@@ -178,13 +199,20 @@ class LanguageWorker:
             DeviceOutOfMemory: When the device's memory ran out.
         """
         with self._group.together(), typed_out_of_memory("running a step"):
-            token_ids, positions, step = self._pack(batch)
-            hidden = self._forward(batch, token_ids, positions, step)
+            sampled = None if self._graphs is None else self._graphs.step(batch)
+            if sampled is not None:
+                return sampled
+            assert self._cache is not None, "build_kv comes before the first step"
+            assert self._decode is not None, "it comes with the cache"
+            token_ids, positions, step = pack(
+                batch, self._cache, self._decode, self._prefill, self._device
+            )
+            hidden = self._forward(token_ids, positions, step, self._images(batch))
             rows = sampling_rows(batch)
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32))
             if len(rows) < len(hidden):
-                hidden = hidden[torch.from_numpy(rows).to(self._device)]
+                hidden = hidden[send(rows, self._device)]
             logits = self._head(hidden)
             if self._head_is_shared:
                 # Every rank samples, from the same logits, and so draws the same token.
@@ -211,72 +239,34 @@ class LanguageWorker:
             moved = self._balance.run()
         logger.info("%d experts moved to other ranks", moved)
 
-    def _pack(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
-        """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
-        cache, decode = self._cache, self._decode
-        assert cache is not None, "build_kv comes before the first step"
-        assert decode is not None, "it comes with the cache"
-        size = cache.block_size
-        decode_rows = len(batch.decode_slots)
-        tables = batch.block_tables[batch.decode_slots]
-        at = batch.decode_positions
-        total = decode_rows + sum(chunk.stop - chunk.start for chunk in batch.chunks)
-        ids = np.empty(total, dtype=np.int64)
-        slots = np.empty(total, dtype=np.int64)
-        positions = np.empty((4, 1, total), dtype=np.int64)
-        if decode_rows:
-            ids[:decode_rows] = batch.decode_tokens
-            blocks = tables[np.arange(decode_rows), at // size].astype(np.int64)
-            slots[:decode_rows] = blocks * size + at % size
-            positions[0, 0, :decode_rows] = at
-            deltas = [sequence.state.delta for sequence in batch.decode_sequences]
-            positions[1:, 0, :decode_rows] = at + np.array(deltas, dtype=np.int64)
-        segments = []
-        row = decode_rows
-        for chunk in batch.chunks:
-            end = row + chunk.stop - chunk.start
-            table = batch.block_tables[chunk.slot]
-            index = np.arange(chunk.start, chunk.stop)
-            ids[row:end] = chunk.sequence.tokens[chunk.start : chunk.stop]
-            slots[row:end] = table[index // size].astype(np.int64) * size + index % size
-            positions[0, 0, row:end] = index
-            positions[1:, 0, row:end] = chunk_positions(chunk, index)
-            segments.append(
-                Segment(
-                    table,
-                    start=row,
-                    first=chunk.start,
-                    last=chunk.stop,
-                    block_size=size,
-                    device=self._device,
-                )
-            )
-            row = end
-        step = PagedStep(
-            cache=cache,
-            decode=decode,
-            prefill=self._prefill,
-            slots=torch.from_numpy(slots).to(self._device),
-            decode_rows=decode_rows,
-            tables=tables,
-            contexts=at + 1,
-            segments=segments,
-        )
-        return (
-            torch.from_numpy(ids).to(self._device),
-            torch.from_numpy(positions).to(self._device),
-            step,
+    def _images(self, batch: Batch) -> Images | None:
+        info = self._info
+        return fetch_images(
+            batch,
+            self._copies,
+            dtype=getattr(torch, info.dtype),
+            levels=info.embedding_levels,
+            hidden=info.hidden_size,
         )
 
+    def _logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep
+    ) -> torch.Tensor:
+        """Run a step that yields a token a row; returns logits [rows, vocabulary]."""
+        return self._head(self._forward(token_ids, positions, step, None))
+
     def _forward(
-        self, batch: Batch, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
     ) -> torch.Tensor:
         """Run the layers over the packed row; returns hidden states [rows, hidden]."""
         embeds = self._model.embed_tokens(token_ids)
         options: dict[str, Any] = {}
-        images = self._images(batch)
         if images is not None:
-            rows = torch.from_numpy(images.rows).to(self._device)
+            rows = send(images.rows, self._device)
             embeds[rows] = images.levels[0]
             if len(images.levels) > 1:
                 mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self._device)
@@ -293,33 +283,20 @@ class LanguageWorker:
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _images(self, batch: Batch) -> Images | None:
-        """Copy the embedding rows that the chunks cover from the arena to the device, and only those."""
-        places: list[npt.NDArray[np.int64]] = []
-        sources: list[npt.NDArray[np.int64]] = []
-        per_page = batch.embeddings.shape[1]
-        row = len(batch.decode_slots)
-        for chunk in batch.chunks:
-            for item in chunk.items:
-                wanted = np.arange(item.row_start, item.row_stop)
-                pages = np.asarray(item.pages, dtype=np.int64)
-                sources.append(pages[wanted // per_page] * per_page + wanted % per_page)
-                first = row + item.chunk_start
-                places.append(np.arange(first, first + len(wanted)))
-            row += chunk.stop - chunk.start
-        if not sources:
-            return None
-        flat = batch.embeddings.reshape(-1, batch.embeddings.shape[2])
-        raw = torch.from_numpy(flat[np.concatenate(sources)])
-        if self._device != "cpu":
-            # From pinned memory the copy overlaps with the step that is still running (D3).
-            raw = raw.pin_memory().to(self._device, non_blocking=True)
-        levels = (
-            raw.view(getattr(torch, self._info.dtype))
-            .reshape(len(raw), self._info.embedding_levels, self._info.hidden_size)
-            .transpose(0, 1)
+
+def _open_lane(settings: WorkerSettings) -> DecodeLane | None:
+    """Return where captured decode steps run; None on a CPU, and where ranks meet in every step."""
+    if settings.device == "cpu":
+        return None
+    if settings.ranks > 1:
+        logger.info(
+            "decode steps run without CUDA graphs: %d ranks share the model", settings.ranks
         )
-        return Images(rows=np.concatenate(places), levels=levels)
+        return None
+    if torch.device(settings.device).index is not None:
+        # Triton starts kernels on the device that is current, wherever its tensors are.
+        torch.cuda.set_device(settings.device)
+    return CudaLane(settings.device)
 
 
 def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:

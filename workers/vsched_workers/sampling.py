@@ -43,7 +43,13 @@ def sample(logits: torch.Tensor, special: Sequence[SpecialRow]) -> Sampled:
 
     Shape: `logits` [rows, vocabulary], any float type.
     """
-    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
+    return choose(logits.argmax(dim=-1).cpu().numpy().astype(np.int32), logits, special)
+
+
+def choose(
+    tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
+) -> Sampled:
+    """Choose the tokens of the special rows; `tokens` are the argmax of all rows, and are overwritten there."""
     if not special:
         return Sampled(tokens=tokens)
     picked = logits[[entry.row for entry in special]].float().cpu().numpy()

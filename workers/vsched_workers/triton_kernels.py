@@ -1,4 +1,11 @@
-"""The Triton kernels; imported on CUDA only, where torch brings Triton along."""
+"""The Triton kernels; imported on CUDA only, where torch brings Triton along.
+
+A row of a decode step reads its whole context, and few rows would keep few of a GPU's processors busy. So a context is
+read in parts, side by side, and a second kernel puts the parts together. How many parts there are is said by whoever
+starts the kernel, not by how long contexts are: a captured step serves contexts of any length.
+
+Prior art: Flash-Decoding (Dao et al., 2023) for the parts, PagedAttention (SOSP 2023) for the block tables.
+"""
 
 # Triton compiles these functions: to a type checker they are untyped.
 # mypy: disable-error-code="untyped-decorator"
@@ -12,41 +19,49 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 
 @triton.jit
-def decode_rows(
+def decode_parts(
     query: Any,
     keys: Any,
     values: Any,
     tables: Any,
     contexts: Any,
-    out: Any,
+    summed_parts: Any,
+    highest_parts: Any,
+    total_parts: Any,
     scaling: Any,
     table_stride: Any,
     kv_heads: Any,
     group: Any,
     head_dim: Any,
+    parts: Any,
     BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's way to mark what is known at compile time
     GROUP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Attend for the query heads of one row that share one key head.
+    """Attend to one part of a context for the query heads of one row that share one key head.
 
-    Shape: query and out [rows, kv_heads * group, head_dim]; keys and values [slots, kv_heads, head_dim]; tables
-    [rows, blocks]; GROUP and HEAD_DIM are group and head_dim, rounded up to powers of two.
+    Shape: query [rows, kv_heads * group, head_dim]; keys and values [slots, kv_heads, head_dim]; tables [rows, blocks];
+    summed_parts float32 [rows, heads, parts, head_dim]; highest_parts and total_parts float32 [rows, heads, parts].
+    GROUP and HEAD_DIM are group and head_dim, rounded up to powers of two.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
+    part = tl.program_id(2)
     heads = tl.arange(0, GROUP)
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, TOKENS)
-    length = tl.load(contexts + row)
-    at = ((row * kv_heads + kv_head) * group + heads)[:, None] * head_dim + dims[None, :]
+    context = tl.load(contexts + row)
+    per_part = tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS
+    first = part * per_part
+    length = tl.minimum(context, first + per_part)
+    head = (row * kv_heads + kv_head) * group + heads
     real = (heads < group)[:, None] & (dims < head_dim)[None, :]
-    queries = tl.load(query + at, mask=real, other=0.0)
+    queries = tl.load(query + head[:, None] * head_dim + dims[None, :], mask=real, other=0.0)
     highest = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     summed = tl.zeros([GROUP, HEAD_DIM], tl.float32)
-    for start in range(0, length, TOKENS):
+    for start in range(first, length, TOKENS):
         position = start + offsets
         seen = position < length
         block = tl.load(tables + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
@@ -65,5 +80,36 @@ def decode_rows(
             weights.to(value.dtype), value, input_precision="ieee"
         )
         highest = higher
-    result = summed / total[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=real)
+    at = head * parts + part
+    tl.store(summed_parts + at[:, None] * head_dim + dims[None, :], summed, mask=real)
+    tl.store(highest_parts + at, highest, mask=heads < group)
+    tl.store(total_parts + at, total, mask=heads < group)
+
+
+@triton.jit
+def merge_parts(
+    summed_parts: Any,
+    highest_parts: Any,
+    total_parts: Any,
+    out: Any,
+    head_dim: Any,
+    parts: Any,
+    PARTS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+) -> None:
+    """Put together what the parts of a context gave for one query head of one row; a part may be empty.
+
+    Shape: as in `decode_parts`; out [rows, heads, head_dim]; a program for each row and head.
+    """
+    head = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    dims = tl.arange(0, HEAD_DIM)
+    there = part < parts
+    highest = tl.load(highest_parts + head * parts + part, mask=there, other=-float("inf"))
+    weights = tl.exp(highest - tl.max(highest, axis=0))
+    total = tl.load(total_parts + head * parts + part, mask=there, other=0.0)
+    cells = (head * parts + part)[:, None] * head_dim + dims[None, :]
+    held = there[:, None] & (dims < head_dim)[None, :]
+    summed = tl.load(summed_parts + cells, mask=held, other=0.0)
+    result = tl.sum(summed * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+    tl.store(out + head * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)

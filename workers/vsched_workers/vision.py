@@ -14,6 +14,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.device_memory import open_device_memory, typed_out_of_memory
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from vsched_workers.families import Family
@@ -84,11 +85,11 @@ class VisionWorker:
 
         with typed_out_of_memory("encoding images"), torch.inference_mode():
             # The copy also gives torch memory that it may call its own: the arena's view is read-only.
-            pixels = torch.from_numpy(np.concatenate([job.pixels for job in jobs]))
+            pixels = self._gather([job.pixels for job in jobs])
             grids = torch.tensor([job.grid for job in jobs], dtype=torch.int64)
             rows = self._family.encode(
                 self._tower,
-                pixels.to(device=self._device, dtype=self._dtype),
+                pixels.to(device=self._device, non_blocking=True).to(self._dtype),
                 grids.to(self._device),
             )
             raw = rows.contiguous().cpu().view(torch.uint8).numpy()
@@ -101,6 +102,17 @@ class VisionWorker:
         for job in jobs:
             _write_pages(raw[start : start + job.tokens], job.pages, embeddings)
             start += job.tokens
+
+    def _gather(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+        """Put the pixels of all images together, in pinned memory where they go to a GPU."""
+        import torch
+
+        if self._device == "cpu":
+            return torch.from_numpy(np.concatenate(parts))
+        shape = (sum(len(part) for part in parts), parts[0].shape[1])
+        pixels = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        np.concatenate(parts, out=pixels.numpy())
+        return pixels
 
 
 def _write_pages(
@@ -125,6 +137,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     """
     import torch
 
+    from vsched_workers import vision_attention
     from vsched_workers.checkpoint import checkpoint_directory
     from vsched_workers.cpu_modules import (
         MANY_ROWS,
@@ -142,7 +155,10 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))
     with torch.device("meta"):
-        tower = family.build_vision(info.path, "sdpa")
+        tower = family.build_vision(info.path, vision_attention.PLAIN)
+    vision_attention.use(
+        tower, vision_attention.choose_attention(settings, getattr(torch, info.dtype))
+    )
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
     with typed_out_of_memory("loading the vision tower"):

@@ -1,0 +1,139 @@
+"""Batches for workers that stand alone: a KV cache, requests in it, images to encode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.bench.gpu_shapes import MERGE, PATCH, Model
+from vsched.types import SamplingParams
+from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
+
+BLOCK_SIZE = 16
+PAGE_ROWS = 64
+TEXT_TOKENS = 64
+"""Tokens of text around each image of a conversation."""
+
+
+def grid_of(size: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the patches of an image of so many pixels, resized to whole tokens."""
+    unit = PATCH * MERGE
+    wide, high = (MERGE * max(1, round(side / unit)) for side in size)
+    return 1, high, wide
+
+
+@dataclass
+class DecodeRows:
+    """Requests that decode together, step after step."""
+
+    model: Model
+    tables: npt.NDArray[np.int32]
+    sequences: list[SequenceState]
+    tokens: npt.NDArray[np.int32]
+    position: int
+
+    def step(self) -> None:
+        """Run one step; its tokens are the next one's input."""
+        count = len(self.sequences)
+        batch = Batch(
+            decode_slots=np.arange(count, dtype=np.int32),
+            decode_tokens=self.tokens,
+            decode_positions=np.full(count, self.position, dtype=np.int32),
+            decode_sequences=self.sequences,
+            block_tables=self.tables,
+            embeddings=np.empty((0, PAGE_ROWS, self.model.info.embedding_row_bytes), np.uint8),
+        )
+        self.tokens = self.model.language.step(batch).tokens
+        self.position += 1
+
+
+class Load:
+    """A KV cache for so many requests of so many tokens, and what they ask for."""
+
+    def __init__(self, model: Model, *, slots: int, context: int) -> None:
+        """Build the cache; blocks lie in a shuffled order."""
+        self._model = model
+        width = -(-context // BLOCK_SIZE)
+        model.language.build_kv(blocks=slots * width, block_size=BLOCK_SIZE)
+        chance = np.random.default_rng(0)
+        blocks = chance.permutation(slots * width).astype(np.int32)
+        self._tables = blocks.reshape(slots, width)
+        self._chance = chance
+        self._context = context
+
+    def decode_rows(self, context: int) -> DecodeRows:
+        """Return requests in all slots that have so many tokens behind them."""
+        sequences = [self._sequence([], 8, number) for number in range(len(self._tables))]
+        tokens = np.ones(len(sequences), dtype=np.int32)
+        return DecodeRows(self._model, self._tables, sequences, tokens, context)
+
+    def prefill(
+        self, first: int, rows: int, image: tuple[int, int] | None = None
+    ) -> Callable[[], object]:
+        """Return what computes positions [first, first + rows) of a prompt, full of such images if there are any."""
+        stop, items, embeddings = first + rows, [], self._pages(0)
+        if image is not None:
+            _, high, wide = grid_of(image)
+            tokens = high * wide // MERGE**2
+            each = tokens + TEXT_TOKENS
+            items = [(at, tokens, (1, high, wide)) for at in range(1, stop - tokens, each)]
+            embeddings = self._pages(tokens)
+        sequence = self._sequence(items, stop, 0)
+        pages = list(range(len(embeddings)))
+        covered = [
+            ItemRows(
+                max(offset, first) - first,
+                max(first - offset, 0),
+                min(stop - offset, tokens),
+                pages,
+            )
+            for offset, tokens, _ in items
+            if offset < stop and offset + tokens > first
+        ]
+        none = np.empty(0, dtype=np.int32)
+        batch = Batch(
+            decode_slots=none,
+            decode_tokens=none,
+            decode_positions=none,
+            decode_sequences=[],
+            block_tables=self._tables,
+            embeddings=embeddings,
+            chunks=[Chunk(0, sequence, first, stop, samples=True, items=covered)],
+        )
+        return lambda: self._model.language.step(batch)
+
+    def encode(self, size: tuple[int, int], count: int) -> Callable[[], object]:
+        """Return what encodes so many images of one size in one batch."""
+        grid = grid_of(size)
+        patches = grid[1] * grid[2]
+        tokens = patches // MERGE**2
+        pixels = self._chance.standard_normal((patches, self._model.info.patch_values), np.float32)
+        embeddings = self._pages(tokens)
+        job = EncodeJob(b"", grid, tokens, pixels, range(len(embeddings)))
+        return lambda: self._model.vision.encode([job] * count, embeddings)
+
+    def _pages(self, tokens: int) -> npt.NDArray[np.uint8]:
+        row = self._model.info.embedding_row_bytes
+        return np.zeros((-(-tokens // PAGE_ROWS), PAGE_ROWS, row), dtype=np.uint8)
+
+    def _sequence(
+        self, items: list[tuple[int, int, tuple[int, int, int]]], length: int, number: int
+    ) -> SequenceState:
+        info = self._model.info
+        tokens = self._chance.integers(0, 256, length).astype(np.int32)
+        for offset, count, _ in items:
+            tokens[offset : offset + count] = info.image_token_id
+        sequence = SequenceState(
+            number=number,
+            tokens=tokens,
+            length=length,
+            prompt_length=length,
+            items=items,
+            sampling=SamplingParams(temperature=0.0),
+            stop_token_ids=frozenset(),
+        )
+        self._model.language.prepare(sequence)
+        return sequence

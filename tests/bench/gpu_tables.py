@@ -1,0 +1,72 @@
+"""The figures of a GPU, and the page of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One case; milliseconds. `floor_ms` is what the device would need at the rates measured."""
+
+    model: str
+    case: str
+    found_ms: float
+    floor_ms: float | None
+    more: dict[str, float]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything measured on one device.
+
+    Attributes:
+        bandwidth: Bytes a second, read and written, of a large copy.
+        rate: Operations a second of a large product.
+    """
+
+    device: str
+    torch: str
+    bandwidth: float
+    rate: float
+    rows: list[Row]
+
+
+def tables(figures: Figures) -> str:
+    """Return the page, in Markdown."""
+    copy, product = f"{figures.bandwidth / 1e12:.2f} TB/s", f"{figures.rate / 1e12:.0f} TFLOP/s"
+    head = (
+        f"{figures.device}, torch {figures.torch}: a copy moves {copy}, a product makes {product}."
+    )
+    parts = [head + "\n"]
+    for model in dict.fromkeys(row.model for row in figures.rows):
+        rows = [row for row in figures.rows if row.model == model]
+        parts += [f"\n### {model}\n\n", _floors(rows), "\n", _conversations(rows)]
+    return "".join(parts)
+
+
+def _floors(rows: list[Row]) -> str:
+    lines = ["| case | ms | floor ms | times the floor | eager ms |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row.floor_ms is None:
+            continue
+        eager = f"{row.more['eager_ms']:.2f}" if "eager_ms" in row.more else ""
+        ratio = row.found_ms / row.floor_ms
+        lines.append(
+            f"| {row.case} | {row.found_ms:.2f} | {row.floor_ms:.2f} | {ratio:.2f} | {eager} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _conversations(rows: list[Row]) -> str:
+    encode = "| conversation | encode all ms | encode new ms | ratio "
+    first = "| first token: nothing cached ms | embeddings cached ms | prefix cached too ms |"
+    lines = [encode + first, "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        if row.floor_ms is not None:
+            continue
+        more = row.more
+        lines.append(
+            f"| {row.case.removeprefix('conversation ')} | {more['encode_all_ms']:.1f} | {row.found_ms:.1f} "
+            f"| {more['encode_all_ms'] / row.found_ms:.1f} | {more['first_token_all_ms']:.1f} "
+            f"| {more['first_token_embeddings_ms']:.1f} | {more['first_token_prefix_ms']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"

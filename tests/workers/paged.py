@@ -1,0 +1,71 @@
+"""A filled KV cache, and attention over it written out, for tests of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vsched_workers.attention import (
+    KvCache,
+    PagedStep,
+    context_slots,
+    decode_by_gather,
+    prefill_by_gather,
+)
+
+
+def filled_cache(
+    dtype: torch.dtype,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    contexts: Sequence[int],
+    block_size: int,
+    device: str = "cpu",
+) -> tuple[KvCache, PagedStep]:
+    """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
+    width = -(-max(contexts) // block_size)
+    blocks = width * len(contexts)
+    cache = KvCache(
+        layers=2,
+        blocks=blocks,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    shuffled = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    tables = np.zeros((len(contexts), width), dtype=np.int32)
+    for row, context in enumerate(contexts):
+        count = -(-context // block_size)
+        tables[row, :count] = shuffled[row * width : row * width + count]
+    step = PagedStep(
+        cache=cache,
+        decode=decode_by_gather,
+        prefill=prefill_by_gather,
+        slots=torch.zeros(0, dtype=torch.int64),
+        decode_rows=len(contexts),
+        tables=tables,
+        contexts=np.array(contexts, dtype=np.int32),
+        segments=[],
+    )
+    return cache, step
+
+
+def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:
+    """Return what decode rows attend to, in double precision on the CPU."""
+    rows, cache = [], step.cache
+    for row, context in enumerate(step.contexts.tolist()):
+        slots = torch.from_numpy(context_slots(step.tables[row], context, cache.block_size))
+        group = query.shape[1] // cache.keys[layer].shape[1]
+        keys = cache.keys[layer].cpu()[slots].double().repeat_interleave(group, dim=1)
+        values = cache.values[layer].cpu()[slots].double().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,lhd->hl", query[row].cpu().double(), keys) * scaling
+        rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)

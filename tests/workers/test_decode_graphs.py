@@ -1,0 +1,186 @@
+"""Captured decode steps on a CPU: all of their ways but the capture itself, which runs the step again instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
+from tests.workers.lane import LateLane
+from tests.workers.test_language import crowd, outputs
+from vsched.errors import DeviceOutOfMemory
+from vsched.types import SamplingParams
+from vsched.worker.contract import Batch
+from vsched_workers import language
+from vsched_workers.attention import PagedStep, decode_by_gather
+from vsched_workers.decode_lane import row_counts
+
+Stages = Callable[..., Stage]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class CapturableGather:
+    """Attention by gather, passed off as a kernel that can be captured."""
+
+    capturable = True
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        return decode_by_gather(query, layer, step, scaling)
+
+
+@dataclasses.dataclass
+class Captured:
+    """A stage whose decode steps are captured, and the lane that they run on."""
+
+    stage: Stage
+    lane: LateLane
+
+    def build(self) -> None:
+        self.stage.generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def captured(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Captured]:
+    def load(size: str) -> Captured:
+        stage = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+        lane = LateLane()
+        monkeypatch.setattr(stage.generator, "_lane", lane)
+        monkeypatch.setattr(language, "choose_decode", lambda *_: CapturableGather())
+        found = Captured(stage, lane)
+        found.build()
+        return found
+
+    return load
+
+
+def lone(count: int) -> Question:
+    return Question("How many objects are there?", count=count, sampling=GREEDY)
+
+
+def run(stage: Stage, questions: list[Question], **options: int) -> list[Running]:
+    return Driver(stage, chunk=options.pop("chunk", 48), seed=1).run(questions, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"arrivals": 2}, {"preempts": 5}, {"chunk": 1000}])
+def test_captured_steps_equal_eager_ones(
+    stages: Stages, captured: Callable[[str], Captured], size: str, options: dict[str, int]
+) -> None:
+    """Padded rows, mixed with steps that carry chunks: the tokens are those of eager steps."""
+    found = captured(size)
+    questions = [dataclasses.replace(each, count=20) for each in crowd(GREEDY)]
+    expected = outputs(run(stages(size), questions, **options))
+    assert outputs(run(found.stage, questions, **options)) == expected
+    assert found.lane.starts > 0
+
+
+def test_captured_steps_draw_what_eager_ones_draw(
+    stages: Stages, captured: Callable[[str], Captured]
+) -> None:
+    found = captured("nano25")
+    sampling = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
+    questions = [*crowd(sampling)[:2], lone(12)]
+    assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
+    assert found.lane.starts > 0
+
+
+def test_steady_rows_need_no_input_from_the_host(
+    stages: Stages, captured: Callable[[str], Captured]
+) -> None:
+    """Tokens stay on the device; only a row that enters another block has the host send anything."""
+    found = captured("nano25")
+    question = lone(41)
+    assert outputs(run(found.stage, [question])) == outputs(run(stages("nano25"), [question]))
+    blocks = 40 // BLOCK_SIZE
+    assert 40 <= found.lane.starts <= 42
+    assert found.lane.uploads <= 2 * (blocks + 2)
+
+
+def test_steps_run_ahead_and_what_was_computed_is_used(
+    stages: Stages, captured: Callable[[str], Captured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a row ends, the others take their tokens from the step that is under way."""
+    found = captured("nano25")
+    questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
+    begun: list[Batch] = []
+    graphs = found.stage.generator._graphs  # type: ignore[attr-defined]
+    begin = graphs._begin
+
+    def noted(batch: Batch) -> object:
+        begun.append(batch)
+        return begin(batch)
+
+    monkeypatch.setattr(graphs, "_begin", noted)
+    assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
+    steps = 29
+    assert len(begun) < steps
+    assert found.lane.starts <= steps + 3
+
+
+def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:
+    found = captured("nano25")
+    driver = Driver(found.stage, chunk=48)
+    driver.run([lone(9), lone(11), lone(10)])
+    cache = found.stage.generator._cache  # type: ignore[attr-defined]
+    free = torch.tensor(driver.blocks)
+    for held in (*cache.keys, *cache.values):
+        assert held.shape[0] == (BLOCKS + 1) * BLOCK_SIZE
+        blocks = held.view(BLOCKS + 1, -1)
+        assert not blocks[free].any()
+        assert blocks[BLOCKS].any(), "three rows are padded to four"
+
+
+def test_capture_that_fails_leaves_eager_steps(
+    stages: Stages, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = captured("nano25")
+    found.lane.failure = RuntimeError("operation not permitted when stream is capturing")
+    found.build()
+    with caplog.at_level(logging.WARNING):
+        got = outputs(run(found.stage, [lone(12)]))
+    assert got == outputs(run(stages("nano25"), [lone(12)]))
+    assert found.lane.starts == 0
+    assert [each.getMessage() for each in caplog.records] == [
+        (
+            "decode steps run without CUDA graphs, which is slower: "
+            "operation not permitted when stream is capturing"
+        )
+    ]
+
+
+def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> None:
+    """C16: the KV cache is to be made smaller, not the steps slower."""
+    found = captured("nano25")
+    found.lane.failure = torch.OutOfMemoryError("CUDA out of memory")
+    found.build()
+    with pytest.raises(DeviceOutOfMemory, match="capturing decode steps"):
+        run(found.stage, [lone(12)])
+
+
+def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Captured]) -> None:
+    """C8 to C10: what is captured points into the cache."""
+    found = captured("nano25")
+    generator = found.stage.generator
+    first = outputs(run(found.stage, [lone(12)]))
+    generator.drop_graphs()
+    assert found.lane.forgotten == 1
+    generator.drop_kv()
+    found.build()
+    found.lane.starts = 0
+    assert outputs(run(found.stage, [lone(12)])) == first
+    assert found.lane.starts > 0
+
+
+def test_row_counts_double_up_to_all_slots() -> None:
+    assert list(row_counts(1)) == [1]
+    assert list(row_counts(8)) == [1, 2, 4, 8]
+    assert list(row_counts(48)) == [1, 2, 4, 8, 16, 32, 48]

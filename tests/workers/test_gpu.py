@@ -1,0 +1,177 @@
+"""What only a GPU can show: captured steps, kernels on their hardware, and the whole way in float32.
+
+Skipped without CUDA. Not yet run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
+from tests.workers.paged import filled_cache, written_out
+from tests.workers.reference import Reference
+from tests.workers.test_language import crowd, outputs
+from vsched.worker.contract import WorkerSettings
+from vsched_workers import vision_attention
+from vsched_workers.attention import (
+    DecodeKernel,
+    PrefillKernel,
+    Segment,
+    context_slots,
+    decode_by_gather,
+    prefill_by_gather,
+)
+from vsched_workers.make_checkpoint import make_checkpoint
+from vsched_workers.row_copies import open_copies
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),  # Triton compiles
+]
+DEVICE = "cuda:0"
+SETTINGS = WorkerSettings(device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny25"
+    make_checkpoint(str(path), "tiny25", dtype="float32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def full_precision() -> Iterator[None]:
+    """Have float32 be float32: TF32 has ten bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="module")
+def load(tiny: Path, full_precision: None) -> Callable[[str], Stage]:
+    def make(dtype: str) -> Stage:
+        return Stage.load(str(tiny), attention="auto", dtype=dtype, settings=SETTINGS)
+
+    return make
+
+
+@pytest.mark.parametrize("chunk", [7, 48, 1000])
+def test_generate_on_a_gpu_equals_transformers(
+    load: Callable[[str], Stage], tiny: Path, chunk: int
+) -> None:
+    """Images, chunks that split them, captured decode steps: the tokens of transformers' own generate on a CPU."""
+    stage, questions = load("float32"), [dataclasses.replace(each, count=24) for each in crowd()]
+    found = Driver(stage, chunk=chunk, seed=chunk).run(questions, arrivals=2)
+    reference = Reference(tiny)
+    assert outputs(found) == [
+        reference.generate(stage.prompt(question)[0], question.images, question.count)
+        for question in questions
+    ]
+    graphs = stage.generator._graphs  # type: ignore[attr-defined]
+    assert graphs is not None, "no kernel that can be captured was right on this device"
+    assert graphs._captured, "the capture failed: see the log"
+
+
+@pytest.mark.parametrize("options", [{}, {"arrivals": 2}, {"preempts": 5}])
+def test_captured_steps_equal_eager_ones(
+    load: Callable[[str], Stage], options: dict[str, int]
+) -> None:
+    """The same worker with its graphs taken away; float32, so that padding changes no token."""
+    stage, questions = load("float32"), [dataclasses.replace(each, count=40) for each in crowd()]
+    captured = outputs(Driver(stage, chunk=48, seed=1).run(questions, **options))
+    stage.generator.drop_graphs()
+    assert outputs(Driver(stage, chunk=48, seed=1).run(questions, **options)) == captured
+
+
+def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
+    """C8, C11: what was captured holds on to neither the cache nor memory of its own."""
+    stage = load("bfloat16")
+    generator, memory = stage.generator, stage.generator.device_memory()
+    Driver(stage, chunk=48).run(crowd())
+    generator.drop_graphs()
+    generator.drop_kv()
+    memory.release()
+    before = memory.allocated(), memory.reserved()
+    for _ in range(3):
+        generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
+        Driver(stage, chunk=48).run(crowd())
+        generator.drop_graphs()
+        generator.drop_kv()
+        memory.release()
+    assert memory.allocated() <= before[0] + (1 << 20)
+    assert memory.reserved() <= before[1] + (32 << 20)
+
+
+def kernels(dtype: torch.dtype) -> list[DecodeKernel]:
+    from vsched_workers.cuda_attention import TritonDecode, VarlenDecode
+
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    found: list[DecodeKernel] = [TritonDecode(processors)]
+    try:
+        found += [VarlenDecode()] if dtype == torch.bfloat16 else []
+    except ImportError:
+        print("torch", torch.__version__, "has no varlen_attn with block tables")
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (28, 4)], ids=["3B", "7B"])
+@pytest.mark.parametrize("contexts", [[1, 300, 4096], list(range(1, 65))])
+def test_decode_equals_attention_written_out(
+    dtype: torch.dtype, within: float, heads: int, kv_heads: int, contexts: list[int]
+) -> None:
+    """Varlen wants blocks of 256; what the shapes of two real models give, few rows and many."""
+    for kernel in kernels(dtype):
+        size = 16 if type(kernel).__name__ == "TritonDecode" else 256
+        _, step = filled_cache(
+            dtype, kv_heads, 128, contexts=contexts, block_size=size, device=DEVICE
+        )
+        query = torch.randn(len(contexts), heads, 128).to(device=DEVICE, dtype=dtype)
+        found = kernel(query, 1, step, 128**-0.5)
+        wanted = written_out(query, step, 1, 128**-0.5)
+        assert (found.cpu().double() - wanted).abs().max() < within, type(kernel).__name__
+        gathered = decode_by_gather(query, 1, step, 128**-0.5)
+        assert (found.float() - gathered.float()).abs().max() < 2 * within
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
+def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
+    from vsched_workers.cuda_attention import FlashPrefill
+
+    _, step = filled_cache(
+        torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
+    )
+    segment = Segment(
+        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
+    )
+    slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
+    own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
+    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    both: list[PrefillKernel] = [FlashPrefill(), prefill_by_gather]
+    found, wanted = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in both)
+    assert (found.float() - wanted.float()).abs().max() < 4e-2
+
+
+def test_vision_attention_runs_in_one_call() -> None:
+    assert vision_attention._runs(DEVICE, torch.bfloat16)
+
+
+def test_rows_are_right_when_copies_overlap_with_computing() -> None:
+    """D3: a buffer is not filled anew while it is read, whatever the device is busy with."""
+    copies = open_copies(DEVICE)
+    source = np.random.default_rng(0).integers(0, 255, (4096, 4096), dtype=np.uint8)
+    heavy = torch.randn(4096, 4096, device=DEVICE)
+    found = []
+    for turn in range(12):
+        heavy = heavy @ heavy
+        found.append((turn, copies.fetch(source, np.arange(turn, 4096, 3)).sum(dtype=torch.int64)))
+    for turn, total in found:
+        assert int(total) == int(source[turn::3].sum(dtype=np.int64))

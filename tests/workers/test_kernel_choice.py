@@ -1,0 +1,198 @@
+"""How a kernel is chosen by trying: over a cache on the CPU, with kernels that are right, wrong, slow or broken."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.paged import filled_cache
+from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.attention import (
+    KvCache,
+    PagedStep,
+    Segment,
+    decode_by_gather,
+    prefill_by_gather,
+)
+from vsched_workers.cuda_attention import FlashPrefill, VarlenDecode
+from vsched_workers.kernel_choice import Trial, _load_kernel, fastest
+
+
+class Right:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        return decode_by_gather(*inputs)
+
+
+class AlsoRight(Right):
+    pass
+
+
+class Wrong(Right):
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        return super().__call__(*inputs) + 0.5
+
+
+class NoNumber(Right):
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        return super().__call__(*inputs) * torch.nan
+
+
+class Broken(Right):
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        raise RuntimeError("page_block_size must be a multiple of 256")
+
+
+class Greedy(Right):
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def small_cache() -> KvCache:
+    cache = KvCache(
+        layers=2, blocks=9, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32, device="cpu"
+    )
+    assert not cache.keys[0].any()
+    return cache
+
+
+def choose(kernels: Sequence[Right], times: Mapping[str, float]) -> object:
+    """Choose among kernels that take so long, each in its turn of being timed."""
+    left = [times[type(kernel).__name__] for kernel in kernels if type(kernel).__name__ in times]
+
+    def timer(run: Callable[[], object]) -> float:
+        run()
+        return left.pop(0)
+
+    with Trial.over(small_cache(), 4) as trial:
+        candidates: Sequence[Any] = kernels
+        return fastest("decode", candidates, decode_by_gather, trial.decode, timer)
+
+
+def test_fastest_takes_the_quickest_that_is_right() -> None:
+    slow, quick = Right(), AlsoRight()
+    assert choose([slow, quick], {"Right": 2.0, "AlsoRight": 1.0}) is quick
+    assert choose([quick, slow], {"Right": 1.0, "AlsoRight": 2.0}) is slow
+
+
+@pytest.mark.parametrize("bad", [Wrong(), NoNumber(), Broken()])
+def test_fastest_leaves_out_what_is_wrong_or_does_not_run(
+    bad: Right, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = Right()
+    with caplog.at_level(logging.INFO):
+        assert choose([bad, good], {"Right": 1.0}) is good
+        assert choose([bad], {}) is decode_by_gather
+    assert type(bad).__name__ in caplog.text
+    assert "attention by gather is used" in caplog.text
+
+
+def test_fastest_tells_out_of_memory() -> None:
+    """C16: a cache that leaves no room for its kernel is too large."""
+    with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
+        choose([Greedy(), Right()], {"Right": 1.0})
+
+
+def test_trial_leaves_the_cache_as_it_was() -> None:
+    cache = small_cache()
+    with Trial.over(cache, 4) as trial:
+        assert trial.decode(decode_by_gather).abs().sum() > 0
+        assert trial.prefill(prefill_by_gather).shape == (4, 18, 8)
+    assert not any(each.any() for each in (*cache.keys, *cache.values))
+
+
+def varlen_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the documentation of torch's `varlen_attn` says, written out."""
+    assert enable_gqa
+    rows = []
+    for one, (start, stop) in enumerate(itertools.pairwise(cu_seq_q)):
+        if block_table is not None:
+            assert seqused_k is not None
+            keys, values = (held[block_table[one].long()].flatten(0, 1) for held in (key, value))
+            keys, values = keys[: seqused_k[one]], values[: seqused_k[one]]
+        else:
+            assert cu_seq_k is not None
+            span = slice(int(cu_seq_k[one]), int(cu_seq_k[one + 1]))
+            keys, values = key[span], value[span]
+        count = int(stop - start)
+        assert count <= max_q
+        assert len(keys) <= max_k
+        group = query.shape[1] // key.shape[-2]
+        keys, values = (held.repeat_interleave(group, dim=1) for held in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop], keys) * scale
+        if window_size == (-1, 0):
+            later = torch.ones(count, len(keys), dtype=torch.bool).triu(len(keys) - count + 1)
+            scores = scores.masked_fill(later, -torch.inf)
+        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(rows)
+
+
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_on_cpu)
+
+
+def step_of(contexts: list[int]) -> PagedStep:
+    return filled_cache(torch.float32, 2, 16, contexts=contexts, block_size=4)[1]
+
+
+@pytest.mark.usefixtures("varlen")
+def test_varlen_is_called_as_its_documentation_says() -> None:
+    step = step_of([1, 4, 5, 37])
+    query = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+    found = VarlenDecode()(query, 1, step, 0.3)
+    torch.testing.assert_close(found, decode_by_gather(query, 1, step, 0.3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
+def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
+    """A chunk at the end of its context: the causal rule is aligned to the last key."""
+    step = step_of([1, 37])
+    segment = Segment(
+        step.tables[1], start=3, first=first, last=first + rows, block_size=4, device="cpu"
+    )
+    slots = segment.slots()[first:]
+    own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
+    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
+    inputs = (query, own[0], own[1], 1, segment, step, 0.3)
+    found = FlashPrefill()(*inputs)
+    torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import varlen
+
+    def older(query: Any, cu_seq_q: Any, *, scale: Any = None, window_size: Any = None) -> None:
+        """As in torch 2.11."""
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    with pytest.raises(ImportError, match="does not take seqused_k, block_table"):
+        VarlenDecode()
+    assert FlashPrefill()._options == {}
+
+
+def test_varlen_wants_a_16_bit_type() -> None:
+    with pytest.raises(ConfigError, match="'varlen' runs with 16-bit types only, not with float32"):
+        _load_kernel("varlen", WorkerSettings(device="cuda"), torch.float32)

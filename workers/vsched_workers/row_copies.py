@@ -1,0 +1,95 @@
+"""Brings rows of host memory to the device, while it computes.
+
+Embedding rows lie scattered over the pages of the arena. Those that a chunk covers, and only those, are gathered into
+pinned memory; from there a stream of its own copies them while the device still runs what came before. The stream that
+computes waits for the copy, the host for nothing but a pinned buffer that is still being read. There are two of these,
+so that one can be filled while the other is on its way.
+
+Not yet run on a GPU: the order of waits was tested with a stand-in for `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BUFFERS = 2
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Allocate so many bytes of host memory that a GPU can read while the host goes on."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass
+class _Buffer:
+    """Pinned memory, and the event after which nobody reads it."""
+
+    memory: torch.Tensor
+    copied: Any = None
+
+
+class RowCopies:
+    """Copies rows to one device; without `cuda` it only gathers them."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        cuda: Any = None,
+        allocate: Callable[[int], torch.Tensor] = pinned,
+    ) -> None:
+        """Prepare for a device; `cuda` is `torch.cuda` or stands in for it, `allocate` gives pinned memory."""
+        self._device = torch.device(device)
+        self._cuda = cuda
+        self._allocate = allocate
+        self._turn = 0
+        self._buffers = [] if cuda is None else [_Buffer(allocate(0)) for _ in range(BUFFERS)]
+        self._stream: Any = None if cuda is None else cuda.Stream(device=self._device)
+
+    def fetch(self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the rows of `source` that are wanted, on the device, for the stream that is current.
+
+        Shape: source uint8 [rows, bytes], wanted int64 [n]; returns uint8 [n, bytes].
+
+        Blocks: until the copy before the last one is done.
+        """
+        if self._stream is None:
+            return torch.from_numpy(source[wanted])
+        staged, buffer = self._stage(source, wanted)
+        current = self._cuda.current_stream(self._device)
+        with self._cuda.stream(self._stream):
+            rows = torch.empty(staged.shape, dtype=torch.uint8, device=self._device)
+            rows.copy_(staged, non_blocking=True)
+            buffer.copied = self._cuda.Event()
+            buffer.copied.record(self._stream)
+        current.wait_event(buffer.copied)
+        # The memory belongs to the stream of the copies: it must not be handed out there while it is still read here.
+        rows.record_stream(current)
+        return rows
+
+    def _stage(
+        self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, _Buffer]:
+        """Gather rows into the pinned buffer whose turn it is, once nobody reads it."""
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        size = len(wanted) * source.shape[1]
+        if len(buffer.memory) < size:
+            buffer.memory = self._allocate(size)
+        staged = buffer.memory[:size].view(len(wanted), source.shape[1])
+        # Clipping: in any other mode numpy makes a copy of its own first. The indices are ours.
+        np.take(source, wanted, axis=0, out=staged.numpy(), mode="clip")
+        return staged, buffer
+
+
+def open_copies(device: str) -> RowCopies:
+    """Return what brings rows to a device named as torch names it."""
+    return RowCopies(device, cuda=None if device == "cpu" else torch.cuda)
