@@ -187,7 +187,10 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
     memory_limit: Annotated[Size, Meta(description=MEMORY_LIMIT)] = "auto"
     attention: Annotated[
         str,
-        Meta(description="Attention implementation; `auto` is the fastest that the machine has."),
+        Meta(
+            description="Attention implementation; `auto` is the fastest that the machine has, `exact` "
+            "keeps transformers' own modules, on a CPU in bfloat16 too."
+        ),
     ] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens of a KV block.")] = 16
     max_batch_tokens: Annotated[

@@ -29,6 +29,12 @@ MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
 
+def filled(rows: int, sizes: Sequence[int] = FEW_ROWS) -> int:
+    """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes."""
+    whole, rest = divmod(rows, sizes[-1])
+    return whole * sizes[-1] + (sizes[bisect.bisect_left(sizes, rest)] if rest else 0)
+
+
 class PackedWeight:
     """A weight [out, in] in the layout that oneDNN multiplies with."""
 
@@ -62,7 +68,7 @@ class PackedWeight:
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply at most a block of rows."""
         count = len(rows)
-        wanted = self._sizes[bisect.bisect_left(self._sizes, count)] if count else 0
+        wanted = filled(count, self._sizes)
         if wanted > count:
             rows = functional.pad(rows, (0, 0, 0, wanted - count))
         result: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families import Family
+    from vsched_workers.fused_layers import FusedLanguage
     from vsched_workers.tensor_parallel import RankGroup
 
 
@@ -75,15 +76,21 @@ class LanguageWorker:
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._head: Callable[[torch.Tensor], torch.Tensor]
         self._head_is_shared = len(head) < self._config.text_config.vocab_size
+        self._fused: FusedLanguage | None = None
         packed_bytes = 0
         # By where they lie: a tied head is the embedding, or a view of it.
         kept: dict[int, torch.Tensor] = {}
         if packs(settings.device, dtype):
             # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
+            fused = _fused_layers(settings)
+            if fused is not None and not fused.fuse(model):
+                fused = None
             packed_head = PackedWeight(head, None)
             self._head = packed_head
             packed_bytes = pack_linears(model) + packed_head.size_bytes
             warm_up(model, packed_head)
+            if fused is not None:
+                self._fused = fused.FusedLanguage(model, settings.threads)
         else:
             self._head = functools.partial(functional.linear, weight=head)
             kept[head.untyped_storage().data_ptr()] = head
@@ -207,13 +214,16 @@ class LanguageWorker:
             token_ids, positions, step = pack(
                 batch, self._cache, self._decode, self._prefill, self._device
             )
-            hidden = self._forward(token_ids, positions, step, self._images(batch))
-            rows = sampling_rows(batch)
+            rows, images = sampling_rows(batch), self._images(batch)
+            if self._fused is not None:
+                hidden = self._fused(token_ids, positions, step, images, rows)
+            else:
+                hidden = self._forward(token_ids, positions, step, images)
+                if len(rows) < len(hidden):
+                    hidden = hidden[send(rows, self._device)]
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32))
-            if len(rows) < len(hidden):
-                hidden = hidden[send(rows, self._device)]
-            logits = self._head(hidden)
+            logits = self._head(hidden)[: len(rows)]
             if self._head_is_shared:
                 # Every rank samples, from the same logits, and so draws the same token.
                 logits = self._group.all_gather(logits)
@@ -297,6 +307,17 @@ def _open_lane(settings: WorkerSettings) -> DecodeLane | None:
         # Triton starts kernels on the device that is current, wherever its tensors are.
         torch.cuda.set_device(settings.device)
     return CudaLane(settings.device)
+
+
+def _fused_layers(settings: WorkerSettings) -> Any:
+    """Return the module of fused layers, but where transformers' own are asked for or there is no compiler for it."""
+    if settings.attention not in {"auto", "numba"}:
+        return None
+    try:
+        from vsched_workers import fused_layers
+    except ImportError:
+        return None
+    return fused_layers
 
 
 def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:

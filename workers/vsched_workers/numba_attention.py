@@ -1,8 +1,8 @@
 """Decode attention on the CPU that reads the paged cache where it lies.
 
 Gathering every context before attending costs more than attending. This kernel walks the block tables instead: for each
-row and each key head it scores all positions for all query heads that share the head, takes the softmax, and sums the
-values. Both inner loops run over the values of one head, which lie together, so that the compiler vectorises them.
+row it scores all positions for all query heads, takes the softmax, and sums the values. The inner loops run over the
+values of one head, which lie together, so that the compiler vectorises them.
 
 bfloat16 has no type in numpy; its values arrive as uint16 and are widened by a shift, which is what they are: the upper
 half of a float32. Sums are float32 in either case.
@@ -30,20 +30,27 @@ if TYPE_CHECKING:
 _LOG2_E = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-126.0)
 
+TASKS_MIN = 4
+"""Fewer rows a thread are cut by heads too."""
 
-def _compiled(**options: Any) -> Callable[[Any], Any]:
-    """Compile with a cache on disk where there is a place for one."""
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """Compile with a cache on disk where there is a place for one.
+
+    The error model is numpy's: a division that may raise is not vectorised.
+    """
+    options |= {"fastmath": True, "nogil": True, "error_model": "numpy"}
 
     def compile_function(function: Any) -> Any:
         try:
-            return numba.njit(cache=True, fastmath=True, nogil=True, **options)(function)
+            return numba.njit(cache=True, **options)(function)
         except RuntimeError:
-            return numba.njit(fastmath=True, nogil=True, **options)(function)
+            return numba.njit(**options)(function)
 
     return compile_function
 
 
-@_compiled()
+@compiled()
 def _softmax(scores: Any, bits: Any, powers: Any, length: int) -> Any:
     """Replace scores by exp(score - highest) and return their sum.
 
@@ -86,82 +93,167 @@ def _widening(_context: Any, value: Any) -> Any:
     return numba.float32(value), widen
 
 
-_as_float: Any = numba.extending.intrinsic(_widening)
+as_float: Any = numba.extending.intrinsic(_widening)
+
+
+def _prefetching(_context: Any, _address: Any) -> Any:
+    """Fetch the line of memory at an address ahead of its use."""
+
+    def fetch(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        pointer, word = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], declared)
+        options = [ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), *options])
+        return None
+
+    return numba.void(numba.intp), fetch
+
+
+_prefetch: Any = numba.extending.intrinsic(_prefetching)
+
+
+@compiled()
+def _prefetch_head(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
+    """Fetch the heads of one slot: blocks lie anywhere, and a processor foresees nothing across pages."""
+    size = cached.shape[2] * cached.itemsize
+    start = cached.ctypes.data + (slot * cached.shape[1] + kv_first) * size
+    for line in range(0, (kv_stop - kv_first) * size, 64):
+        _prefetch(start + line)
 
 
 # Every array below is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the
-# vectors.
+# vectors. All heads of a slot lie together, so they are read together.
 
 
-@_compiled()
+@compiled()
 def _score(
-    query: Any, keys: Any, table: Any, kv_head: int, length: int, block_size: int, scores: Any
+    query: Any,
+    keys: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    scores: Any,
 ) -> None:
-    """Write the products of the queries [group, head dim] with every key into `scores` [group, length]."""
-    group, head_dim = query.shape
+    """Write the products of the queries [heads, head dim] with every key into `scores` [heads, length]."""
+    heads, head_dim = query.shape
+    group = heads // (kv_stop - kv_first)
     for first in range(0, length, block_size):
         slot = table[first // block_size] * block_size - first
+        ahead = min(first + block_size, length - 1) // block_size
+        further = table[ahead] * block_size - first
         for index in range(first, min(first + block_size, length)):
-            for head in range(group):
+            _prefetch_head(keys, further + index, kv_first, kv_stop)
+            for head in range(heads):
+                kv_head = kv_first + head // group
                 total = np.float32(0.0)
                 for value in range(head_dim):
-                    total += query[head, value] * _as_float(keys[slot + index, kv_head, value])
+                    total += query[head, value] * as_float(keys[slot + index, kv_head, value])
                 scores[head, index] = total
 
 
-@_compiled()
+@compiled()
 def _combine(
-    weights: Any, values: Any, table: Any, kv_head: int, length: int, block_size: int, summed: Any
+    weights: Any,
+    values: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    summed: Any,
 ) -> None:
-    """Add every value, times its weight [group, length], to `summed` [group, head dim]."""
-    group, head_dim = summed.shape
+    """Add every value, times its weight [heads, length], to `summed` [heads, head dim]."""
+    heads, head_dim = summed.shape
+    group = heads // (kv_stop - kv_first)
     for first in range(0, length, block_size):
         slot = table[first // block_size] * block_size - first
-        for index in range(first, min(first + block_size, length)):
-            for head in range(group):
+        ahead = min(first + block_size, length - 1) // block_size
+        further = table[ahead] * block_size - first
+        stop = min(first + block_size, length)
+        # Four at a time: the sums are read and written once for all of them.
+        for index in range(first, stop - 3, 4):
+            at = slot + index
+            for more in range(4):
+                _prefetch_head(values, further + index + more, kv_first, kv_stop)
+            for head in range(heads):
+                kv_head = kv_first + head // group
+                one, two = weights[head, index], weights[head, index + 1]
+                three, four = weights[head, index + 2], weights[head, index + 3]
+                for value in range(head_dim):
+                    summed[head, value] += (
+                        one * as_float(values[at, kv_head, value])
+                        + two * as_float(values[at + 1, kv_head, value])
+                        + three * as_float(values[at + 2, kv_head, value])
+                        + four * as_float(values[at + 3, kv_head, value])
+                    )
+        for index in range(stop - (stop - first) % 4, stop):
+            for head in range(heads):
+                kv_head = kv_first + head // group
                 weight = weights[head, index]
                 for value in range(head_dim):
-                    summed[head, value] += weight * _as_float(values[slot + index, kv_head, value])
+                    summed[head, value] += weight * as_float(values[slot + index, kv_head, value])
 
 
-@_compiled()
-def _attend_head(
+@compiled()
+def attend_scaled(
     query: Any,
     keys: Any,
     values: Any,
-    tables: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    summed: Any,
+) -> None:
+    """Attend for queries [heads, head dim] of the key heads from `kv_first` on; adds to `summed`, of the same shape."""
+    heads = len(query)
+    scores = np.empty((heads, length), dtype=np.float32)
+    bits = np.empty(length, dtype=np.int32)
+    _score(query, keys, table, kv_first, kv_stop, length, block_size, scores)
+    for head in range(heads):
+        total = _softmax(scores[head], bits, bits.view(np.float32), length)
+        share = np.float32(1.0) / total
+        for index in range(length):
+            scores[head, index] *= share
+    _combine(scores, values, table, kv_first, kv_stop, length, block_size, summed)
+
+
+@compiled()
+def _attend_row(
+    query: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
     row: int,
-    kv_head: int,
+    kv_first: int,
+    kv_stop: int,
     length: int,
     block_size: int,
     scaling: Any,
     out: Any,
 ) -> None:
-    """Attend for the query heads of one row that share one key head."""
-    group, head_dim = query.shape[2], query.shape[3]
-    scores = np.empty((group, length), dtype=np.float32)
-    bits = np.empty(length, dtype=np.int32)
-    scaled = np.empty((group, head_dim), dtype=np.float32)
-    summed = np.zeros((group, head_dim), dtype=np.float32)
-    for head in range(group):
+    """Attend for the query heads of one row that share some key heads."""
+    group, head_dim = query.shape[1] // keys.shape[1], query.shape[2]
+    first, heads = kv_first * group, (kv_stop - kv_first) * group
+    scaled = np.empty((heads, head_dim), dtype=np.float32)
+    summed = np.zeros((heads, head_dim), dtype=np.float32)
+    for head in range(heads):
         for value in range(head_dim):
-            scaled[head, value] = query[row, kv_head, head, value] * scaling
-    _score(scaled, keys, tables[row], kv_head, length, block_size, scores)
-    for head in range(group):
-        total = _softmax(scores[head], bits, bits.view(np.float32), length)
-        share = np.float32(1.0) / total
-        for index in range(length):
-            scores[head, index] *= share
-    _combine(scores, values, tables[row], kv_head, length, block_size, summed)
-    for head in range(group):
+            scaled[head, value] = query[row, first + head, value] * scaling
+    attend_scaled(scaled, keys, values, table, kv_first, kv_stop, length, block_size, summed)
+    for head in range(heads):
         for value in range(head_dim):
-            out[row, kv_head, head, value] = summed[head, value]
+            out[row, first + head, value] = summed[head, value]
 
 
 # Two functions, since the cache on disk tells functions apart by their names and not by how they are compiled.
 
 
-@_compiled()
+@compiled()
 def _attend_serial(
     query: Any,
     keys: Any,
@@ -170,17 +262,28 @@ def _attend_serial(
     contexts: Any,
     block_size: int,
     scaling: Any,
+    parts: int,
     out: Any,
 ) -> None:
-    rows, kv_heads = query.shape[0], query.shape[1]
-    for task in range(rows * kv_heads):
-        row, head = task // kv_heads, task % kv_heads
-        _attend_head(
-            query, keys, values, tables, row, head, contexts[row], block_size, scaling, out
+    share = keys.shape[1] // parts
+    for task in range(query.shape[0] * parts):
+        row, first = task // parts, task % parts * share
+        _attend_row(
+            query,
+            keys,
+            values,
+            tables[row],
+            row,
+            first,
+            first + share,
+            contexts[row],
+            block_size,
+            scaling,
+            out,
         )
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _attend_parallel(
     query: Any,
     keys: Any,
@@ -189,14 +292,37 @@ def _attend_parallel(
     contexts: Any,
     block_size: int,
     scaling: Any,
+    parts: int,
     out: Any,
 ) -> None:
-    rows, kv_heads = query.shape[0], query.shape[1]
-    for task in numba.prange(rows * kv_heads):
-        row, head = task // kv_heads, task % kv_heads
-        _attend_head(
-            query, keys, values, tables, row, head, contexts[row], block_size, scaling, out
+    share = keys.shape[1] // parts
+    for task in numba.prange(query.shape[0] * parts):
+        row, first = task // parts, task % parts * share
+        _attend_row(
+            query,
+            keys,
+            values,
+            tables[row],
+            row,
+            first,
+            first + share,
+            contexts[row],
+            block_size,
+            scaling,
+            out,
         )
+
+
+def parts_of(rows: int, kv_heads: int, threads: int) -> int:
+    """Return how many parts the key heads of a row make: threads that have no rows of their own share one."""
+    return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
+
+
+def use_threads(threads: int) -> None:
+    """Let parallel kernels run on so many threads."""
+    if threads > 1:
+        limits: Any = numba.config
+        numba.set_num_threads(min(threads, limits.NUMBA_NUM_THREADS))
 
 
 class NumbaDecode:
@@ -204,16 +330,15 @@ class NumbaDecode:
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         self._dtype = dtype
+        self._threads = threads
         self._attend = _attend_serial if threads == 1 else _attend_parallel
-        if threads > 1:
-            limits: Any = numba.config
-            numba.set_num_threads(min(threads, limits.NUMBA_NUM_THREADS))
+        use_threads(threads)
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Compile now, so that the first request does not wait for it."""
         cached = np.zeros((2, 1, 2), dtype=np.uint16 if self._is_half else np.float32)
-        query = np.zeros((1, 1, 1, 2), dtype=np.float32)
+        query = np.zeros((1, 1, 2), dtype=np.float32)
         self._attend(
             query,
             cached,
@@ -222,6 +347,7 @@ class NumbaDecode:
             np.ones(1, dtype=np.int32),
             2,
             np.float32(1.0),
+            1,
             np.empty_like(query),
         )
 
@@ -234,20 +360,17 @@ class NumbaDecode:
     ) -> torch.Tensor:
         """Return [rows, heads, head dim] for a query of the same shape."""
         keys, values = step.cache.arrays[layer]
-        rows, heads, head_dim = query.shape
-        kv_heads = keys.shape[1]
-        grouped: npt.NDArray[np.float32] = (
-            query.float().contiguous().view(rows, kv_heads, heads // kv_heads, head_dim).numpy()
-        )
-        out = np.empty(grouped.shape, dtype=np.float32)
+        given: npt.NDArray[np.float32] = query.float().contiguous().numpy()
+        out = np.empty(given.shape, dtype=np.float32)
         self._attend(
-            grouped,
+            given,
             keys,
             values,
             step.tables,
             step.contexts,
             step.cache.block_size,
             np.float32(scaling),
+            parts_of(len(given), keys.shape[1], self._threads),
             out,
         )
-        return torch.from_numpy(out).view(rows, heads, head_dim).to(self._dtype)
+        return torch.from_numpy(out).to(self._dtype)

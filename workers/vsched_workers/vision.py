@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -180,4 +181,9 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     if packs(settings.device, getattr(torch, info.dtype)):
         pack_linears(tower, MANY_ROWS)
         warm_up(tower)
+        if settings.attention != "exact":
+            with contextlib.suppress(ImportError):  # nothing compiles the kernels here
+                from vsched_workers.fused_vision import fuse_blocks
+
+                fuse_blocks(tower, settings.threads)
     return VisionWorker(info, settings, family, tower, weights_bytes, group)

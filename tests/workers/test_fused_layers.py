@@ -1,0 +1,260 @@
+"""Fused layers against transformers' modules, in bfloat16 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.workers.driver import Driver, Stage, drawn_image
+from tests.workers.ranks import Ranks
+from tests.workers.test_language import crowd
+from tests.workers.twins import WITHIN, Twins, run_twins
+from vsched.worker.contract import EncodeJob
+from vsched_workers import cpu_kernels, head_kernels
+from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
+from vsched_workers.fused_layers import Angles, FusedLanguage
+from vsched_workers.fused_vision import FusedBlock
+
+pytestmark = [
+    pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
+    pytest.mark.timeout(180),  # the first run on a machine compiles
+]
+
+Stages = Callable[..., Stage]
+EPS = 1e-6
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what transformers' modules make of rows."""
+    single = rows.float()
+    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
+
+
+def turned(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = head.chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    return head * torch.cat([cos, cos], dim=-1) + half * torch.cat([sin, sin], dim=-1)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [cpu_kernels.add_norm, pytest.param(cpu_kernels.add_norm_parallel, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("width", [16, 40, 257])
+@pytest.mark.parametrize("adds", ["adds", "adds nothing"])
+def test_add_norm_equals_the_modules(kernel: Any, width: int, adds: str) -> None:
+    hidden, delta, weight = draw(5, width), draw(5, width, seed=1), draw(width, seed=2)
+    wanted = hidden + delta if adds == "adds" else hidden.clone()
+    out = torch.empty_like(hidden)
+    delta_at = delta.data_ptr() if adds == "adds" else 0
+    kernel(
+        hidden.data_ptr(), delta_at, weight.data_ptr(), width, np.float32(EPS), out.data_ptr(), 5
+    )
+    assert torch.equal(hidden, wanted)
+    # The order of a sum may move a number over the edge between two.
+    assert (out == normed(wanted, weight)).float().mean() > 0.99
+    torch.testing.assert_close(out, normed(wanted, weight), rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [cpu_kernels.activate, pytest.param(cpu_kernels.activate_parallel, marks=pytest.mark.slow)],
+)
+def test_activate_equals_the_modules(kernel: Any) -> None:
+    """Far from zero the exponential neither overflows nor yields what is no number."""
+    gate, up = draw(7, 37) * 40, draw(7, 37, seed=1)
+    gate[0, :4] = torch.tensor([0.0, -0.0, 3e38, -3e38])
+    wanted = functional.silu(gate) * up
+    kernel(gate.data_ptr(), up.data_ptr(), 7, 37)
+    assert (gate == wanted).float().mean() > 0.97
+    torch.testing.assert_close(gate, wanted, rtol=0.01, atol=1e-6)
+
+
+def test_argmax_takes_the_first_of_the_largest() -> None:
+    logits = draw(6, 300)
+    logits[1] = (
+        -logits[1].abs() - 1
+    )  # the order of negative numbers is that of their bits, turned round
+    logits[2, [7, 9]] = 100.0
+    logits[3] = -torch.inf
+    logits[4, 0] = torch.inf
+    logits[5] = 0.0
+    found = np.empty(6, dtype=np.int32)
+    cpu_kernels.argmax(logits.data_ptr(), 6, 300, found)
+    assert found.tolist() == logits.argmax(-1).tolist()
+    assert found[2] == 7
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(
+    "kernel", [head_kernels.turn, pytest.param(head_kernels.turn_parallel, marks=pytest.mark.slow)]
+)
+def test_turn_equals_the_modules(kernel: Any, has_norms: bool) -> None:
+    """Heads are normed and turned as by the modules, and keys and values are where the cache has them."""
+    rows, heads, kv_heads, dim = 5, 4, 2, 16
+    qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(rows, 8), draw(rows, 8, seed=1)
+    weights = [draw(dim, seed=seed) for seed in (2, 3)] if has_norms else [draw(0), draw(0)]
+    keys, values = (torch.zeros(20, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    room = torch.zeros(heads + 2 * kv_heads, rows + 3, dim, dtype=torch.bfloat16)
+    slots = np.array([3, 19, 0, 7, 8])
+    kernel(
+        qkv.data_ptr(),
+        rows,
+        heads,
+        *(each.view(torch.uint16).numpy() for each in (cos, sin)),
+        slots,
+        *(each.view(torch.uint16).numpy() for each in (keys, values, *weights)),
+        np.float32(EPS),
+        room[:, 2:].data_ptr(),
+        rows + 3,
+    )
+    split = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    if has_norms:
+        split = (normed(split[0], weights[0]), normed(split[1], weights[1]), split[2])
+    wanted = [*(turned(each, cos[:, None], sin[:, None]) for each in split[:2]), split[2]]
+    found = room[:, 2 : 2 + rows].transpose(0, 1).split([heads, kv_heads, kv_heads], dim=1)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.01, atol=0.01)
+    assert not room[:, :2].any()
+    assert not room[:, 2 + rows :].any()
+    assert torch.equal(keys[slots], found[1])
+    assert torch.equal(values[slots], found[2])
+    assert keys.any(-1).any(-1).sum() == rows
+
+
+def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
+    """Each frequency turns with the axis that the family gives it, whichever way the two interleave them."""
+    rotary = stages(size, "auto", "bfloat16").generator._model.rotary_emb  # type: ignore[attr-defined]
+    positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
+    cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
+    found = Angles(rotary)(positions)
+    for one, other in zip(found, (cos, sin), strict=True):
+        half = other.shape[-1] // 2
+        assert torch.equal(torch.from_numpy(one).view(torch.bfloat16), other[0, :, :half])
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(5, marks=pytest.mark.slow), 48, 1000])
+def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -> None:
+    """Decode rows, chunks and images, deepstack included: the same logits but for rounding, and the same choice."""
+    exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
+    assert exact.generator._fused is None  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._fused, FusedLanguage)  # type: ignore[attr-defined]
+    twins = Twins(exact.generator, fused.generator)
+    stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
+    Driver(stage, chunk=chunk, seed=chunk).run(crowd(), arrivals=2, preempts=7 * (chunk > 5))
+    twins.check()
+
+
+@pytest.mark.slow
+def test_fused_layers_equal_the_modules_on_two_ranks(
+    checkpoints: Callable[[str], Path], ranks: Ranks, size: str
+) -> None:
+    """Each rank merges its own heads' products, and what the ranks add up is the same on both."""
+    first, second = ranks.run(run_twins, str(checkpoints(size)), crowd())
+    assert first == second
+    assert len(first) > 40
+
+
+def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) -> None:
+    """Merging and packing keeps no second copy."""
+    exact, fused = (stages(size, kind, "bfloat16").generator for kind in ("exact", "auto"))
+    assert exact.weights_bytes == fused.weights_bytes
+    names = [name for name, _ in fused._model.named_parameters()]  # type: ignore[attr-defined]
+    assert not any("proj" in name for name in names), "they are packed"
+
+
+def test_fused_layers_multiply_with_few_numbers_of_rows(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C14: whatever the batch, oneDNN meets the numbers of rows that it met at start."""
+    stage = stages("nano25", "auto", "bfloat16")
+    seen: set[int] = set()
+    model: Any = stage.generator._model  # type: ignore[attr-defined]
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            multiply = module.packed._multiply
+
+            def watch(rows: torch.Tensor, *others: Any, multiply: Any = multiply) -> torch.Tensor:
+                seen.add(len(rows))
+                product: torch.Tensor = multiply(rows, *others)
+                return product
+
+            monkeypatch.setattr(module.packed, "_multiply", watch)
+    Driver(stage, chunk=37).run(crowd(), arrivals=2)
+    assert len(seen) > 2
+    assert seen <= {*FEW_ROWS}
+
+
+def test_filled_adds_blocks_and_a_rest() -> None:
+    assert [filled(rows) for rows in (0, 1, 5, 256, 257, 520, 700)] == [0, 1, 6, 256, 257, 520, 704]
+
+
+def test_stress_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
+    """C3: the last layer serves only rows that are asked for; a stress that leaves it out must not."""
+    generator: Any = stages(size, "auto", "bfloat16").generator
+    driver = Driver(stages(size, "auto", "bfloat16"), chunk=30)
+    rows: list[int] = []
+    layer = generator._fused._layers[0]
+    down = layer.down
+
+    def watch(given: torch.Tensor) -> torch.Tensor:
+        rows.append(len(given))
+        product: torch.Tensor = down(given)
+        return product
+
+    layer.down = watch
+    try:
+        with generator.first_layers(1):
+            driver.step([driver.start(0, crowd()[1])])
+    finally:
+        layer.down = down
+    assert rows == [filled(30)]
+
+
+def test_exact_and_single_keep_the_modules(stages: Stages) -> None:
+    for attention, dtype in (("exact", "bfloat16"), ("auto", "float32")):
+        stage = stages("nano25", attention, dtype)
+        assert stage.generator._fused is None  # type: ignore[attr-defined]
+        assert not _fused_blocks(stage)
+
+
+@pytest.mark.parametrize("sizes", [[(90, 60)], [(200, 70), (31, 150), (140, 140)]])
+def test_fused_blocks_equal_the_modules(stages: Stages, sizes: list[tuple[int, int]]) -> None:
+    """Windows of several sizes, one or more images at once: the same rows but for rounding."""
+    exact, fused = (stages("nano25", kind, "bfloat16") for kind in ("exact", "auto"))
+    assert _fused_blocks(fused)
+    images = [drawn_image(seed, *size) for seed, size in enumerate(sizes)]
+    plans = [exact.preprocessor.plan_image(*image.size) for image in images]
+    pages = iter(range(1000))
+    jobs = [
+        EncodeJob(
+            key=b"",
+            grid=plan.grid,
+            tokens=plan.tokens,
+            pixels=exact.preprocessor.process_image(image),
+            pages=[next(pages) for _ in range(plan.tokens)],
+        )
+        for plan, image in zip(plans, images, strict=True)
+    ]
+    rows = []
+    for stage in (exact, fused):
+        arena = np.zeros((next(pages), 1, exact.info.embedding_row_bytes), dtype=np.uint8)
+        stage.encoder.encode(jobs, arena)
+        rows.append(torch.from_numpy(arena).view(torch.bfloat16).float())
+    assert rows[0].abs().max() > 0.1
+    assert (rows[0] - rows[1][: len(rows[0])]).abs().max() < WITHIN * rows[0].abs().max()
+
+
+def _fused_blocks(stage: Stage) -> bool:
+    blocks = stage.encoder._tower.blocks  # type: ignore[attr-defined]
+    return all(isinstance(block, FusedBlock) for block in blocks)

@@ -1,0 +1,95 @@
+"""Two ways to compute the same, batch by batch: transformers' modules and fused layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.workers.driver import Question, Stage
+from tests.workers.ranks import driver_of
+from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
+
+WITHIN = 0.04
+"""Most that a logit may differ, as a share of the largest one: a few roundings to 8 bits."""
+
+
+class Twins:
+    """Two generators that get the same batches, and their hidden states and logits; the first one's tokens count."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._pair = (first, second)
+        self.hidden: list[list[torch.Tensor]] = [[], []]
+        self.logits: list[list[torch.Tensor]] = [[], []]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair[0], name)
+
+    def prepare(self, sequence: SequenceState) -> None:
+        self._pair[0].prepare(sequence)
+
+    def step(self, batch: Batch) -> Sampled:
+        sampled: list[Sampled] = []
+        for generator, hidden, logits in zip(self._pair, self.hidden, self.logits, strict=True):
+            with _watched(generator, hidden, logits):
+                sampled.append(generator.step(batch))
+        rows = len(sampled[0].tokens)
+        for kept in (*self.hidden, *self.logits):
+            if rows:
+                kept[-1] = kept[-1][:rows]
+        return sampled[0]
+
+    def check(self) -> None:
+        """Check that the logits are the same but for rounding, and so the choice wherever it is clear."""
+        wanted, found = (torch.cat(each).float() for each in self.logits)
+        assert wanted.shape == found.shape
+        scale = wanted.abs().amax(-1)
+        apart = (wanted - found).abs().amax(-1)
+        assert (apart < WITHIN * scale).all()
+        top = wanted.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 2 * apart
+        assert clear.sum() > 10
+        assert torch.equal(wanted.argmax(-1)[clear], found.argmax(-1)[clear])
+
+
+@contextmanager
+def _watched(
+    generator: Any, inputs: list[torch.Tensor], kept: list[torch.Tensor]
+) -> Iterator[None]:
+    head = generator._head
+
+    def watch(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = head(hidden)
+        inputs.append(hidden.clone())
+        kept.append(logits.clone())
+        return logits
+
+    generator._head = watch
+    try:
+        yield
+    finally:
+        generator._head = head
+
+
+def run_twins(
+    settings: WorkerSettings, path: str, questions: Sequence[Question]
+) -> list[list[float]]:
+    """Run questions as one rank of a group, check, and return some of the hidden states of the fused layers."""
+    stages = [
+        Stage.load(
+            path,
+            attention=kind,
+            dtype="bfloat16",
+            settings=dataclasses.replace(settings, rendezvous=f"{settings.rendezvous}-{kind}"),
+        )
+        for kind in ("exact", "auto")
+    ]
+    twins = Twins(*(stage.generator for stage in stages))
+    stage = dataclasses.replace(stages[0], generator=twins)
+    driver_of(settings, stage, 40).run(questions, arrivals=2, preempts=7)
+    twins.check()
+    hidden: list[list[float]] = torch.cat(twins.hidden[1])[:, :8].tolist()
+    return hidden

@@ -1,0 +1,391 @@
+"""The layers of a language model in bfloat16 on a CPU, written out: five products a layer and little between them.
+
+transformers' modules spend three quarters of a small decode step on calls: some forty-five a layer, each over all rows.
+Here a layer is five products of packed weights, queries, keys and values being one of them, and four passes of
+`cpu_kernels.py`. One step's rows are filled up once to a number that packed weights are multiplied with, and long ones
+are cut into blocks, so that what one product makes is still in the cache when the next takes it.
+
+What a layer computes follows from the modules that it is made of. A model with a layer of another make keeps
+transformers' modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.activations import SiLUActivation
+
+from vsched_workers import cpu_kernels, head_kernels
+from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled
+from vsched_workers.numba_attention import parts_of, use_threads
+from vsched_workers.slicing import SummedLinear
+
+if TYPE_CHECKING:
+    from vsched_workers.attention import PagedStep
+    from vsched_workers.packed_step import Images
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+Halves = npt.NDArray[np.uint16]
+
+PARALLEL_VALUES_MIN = 1 << 16
+"""Passes over fewer values run on one thread: waking the others takes longer."""
+
+DECODE_VALUES_MIN = 1 << 18
+"""The same for attention, in products of a query and a key."""
+
+
+class FusedAttention(nn.Module):
+    """The attention of one layer, its first three products merged."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        inputs, outputs = parts[0].in_features, sum(part.out_features for part in parts)
+        merged = nn.Linear(inputs, outputs, parts[0].bias is not None, device="meta")
+        merged.weight = _frozen([part.weight for part in parts])
+        if parts[0].bias is not None:
+            merged.bias = _frozen([part.bias for part in parts])
+        self.qkv_proj: nn.Module = merged
+        self.o_proj: nn.Module = attention.o_proj
+        self.q_norm: Any = getattr(attention, "q_norm", None)
+        self.k_norm: Any = getattr(attention, "k_norm", None)
+        self.head_dim: int = attention.head_dim
+        self.heads = parts[0].out_features // self.head_dim
+        self.kv_heads = parts[1].out_features // self.head_dim
+        self.scaling: float = attention.scaling
+        self.index: int = attention.layer_idx
+
+
+def _frozen(parts: Sequence[torch.Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat(list(parts)), requires_grad=False)
+
+
+def fuse(model: Any) -> bool:
+    """Merge the first products of every layer, and tell whether all layers look as it is written here.
+
+    The linear layers are packed afterwards, and `FusedLanguage` made of the model.
+    """
+    if not all(_is_known(layer) for layer in model.layers):
+        return False
+    for layer in model.layers:
+        layer.self_attn = FusedAttention(layer.self_attn)
+    return True
+
+
+def _is_known(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkv"]
+    linears += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up")]
+    summed = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
+    head_dim, sliding = attention.head_dim, getattr(attention, "sliding_window", None)
+    return (
+        all(isinstance(each, nn.Linear) for each in linears)
+        and all(isinstance(each, nn.Linear | SummedLinear) for each in summed)
+        and len({each.bias is None for each in linears[:3]}) == 1
+        and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        and head_dim % 2 == 0
+        and sliding is None
+    )
+
+
+@dataclass(slots=True)
+class Norm:
+    """An RMS norm: where its weights lie, which the module owns."""
+
+    weight: int
+    width: int
+    eps: np.float32
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """Take the weights of transformers' module."""
+        weight: torch.Tensor = module.weight
+        assert weight.is_contiguous(), "its values are read one after the other"
+        return cls(weight.data_ptr(), len(weight), np.float32(module.variance_epsilon))
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer: its products, norms and sizes."""
+
+    qkv: Product
+    output: Product
+    gate: Product
+    up: Product
+    down: Product
+    norm: Norm
+    middle: Norm
+    query_weight: Halves
+    key_weight: Halves
+    head_eps: np.float32
+    attention: FusedAttention
+
+
+class _Rows:
+    """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
+
+    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]; `count` rows count, the rest is filling.
+    """
+
+    def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
+        self.hidden = hidden
+        self.attended = attended
+        self.normed = torch.empty_like(hidden)
+        self.count = count
+        attended[count:] = 0
+        size = FEW_ROWS[-1]
+        self.blocks = [
+            _Block(
+                start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
+            )
+            for start in range(0, len(hidden), size)
+        ]
+
+    def only(self, wanted: torch.Tensor) -> _Rows:
+        """Return some of the rows, and filling; their norms are lost."""
+        count = len(wanted)
+        wanted = functional.pad(wanted, (0, filled(count) - count))
+        return _Rows(self.hidden[wanted], self.attended[wanted], count)
+
+
+class _Block:
+    """Part of the rows, from `start` on, and where in memory it lies."""
+
+    __slots__ = ("attended", "hidden_at", "normed", "normed_at", "rows", "start", "stop")
+
+    def __init__(
+        self, start: int, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
+    ) -> None:
+        self.start = start
+        self.rows = len(hidden)
+        self.stop = start + self.rows
+        self.normed = normed
+        self.attended = attended
+        self.hidden_at = hidden.data_ptr()
+        self.normed_at = normed.data_ptr()
+
+
+@dataclass(slots=True)
+class _Heads:
+    """What attention needs of a step beside the rows: the angles of each row, its slot, and room for prefill rows.
+
+    Shape: cos, sin [count, head dim / 2]; slots [count]; room [heads + 2 * kv heads, prefill rows, head dim].
+    """
+
+    cos: Halves
+    sin: Halves
+    slots: npt.NDArray[np.int64]
+    room: torch.Tensor
+    many: bool
+
+
+class FusedLanguage:
+    """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed."""
+
+    def __init__(self, model: Any, threads: int) -> None:
+        self._model = model
+        self._threads = threads
+        self._layers = [_layer_of(layer) for layer in model.layers]
+        self._angles = Angles(model.rotary_emb)
+        self._last = Norm.of(model.norm)
+        use_threads(threads)
+        cpu_kernels.warm_up(threads=threads)
+        head_kernels.warm_up(threads=threads)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        wanted: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return the normed hidden states of the wanted rows, [rows, hidden]; what fills them up comes after them."""
+        count = len(token_ids)
+        ids = functional.pad(token_ids, (0, filled(count) - count))
+        hidden = functional.embedding(ids, self._model.embed_tokens.weight)
+        levels: Sequence[torch.Tensor] = ()
+        places = torch.empty(0)
+        if images is not None:
+            places = torch.from_numpy(images.rows)
+            hidden[places] = images.levels[0]
+            levels = list(images.levels[1:])
+        first = self._layers[0].attention
+        rows = _Rows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
+        cos, sin = self._angles(positions)
+        kinds = first.heads + 2 * first.kv_heads
+        room = hidden.new_empty(kinds, count - step.decode_rows, first.head_dim)
+        seen = int(step.contexts.sum()) * first.heads * first.head_dim
+        heads = _Heads(cos, sin, step.slots.numpy(), room, self._many(seen, DECODE_VALUES_MIN))
+        # A stress runs the first layers only.
+        layers = self._layers[: len(self._model.layers)]
+        select = torch.from_numpy(wanted) if len(wanted) < count else None
+        self._add_norm(rows, None, layers[0].norm)
+        for index, layer in enumerate(layers):
+            self._attend(layer, rows, heads, step)
+            if select is not None and index + 1 == len(self._layers) > len(levels):
+                # Nobody asks for the others any more, nor are any added to.
+                rows, select = rows.only(select), None
+            following = layers[index + 1].norm if index + 1 < len(layers) else self._last
+            self._feed_forward(layer, rows, following)
+            if index < len(levels):
+                rows.hidden[places] += levels[index]
+                self._add_norm(rows, None, following)
+        return rows.normed if select is None else rows.normed[select]
+
+    def _attend(self, layer: _Layer, rows: _Rows, heads: _Heads, step: PagedStep) -> None:
+        """Attend: from the normed rows to the attended ones, keys and values written into the cache."""
+        attention = layer.attention
+        keys, values = step.cache.arrays[attention.index]
+        shared = (layer.query_weight, layer.key_weight, layer.head_eps)
+        decode_rows = step.decode_rows
+        turn = head_kernels.turn
+        if self._many(heads.room.numel(), PARALLEL_VALUES_MIN):
+            turn = head_kernels.turn_parallel
+        for block in rows.blocks:
+            qkv = layer.qkv(block.normed)
+            start, stop = block.start, min(block.stop, rows.count)
+            middle = min(max(decode_rows, start), stop)
+            if start < middle:
+                part = slice(start, middle)
+                (head_kernels.decode_parallel if heads.many else head_kernels.decode)(
+                    qkv.data_ptr(),
+                    middle - start,
+                    attention.heads,
+                    heads.cos[part],
+                    heads.sin[part],
+                    heads.slots[part],
+                    keys,
+                    values,
+                    step.tables[part],
+                    step.contexts[part],
+                    step.cache.block_size,
+                    *shared,
+                    np.float32(attention.scaling),
+                    block.attended.data_ptr(),
+                    parts_of(
+                        middle - start, attention.kv_heads, self._threads if heads.many else 1
+                    ),
+                )
+            if middle < stop:
+                part = slice(middle, stop)
+                turn(
+                    qkv.data_ptr() + (middle - start) * qkv.shape[1] * qkv.itemsize,
+                    stop - middle,
+                    attention.heads,
+                    heads.cos[part],
+                    heads.sin[part],
+                    heads.slots[part],
+                    keys,
+                    values,
+                    *shared,
+                    heads.room.data_ptr() + (middle - decode_rows) * attention.head_dim * 2,
+                    heads.room.shape[1],
+                )
+        queries, seen, taken = heads.room.split(
+            (attention.heads, attention.kv_heads, attention.kv_heads)
+        )
+        for segment in step.segments:
+            part = slice(segment.start - decode_rows, segment.stop - decode_rows)
+            own = queries[:, part], seen[:, part], taken[:, part]
+            attended = step.prefill(*own, attention.index, segment, step, attention.scaling)
+            rows.attended[segment.start : segment.stop].view(
+                -1, attention.heads, attention.head_dim
+            ).copy_(attended.transpose(0, 1))
+
+    def _feed_forward(self, layer: _Layer, rows: _Rows, following: Norm) -> None:
+        """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
+        for block in rows.blocks:
+            self._add_norm_block(block, layer.output(block.attended), layer.middle)
+            gate, up = layer.gate(block.normed), layer.up(block.normed)
+            many = self._many(gate.numel(), PARALLEL_VALUES_MIN)
+            activate = cpu_kernels.activate_parallel if many else cpu_kernels.activate
+            activate(gate.data_ptr(), up.data_ptr(), *gate.shape)
+            self._add_norm_block(block, layer.down(gate), following)
+
+    def _add_norm(self, rows: _Rows, delta: torch.Tensor | None, norm: Norm) -> None:
+        for block in rows.blocks:
+            self._add_norm_block(block, delta, norm)
+
+    def _add_norm_block(self, block: _Block, delta: torch.Tensor | None, norm: Norm) -> None:
+        """Write the norms of a block's rows, to which `delta` is added before."""
+        many = self._many(block.rows * norm.width, PARALLEL_VALUES_MIN)
+        (cpu_kernels.add_norm_parallel if many else cpu_kernels.add_norm)(
+            block.hidden_at,
+            0 if delta is None else delta.data_ptr(),
+            norm.weight,
+            norm.width,
+            norm.eps,
+            block.normed_at,
+            block.rows,
+        )
+
+    def _many(self, values: int, least: int) -> bool:
+        return self._threads > 1 and values >= least
+
+
+class Angles:
+    """The angles by which heads are turned, for each row's positions on three axes."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._half: int = len(rotary.inv_freq)
+        one = torch.eye(3, dtype=torch.int64)[:, None]
+        _, sin = rotary(torch.empty(0, dtype=torch.float32), one)
+        # Which axis a frequency belongs to shows where it turns with nothing else.
+        turned = sin[0, :, : self._half].ne(0)
+        self._axes = turned.int().argmax(0)
+        self._plain = rotary.rope_type == "default" and bool((turned.sum(0) == 1).all())
+
+    def __call__(self, positions: torch.Tensor) -> tuple[Halves, Halves]:
+        """Return cosines and sines [rows, head dim / 2] for positions [4, 1, rows], the first of which count text."""
+        if self._plain:
+            scaling = self._rotary.attention_scaling
+            angles = positions[1:, 0].t().float().index_select(1, self._axes)
+            angles *= self._rotary.inv_freq
+            pair = (angles.cos() * scaling).bfloat16(), (angles.sin() * scaling).bfloat16()
+        else:
+            cos, sin = self._rotary(positions.new_empty(0, dtype=torch.bfloat16), positions[1:])
+            pair = cos[0, :, : self._half].contiguous(), sin[0, :, : self._half].contiguous()
+        first, second = (each.view(torch.uint16).numpy() for each in pair)
+        return first, second
+
+
+def _layer_of(layer: Any) -> _Layer:
+    attention: FusedAttention = layer.self_attn
+    return _Layer(
+        qkv=product_of(attention.qkv_proj),
+        output=product_of(attention.o_proj),
+        gate=product_of(layer.mlp.gate_proj),
+        up=product_of(layer.mlp.up_proj),
+        down=product_of(layer.mlp.down_proj),
+        norm=Norm.of(layer.input_layernorm),
+        middle=Norm.of(layer.post_attention_layernorm),
+        query_weight=_values_of(attention.q_norm),
+        key_weight=_values_of(attention.k_norm),
+        head_eps=np.float32(getattr(attention.q_norm, "variance_epsilon", 0.0)),
+        attention=attention,
+    )
+
+
+def product_of(module: nn.Module) -> Product:
+    """Return what multiplies by a packed linear layer, without the call of a module where there is no need of one."""
+    if isinstance(module, PackedLinear):
+        return module.packed
+    forward: Product = module.forward
+    return forward
+
+
+def _values_of(norm: Any) -> Halves:
+    """Return the weights of a norm; none where there is no norm."""
+    if norm is None:
+        return np.empty(0, dtype=np.uint16)
+    found: Halves = norm.weight.detach().view(torch.uint16).numpy()
+    return found
