@@ -20,9 +20,9 @@ from vsched_workers.attention import (
     context_slots,
     decode_by_gather,
     prefill_by_gather,
-    prefill_by_tiles,
 )
 from vsched_workers.kernel_choice import choose_decode, choose_prefill
+from vsched_workers.tiled_attention import prefill_by_tiles
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
@@ -161,10 +161,18 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="not installed. Remedy"):
         choose_decode(WorkerSettings(attention="numba"), torch.float32)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
+    monkeypatch.setitem(sys.modules, "vsched_workers.tiled_attention", absent)
+    assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
 
 
-@pytest.mark.parametrize("kernel", [prefill_by_gather, prefill_by_tiles])
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "within"),
+    [
+        (prefill_by_gather, torch.float32, 1e-5),
+        (prefill_by_gather, torch.bfloat16, 4e-2),
+        (prefill_by_tiles, torch.bfloat16, 4e-2),
+    ],
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
 def test_prefill_equals_attention_written_out(
@@ -181,6 +189,9 @@ def test_prefill_equals_attention_written_out(
     """A chunk sees all that came before it, through the block table, and of itself what is not later."""
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MIN", 8)
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MAX", 8)
+    monkeypatch.setattr(tiled_attention, "BLOCK", 16)
+    monkeypatch.setattr(tiled_attention, "FEW_ROWS", (1, 4, 16))
+    monkeypatch.setattr(tiled_attention, "BLOCK_PART", 8)
     cache, step = filled(dtype, kv_heads, head_dim)
     segment = Segment(
         step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
@@ -222,8 +233,26 @@ def test_prefill_by_tiles_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch)
         earlier = torch.arange(1 + 5 * rows)
         tiled_attention.attend_chunk(query, query, query, keys, keys, earlier, 1.0)
         seen.append(len(shapes))
-    assert seen[-1] <= 2 * len(tiled_attention.ROWS) * (1 + tiled_attention.TILE_PARTS)
+    assert seen[-1] <= 2 * len(tiled_attention.FEW_ROWS) * (3 + tiled_attention.TILE_PARTS)
     assert seen[-1] < 134, "fewer than chunks"
+
+
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])
+def test_attend_all_equals_attention_written_out(
+    sequences: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows many at a time, an image block by block and tile by tile: no row sees another sequence or filling."""
+    monkeypatch.setattr(tiled_attention, "IMAGE_KEYS", 128)
+    monkeypatch.setattr(tiled_attention, "IMAGE_KEYS_PART", 48)
+    heads, head_dim = 3, 16
+    chance = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(3, heads, sequences, rows, head_dim, generator=chance).bfloat16()
+    out = torch.full((sequences, rows, heads, head_dim), torch.nan, dtype=torch.bfloat16)
+    query, key, value = inputs
+    tiled_attention.attend_all(query, key, value, 0.4, out)
+    weights = (query.double() @ key.double().transpose(-1, -2) * 0.4).softmax(-1)
+    expected = (weights @ value.double()).permute(1, 2, 0, 3)
+    torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
 def test_choose_prefill_takes_tiles_for_bfloat16_on_the_cpu_only() -> None:

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as functional
 
 from vsched_workers.device_memory import map_private
-from vsched_workers.tiled_attention import attend_chunk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -259,23 +258,6 @@ def prefill_by_gather(
         scale=scaling,
         enable_gqa=True,
     )[0]
-
-
-def prefill_by_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    segment: Segment,
-    step: PagedStep,
-    scaling: float,
-) -> torch.Tensor:
-    """Attend tile by tile of the context; a chunk with nothing before it is left to torch."""
-    if segment.whole:
-        return prefill_by_gather(query, key, value, layer, segment, step, scaling)
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    earlier = segment.slots()[: segment.first]
-    return attend_chunk(query, key, value, keys, values, earlier, scaling)
 
 
 def decode_by_gather(

@@ -82,7 +82,7 @@ def _ordering(_context: Any, _value: Any) -> Any:
 
 _pointer: Any = numba.extending.intrinsic(_halves_at)
 rounded: Any = numba.extending.intrinsic(_rounding)
-_power_of_two: Any = numba.extending.intrinsic(_raising)
+power_of_two: Any = numba.extending.intrinsic(_raising)
 _ordered: Any = numba.extending.intrinsic(_ordering)
 
 
@@ -106,7 +106,7 @@ def _exp(value: Any) -> Any:
     series = series * rest + np.float32(0.5)
     series = series * rest + np.float32(1.0)
     series = series * rest + np.float32(1.0)
-    return series * _power_of_two(whole)
+    return series * power_of_two(whole)
 
 
 @compiled()

@@ -224,16 +224,16 @@ class FusedLanguage:
         room = hidden.new_empty(kinds, count - step.decode_rows, first.head_dim)
         seen = int(step.contexts.sum()) * first.heads * first.head_dim
         heads = _Heads(cos, sin, step.slots.numpy(), room, self._many(seen, DECODE_VALUES_MIN))
-        # A stress runs the first layers only.
+        # A stress runs the first layers only, if any.
         layers = self._layers[: len(self._model.layers)]
+        norms = [*(layer.norm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
-        self._add_norm(rows, None, layers[0].norm)
-        for index, layer in enumerate(layers):
+        self._add_norm(rows, None, norms[0])
+        for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             self._attend(layer, rows, heads, step)
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
                 rows, select = rows.only(select), None
-            following = layers[index + 1].norm if index + 1 < len(layers) else self._last
             self._feed_forward(layer, rows, following)
             if index < len(levels):
                 rows.hidden[places] += levels[index]

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.activations import SiLUActivation
 
-from vsched_workers import cpu_kernels, head_kernels
+from vsched_workers import cpu_kernels, head_kernels, softmax_kernels
 from vsched_workers.cpu_modules import MANY_ROWS
 from vsched_workers.fused_layers import PARALLEL_VALUES_MIN, Norm, product_of
 from vsched_workers.numba_attention import use_threads
+from vsched_workers.tiled_attention import attend_all
 
 BLOCK = MANY_ROWS[-1]
 
@@ -32,6 +32,7 @@ def fuse_blocks(tower: Any, threads: int) -> bool:
     use_threads(threads)
     cpu_kernels.warm_up(threads=threads)
     head_kernels.warm_up_patches(threads=threads)
+    softmax_kernels.warm_up(threads=threads)
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads)
     return True
@@ -112,15 +113,9 @@ class FusedBlock(nn.Module):
         for length, equal in itertools.groupby(lengths):
             number = sum(1 for _ in equal)
             part = slice(start, start + number * length)
-            cut = (
-                each[:, part].unflatten(1, (number, length)).transpose(0, 1)
-                for each in (query, key, value)
-            )
+            cut = (each[:, part].unflatten(1, (number, length)) for each in (query, key, value))
             scale: float = self.block.attn.scaling
-            out = functional.scaled_dot_product_attention(
-                next(cut), next(cut), next(cut), scale=scale
-            )
-            attended[part].unflatten(0, (number, length)).copy_(out.transpose(1, 2))
+            attend_all(*cut, scale, attended[part].unflatten(0, (number, length)))
             start = part.stop
         return attended.flatten(1)
 

@@ -26,7 +26,6 @@ from vsched_workers.attention import (
     Segment,
     decode_by_gather,
     prefill_by_gather,
-    prefill_by_tiles,
 )
 from vsched_workers.device_memory import typed_out_of_memory
 
@@ -76,7 +75,15 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
 def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
     """Return the prefill kernel: tiles where they are faster, and torch's own where `exact` is asked for."""
     tiles = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
-    return prefill_by_tiles if tiles else prefill_by_gather
+    if not tiles:
+        return prefill_by_gather
+    try:
+        from vsched_workers import softmax_kernels
+        from vsched_workers.tiled_attention import prefill_by_tiles
+    except ImportError:
+        return prefill_by_gather
+    softmax_kernels.warm_up(threads=settings.threads)
+    return prefill_by_tiles
 
 
 def _on_cuda(settings: WorkerSettings) -> bool:

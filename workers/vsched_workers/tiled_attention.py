@@ -1,12 +1,13 @@
-"""Prefill attention on the CPU for bfloat16: tiles of keys, an online softmax, no mask but on the diagonal.
+"""Attention of many rows on the CPU for bfloat16: tiles of keys, an online softmax, no mask.
 
-torch's fused kernel spends more time on the exponential than on the two products, and reads a mask as large as the
-scores. Here the products go to oneDNN, which multiplies bfloat16 at twice the rate of float32, the exponential is a
-power of two (the factor goes into the product before it), and a tile of scores stays in the cache. Only the tile of the
-chunk with itself needs a mask; all earlier tokens are seen by all rows.
+torch's fused kernel spends most of its time on the exponential, and reads a mask as large as the scores. Here the
+products go to oneDNN, which multiplies bfloat16 at twice the rate of float32, the exponential is a power of two (the
+factor goes into the product before it), and a tile of scores stays in the cache until `softmax_kernels.py` has made
+weights of it. Rows are cut into blocks, and a block of a chunk is multiplied with those keys of the chunk only that one
+of its rows sees.
 
-oneDNN compiles a product for every shape that it meets, and keeps what it compiled (see `cpu_modules.py`). So rows and
-tiles are filled up to a few sizes.
+oneDNN compiles a product for every shape that it meets, and keeps what it compiled (see `cpu_modules.py`). So rows,
+tiles and batches come in a few sizes.
 
 Scores are rounded to bfloat16 between the product and the softmax, as transformers' own eager attention rounds them;
 `generate.attention = "exact"` keeps torch's kernel, which does not.
@@ -18,40 +19,92 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from vsched_workers import softmax_kernels
+from vsched_workers.softmax_kernels import LOWEST
+
+if TYPE_CHECKING:
+    from vsched_workers.attention import PagedStep, Segment
+
 TILE_SCORES = 1 << 19
-"""Scores of a tile: 2 MiB in float32, which the second level of cache holds about half of."""
+"""Scores of a tile: 1 MiB, which the second level of cache holds."""
 TILE_KEYS_MIN, TILE_KEYS_MAX = 512, 2048
 TILE_PARTS = 4
 """The last tile is filled up to a whole number of such parts of a tile."""
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of rows of a chunk that is computed; larger ones are multiples of the last."""
+BLOCK = 128
+"""Rows of a chunk that are computed at once."""
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, BLOCK)
+"""Numbers of rows that a small chunk is filled up to; the last block of a larger one comes in `BLOCK_PART`s."""
+BLOCK_PART = 32
+WINDOW_ROWS = (16, 32, 64)
+"""Sequences up to the last of these are computed many at a time."""
+WINDOWS = (16, 8, 4, 2, 1)
+IMAGE_ROWS = (64, 128, 256)
+IMAGE_KEYS, IMAGE_KEYS_PART = 1024, 256
+PARALLEL_SCORES_MIN = 1 << 14
+"""Waking threads takes as long as so many scores."""
 _LOG2_E = 1 / math.log(2)
 
 
-@dataclass(slots=True)
-class _Softmax:
-    """An online softmax over tiles: highest score and sum of each row, and the values summed by weight.
+class _Block:
+    """Rows that see the same keys, and the online softmax over the tiles that they have seen.
 
-    Shape: highest and total float32 [kv heads, rows, 1]; summed float32 [kv heads, rows, head dim].
+    Shape: query [batch, rows, head dim]; highest and total float32 [batch * rows]; summed float32 [batch * rows,
+    head dim].
     """
 
-    highest: torch.Tensor
-    total: torch.Tensor
-    summed: torch.Tensor
+    def __init__(self, query: torch.Tensor, period: int, scaling: float) -> None:
+        self._query = query
+        self._period = period
+        self._factor = scaling * _LOG2_E
+        batch, rows, head_dim = query.shape
+        self._highest = np.full(batch * rows, LOWEST, dtype=np.float32)
+        self._total = np.zeros(batch * rows, dtype=np.float32)
+        self._summed = torch.zeros(batch * rows, head_dim)
 
-    def add(self, scores: torch.Tensor, values: torch.Tensor) -> None:
-        """Add a tile: scores float32 [kv heads, rows, keys], which are overwritten; values [kv heads, keys, dim]."""
-        highest = torch.maximum(self.highest, scores.amax(-1, keepdim=True))
-        fading = (self.highest - highest).exp2_()
-        weights = scores.sub_(highest).exp2_()
-        self.highest = highest
-        self.total.mul_(fading).add_(weights.sum(-1, keepdim=True))
-        self.summed.mul_(fading).add_(torch.bmm(weights.to(values.dtype), values))
+    def add(self, keys: torch.Tensor, values: torch.Tensor, seen: int, *, more: int = 0) -> None:
+        """Attend to a tile [batch, keys, head dim], of which the first row sees `seen`, and each one after it `more`."""
+        scores = torch.baddbmm(
+            self._query.new_empty(1), self._query, keys.transpose(1, 2), beta=0, alpha=self._factor
+        )
+        many = torch.get_num_threads() > 1 and scores.numel() >= PARALLEL_SCORES_MIN
+        (softmax_kernels.soften_parallel if many else softmax_kernels.soften)(
+            scores.data_ptr(),
+            scores.shape[2],
+            seen,
+            more,
+            self._period,
+            self._highest,
+            self._total,
+            self._summed.numpy(),
+        )
+        self._summed += torch.bmm(scores, values).view(self._summed.shape)
+
+    def attended(self) -> torch.Tensor:
+        """Return what the rows make of all tiles, [batch, rows, head dim]."""
+        mean = self._summed.div_(torch.from_numpy(self._total)[:, None])
+        return mean.to(self._query.dtype).view(self._query.shape)
+
+
+def prefill_by_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend block by block of the chunk, and tile by tile of the context before it."""
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    earlier = segment.slots()[: segment.first] if segment.first else None
+    return attend_chunk(query, key, value, keys, values, earlier, scaling)
 
 
 def attend_chunk(
@@ -60,56 +113,109 @@ def attend_chunk(
     value: torch.Tensor,
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
-    slots: torch.Tensor,
+    slots: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
     """Attend for the rows of one chunk to what came before them and, causally, to one another.
 
     Shape: query [heads, rows, head dim]; key and value of the chunk [kv heads, rows, head dim]; the cache
-    [slots, kv heads, head dim]; `slots` int64 says where the tokens before the chunk lie.
+    [slots, kv heads, head dim]; `slots` int64 says where the tokens before the chunk lie, if there are any.
     Returns [heads, rows, head dim].
     """
     heads, rows, head_dim = query.shape
     kv_heads = key.shape[0]
-    padded = _filled(rows)
-    if padded > rows:
-        more = (0, 0, 0, padded - rows)
-        query, key, value = (functional.pad(one, more) for one in (query, key, value))
-    # The query heads that share a key head become its rows, so that no key is repeated.
-    grouped = query.reshape(kv_heads, -1, head_dim)
-    state = _Softmax(
-        highest=torch.full((*grouped.shape[:2], 1), -math.inf),
-        total=torch.zeros(*grouped.shape[:2], 1),
-        summed=torch.zeros(grouped.shape),
-    )
-    scores = _scores(grouped, key, scaling)
-    # What rows and keys were filled up with comes after all others, so no row that counts sees it.
-    future = torch.ones(padded, padded, dtype=torch.bool).triu_(1)
-    scores.view(kv_heads, -1, padded, padded).masked_fill_(future, -math.inf)
-    state.add(scores, value)
-    size = min(max(TILE_SCORES // grouped.shape[1], TILE_KEYS_MIN), TILE_KEYS_MAX)
-    for tile in slots.split(size):
+    # What rows are filled up with comes after all others, so no row that counts sees it.
+    query, key, value = (_filled(one, _chunk_rows(rows)) for one in (query, key, value))
+    padded = query.shape[1]
+    by_kv_head = query.view(kv_heads, -1, padded, head_dim)
+    blocks = []
+    for start in range(0, padded, BLOCK):
+        stop = min(start + BLOCK, padded)
+        # The query heads that share a key head become its rows, so that no key is repeated.
+        block = _Block(by_kv_head[:, :, start:stop].flatten(1, 2), stop - start, scaling)
+        block.add(key[:, :stop], value[:, :stop], start + 1, more=1)
+        blocks.append(block)
+    size = TILE_SCORES // (heads * min(padded, BLOCK))
+    size = min(max(size, TILE_KEYS_MIN), TILE_KEYS_MAX)
+    for tile in () if slots is None else slots.split(size):
         missing = -len(tile) % max(size // TILE_PARTS, 1)
         filled = torch.cat([tile, tile[-1:].expand(missing)]) if missing else tile
         keys = cached_keys.index_select(0, filled).transpose(0, 1)
         values = cached_values.index_select(0, filled).transpose(0, 1)
-        scores = _scores(grouped, keys, scaling)
-        scores[..., len(tile) :] = -math.inf
-        state.add(scores, values)
-    attended = state.summed.div_(state.total).to(query.dtype).view(heads, padded, head_dim)
-    return attended[:, :rows]
+        for block in blocks:
+            block.add(keys, values, len(tile))
+    parts = [one.attended().view(heads, -1, head_dim) for one in blocks]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :rows]
 
 
-def _filled(rows: int) -> int:
-    """Return the number of rows that so many are filled up to."""
-    if rows > ROWS[-1]:
-        return -(-rows // ROWS[-1]) * ROWS[-1]
-    return ROWS[bisect.bisect_left(ROWS, rows)]
+def _chunk_rows(rows: int) -> int:
+    """Return the number of rows that so many of a chunk are filled up to."""
+    if rows > BLOCK:
+        return -(-rows // BLOCK_PART) * BLOCK_PART
+    return FEW_ROWS[bisect.bisect_left(FEW_ROWS, rows)]
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the scores as powers of two, float32 [kv heads, rows, keys]."""
-    products = torch.baddbmm(
-        query.new_empty(1), query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E
-    )
-    return products.float()
+def attend_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, out: torch.Tensor
+) -> None:
+    """Attend within each of some sequences of one length, every row to all rows of its own.
+
+    Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
+    [sequences, rows, heads, head dim].
+    """
+    rows = query.shape[2]
+    if rows <= WINDOW_ROWS[-1]:
+        for part in _cut(query.shape[1], WINDOWS):
+            seen = (each[:, part] for each in (query, key, value))
+            out[part] = _attend_windows(*seen, scaling).permute(1, 2, 0, 3)
+        return
+    for index in range(query.shape[1]):
+        for part, attended in _attend_image(query[:, index], key[:, index], value[:, index], scaling):
+            out[index, part] = attended.transpose(0, 1)
+
+
+def _cut(count: int, sizes: tuple[int, ...]) -> Iterator[slice]:
+    """Cut a range into pieces of the given sizes, the largest first; the smallest is one."""
+    start = 0
+    while start < count:
+        size = next(size for size in sizes if size <= count - start)
+        yield slice(start, start + size)
+        start += size
+
+
+def _attend_windows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attend within short sequences, all at once: [heads, sequences, rows, head dim]."""
+    heads, number, rows, head_dim = query.shape
+    size = WINDOW_ROWS[bisect.bisect_left(WINDOW_ROWS, rows)]
+    query, key, value = (_filled(each.flatten(0, 1), size) for each in (query, key, value))
+    block = _Block(query, size, scaling)
+    block.add(key, value, rows)
+    return block.attended().view(heads, number, size, head_dim)[:, :, :rows]
+
+
+def _attend_image(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Attend within one long sequence [heads, rows, head dim]; yields parts of its rows and what they made."""
+    rows = query.shape[1]
+    tiles = [
+        (_filled(keys, width), _filled(values, width), keys.shape[1])
+        for keys, values in zip(key.split(IMAGE_KEYS, 1), value.split(IMAGE_KEYS, 1), strict=True)
+        for width in (-(-keys.shape[1] // IMAGE_KEYS_PART) * IMAGE_KEYS_PART,)
+    ]
+    for start in range(0, rows, IMAGE_ROWS[-1]):
+        part = slice(start, min(start + IMAGE_ROWS[-1], rows))
+        count = part.stop - start
+        size = IMAGE_ROWS[bisect.bisect_left(IMAGE_ROWS, count)]
+        block = _Block(_filled(query[:, part], size), size, scaling)
+        for keys, values, seen in tiles:
+            block.add(keys, values, seen)
+        yield part, block.attended()[:, :count]
+
+
+def _filled(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Fill up the rows [batch, rows, head dim] with zeros."""
+    missing = size - rows.shape[1]
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
