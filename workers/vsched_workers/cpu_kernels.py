@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.numba_attention import as_float, compiled
+from vsched_workers.numba_attention import as_float, compiled, power_of_two
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
@@ -58,17 +58,6 @@ def _rounding(_context: Any, _value: Any) -> Any:
     return numba.uint16(numba.float32), make
 
 
-def _raising(_context: Any, _value: Any) -> Any:
-    """Return two to the power of a whole float32, by writing the bits of its exponent."""
-
-    def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        exponent = builder.add(builder.fptosi(arguments[0], word), ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(exponent, ir.Constant(word, 23)), ir.FloatType())
-
-    return numba.float32(numba.float32), make
-
-
 def _ordering(_context: Any, _value: Any) -> Any:
     """Return a whole number that compares as a bfloat16 does: of a negative one, the lower bits flipped."""
 
@@ -82,7 +71,6 @@ def _ordering(_context: Any, _value: Any) -> Any:
 
 _pointer: Any = numba.extending.intrinsic(_halves_at)
 rounded: Any = numba.extending.intrinsic(_rounding)
-power_of_two: Any = numba.extending.intrinsic(_raising)
 _ordered: Any = numba.extending.intrinsic(_ordering)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vsched_workers.attention import PagedStep
 
 _LOG2_E = np.float32(1.4426950408889634)
+_LN_2 = np.float32(0.6931471805599453)
 _LOWEST = np.float32(-126.0)
 
 TASKS_MIN = 4
@@ -50,36 +51,6 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     return compile_function
 
 
-@compiled()
-def _softmax(scores: Any, bits: Any, powers: Any, length: int) -> Any:
-    """Replace scores by exp(score - highest) and return their sum.
-
-    exp(x) = 2**n * 2**f with n whole and 0 <= f < 1; 2**f by its series, 2**n by writing the exponent bits.
-    """
-    highest = scores[0]
-    for index in range(1, length):
-        highest = max(highest, scores[index])
-    for index in range(length):
-        power = max((scores[index] - highest) * _LOG2_E, _LOWEST)
-        whole = np.floor(power)
-        rest = (power - whole) * np.float32(0.6931471805599453)
-        series = np.float32(1 / 5040)
-        series = series * rest + np.float32(1 / 720)
-        series = series * rest + np.float32(1 / 120)
-        series = series * rest + np.float32(1 / 24)
-        series = series * rest + np.float32(1 / 6)
-        series = series * rest + np.float32(0.5)
-        series = series * rest + np.float32(1.0)
-        series = series * rest + np.float32(1.0)
-        scores[index] = series
-        bits[index] = np.int32(whole + np.float32(127.0)) << np.int32(23)
-    total = np.float32(0.0)
-    for index in range(length):
-        scores[index] *= powers[index]
-        total += scores[index]
-    return total
-
-
 def _widening(_context: Any, value: Any) -> Any:
     """Read a cached value as float32: itself, or the upper half of its bits where the cache is bfloat16."""
     if isinstance(value, numba.types.Float):
@@ -94,6 +65,65 @@ def _widening(_context: Any, value: Any) -> Any:
 
 
 as_float: Any = numba.extending.intrinsic(_widening)
+
+
+def _raising(_context: Any, _value: Any) -> Any:
+    """Return two to the power of a whole float32, by writing the bits of its exponent."""
+
+    def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        exponent = builder.add(builder.fptosi(arguments[0], word), ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(word, 23)), ir.FloatType())
+
+    return numba.float32(numba.float32), make
+
+
+def _choosing(_context: Any, _one: Any, _other: Any) -> Any:
+    """Return the larger of two float32: numba's own `max` looks for what is no number, one value at a time."""
+
+    def choose(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        single = ir.FloatType()
+        declared = ir.FunctionType(single, [single, single])
+        function = builder.module.declare_intrinsic("llvm.maxnum", [single], declared)
+        return builder.call(function, arguments, fastmath=("fast",))
+
+    return numba.float32(numba.float32, numba.float32), choose
+
+
+power_of_two: Any = numba.extending.intrinsic(_raising)
+larger: Any = numba.extending.intrinsic(_choosing)
+
+
+@compiled()
+def exp2(value: Any) -> Any:
+    """2**x of x <= 0: 2**n, n whole, times the series of the rest, which lies within a half of zero."""
+    power = larger(value, _LOWEST)
+    whole = np.floor(power + np.float32(0.5))
+    rest = (power - whole) * _LN_2
+    series = np.float32(1 / 720)
+    series = series * rest + np.float32(1 / 120)
+    series = series * rest + np.float32(1 / 24)
+    series = series * rest + np.float32(1 / 6)
+    series = series * rest + np.float32(0.5)
+    series = series * rest + np.float32(1.0)
+    series = series * rest + np.float32(1.0)
+    return series * power_of_two(whole)
+
+
+@compiled()
+def _softmax(scores: Any, head: int, length: int) -> None:
+    """Replace a head's scores by their softmax."""
+    highest = scores[head, 0]
+    for index in range(1, length):
+        highest = larger(highest, scores[head, index])
+    total = np.float32(0.0)
+    for index in range(length):
+        weight = exp2((scores[head, index] - highest) * _LOG2_E)
+        scores[head, index] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for index in range(length):
+        scores[head, index] *= share
 
 
 def _prefetching(_context: Any, _address: Any) -> Any:
@@ -155,6 +185,42 @@ def _score(
 
 
 @compiled()
+def _add_four(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """Add four values to what one head has summed: the sums are read and written once for all of them."""
+    one, two = weights[head, index], weights[head, index + 1]
+    three, four = weights[head, index + 2], weights[head, index + 3]
+    for value in range(summed.shape[1]):
+        summed[head, value] += (
+            one * as_float(values[at, kv_head, value])
+            + two * as_float(values[at + 1, kv_head, value])
+            + three * as_float(values[at + 2, kv_head, value])
+            + four * as_float(values[at + 3, kv_head, value])
+        )
+
+
+@compiled()
+def _add_four_to_two(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """As `_add_four`, for this head and the next, which shares its values: they are widened once."""
+    one, two = weights[head, index], weights[head, index + 1]
+    three, four = weights[head, index + 2], weights[head, index + 3]
+    next_one, next_two = weights[head + 1, index], weights[head + 1, index + 1]
+    next_three, next_four = weights[head + 1, index + 2], weights[head + 1, index + 3]
+    for value in range(summed.shape[1]):
+        first = as_float(values[at, kv_head, value])
+        second = as_float(values[at + 1, kv_head, value])
+        third = as_float(values[at + 2, kv_head, value])
+        fourth = as_float(values[at + 3, kv_head, value])
+        summed[head, value] += one * first + two * second + three * third + four * fourth
+        summed[head + 1, value] += (
+            next_one * first + next_two * second + next_three * third + next_four * fourth
+        )
+
+
+@compiled()
 def _combine(
     weights: Any,
     values: Any,
@@ -173,22 +239,17 @@ def _combine(
         ahead = min(first + block_size, length - 1) // block_size
         further = table[ahead] * block_size - first
         stop = min(first + block_size, length)
-        # Four at a time: the sums are read and written once for all of them.
         for index in range(first, stop - 3, 4):
-            at = slot + index
             for more in range(4):
                 _prefetch_head(values, further + index + more, kv_first, kv_stop)
-            for head in range(heads):
-                kv_head = kv_first + head // group
-                one, two = weights[head, index], weights[head, index + 1]
-                three, four = weights[head, index + 2], weights[head, index + 3]
-                for value in range(head_dim):
-                    summed[head, value] += (
-                        one * as_float(values[at, kv_head, value])
-                        + two * as_float(values[at + 1, kv_head, value])
-                        + three * as_float(values[at + 2, kv_head, value])
-                        + four * as_float(values[at + 3, kv_head, value])
-                    )
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _add_four_to_two(weights, index, values, slot + index, kv_head, head, summed)
+                    head += 2
+                if head == last:
+                    _add_four(weights, index, values, slot + index, kv_head, head, summed)
         for index in range(stop - (stop - first) % 4, stop):
             for head in range(heads):
                 kv_head = kv_first + head // group
@@ -212,13 +273,9 @@ def attend_scaled(
     """Attend for queries [heads, head dim] of the key heads from `kv_first` on; adds to `summed`, of the same shape."""
     heads = len(query)
     scores = np.empty((heads, length), dtype=np.float32)
-    bits = np.empty(length, dtype=np.int32)
     _score(query, keys, table, kv_first, kv_stop, length, block_size, scores)
     for head in range(heads):
-        total = _softmax(scores[head], bits, bits.view(np.float32), length)
-        share = np.float32(1.0) / total
-        for index in range(length):
-            scores[head, index] *= share
+        _softmax(scores, head, length)
     _combine(scores, values, table, kv_first, kv_stop, length, block_size, summed)
 
 

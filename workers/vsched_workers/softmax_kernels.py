@@ -16,28 +16,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from vsched_workers.cpu_kernels import halves, power_of_two, rounded
-from vsched_workers.numba_attention import as_float, compiled
+from vsched_workers.cpu_kernels import halves, rounded
+from vsched_workers.numba_attention import as_float, compiled, exp2, larger
 
 LOWEST = np.float32(-1e30)
 """Where the highest score of a row begins: finite, since the compiler may take infinities for impossible."""
-_LN_2 = np.float32(0.6931471805599453)
-_POWER_MIN = np.float32(-126.0)
-
-
-@compiled()
-def _exp2(value: Any) -> Any:
-    """2**x of x <= 0: 2**n, n whole, times the series of the rest, which lies within a half of zero."""
-    power = max(value, _POWER_MIN)
-    whole = np.floor(power + np.float32(0.5))
-    rest = (power - whole) * _LN_2
-    series = np.float32(1 / 120)
-    series = series * rest + np.float32(1 / 24)
-    series = series * rest + np.float32(1 / 6)
-    series = series * rest + np.float32(0.5)
-    series = series * rest + np.float32(1.0)
-    series = series * rest + np.float32(1.0)
-    return series * power_of_two(whole)
 
 
 @compiled()
@@ -46,15 +29,15 @@ def _soften_row(scores_at: int, width: int, seen: int, row: int, highest: Any, t
     scores, unseen = halves(scores_at, seen), halves(scores_at + 2 * seen, width - seen)
     top = highest[row]
     for index in range(seen):
-        top = max(top, as_float(scores[index]))
+        top = larger(top, as_float(scores[index]))
     added = np.float32(0.0)
     for index in range(seen):
-        weight = rounded(_exp2(as_float(scores[index]) - top))
+        weight = rounded(exp2(as_float(scores[index]) - top))
         scores[index] = weight
         added += as_float(weight)
     for index in range(width - seen):
         unseen[index] = 0
-    fading = _exp2(highest[row] - top)
+    fading = exp2(highest[row] - top)
     highest[row] = top
     total[row] = total[row] * fading + added
     return fading
@@ -68,7 +51,14 @@ def _fade(summed: Any, row: int, fading: Any) -> None:
 
 @compiled()
 def soften(
-    scores_at: int, width: int, seen: int, more: int, period: int, highest: Any, total: Any, summed: Any
+    scores_at: int,
+    width: int,
+    seen: int,
+    more: int,
+    period: int,
+    highest: Any,
+    total: Any,
+    summed: Any,
 ) -> None:
     """Replace rows of scores, which are powers of two, by their share of the highest, and keep an online softmax.
 
@@ -90,7 +80,14 @@ def soften(
 
 @compiled(parallel=True)
 def soften_parallel(
-    scores_at: int, width: int, seen: int, more: int, period: int, highest: Any, total: Any, summed: Any
+    scores_at: int,
+    width: int,
+    seen: int,
+    more: int,
+    period: int,
+    highest: Any,
+    total: Any,
+    summed: Any,
 ) -> None:
     """As `soften`, on all threads."""
     for row in numba.prange(len(highest)):

@@ -170,7 +170,9 @@ def attend_all(
             out[part] = _attend_windows(*seen, scaling).permute(1, 2, 0, 3)
         return
     for index in range(query.shape[1]):
-        for part, attended in _attend_image(query[:, index], key[:, index], value[:, index], scaling):
+        for part, attended in _attend_image(
+            query[:, index], key[:, index], value[:, index], scaling
+        ):
             out[index, part] = attended.transpose(0, 1)
 
 
