@@ -64,6 +64,7 @@ def soften(
 
     Args:
         scores_at: Address of bfloat16 scores, [rows, width]; they become weights.
+        width: Scores of a row.
         seen: How many of them the first row of each period sees; the rest become zero.
         more: How many more each further row of a period sees: 1 is causal, 0 is all alike.
         period: How many rows that rule goes for, before it begins anew.
