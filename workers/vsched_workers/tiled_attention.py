@@ -69,7 +69,7 @@ class _Block:
         self._summed = torch.zeros(batch * rows, head_dim)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, seen: int, *, more: int = 0) -> None:
-        """Attend to a tile [batch, keys, head dim]: the first row sees `seen` of it, each one after it `more` than that."""
+        """Attend to a tile [batch, keys, head dim]: the first row sees `seen` of it, and each one after it `more`."""
         scores = torch.baddbmm(
             self._query.new_empty(1), self._query, keys.transpose(1, 2), beta=0, alpha=self._factor
         )
