@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from vsched_workers.plugin import TransformersPlugin
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
+TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
+needs_trained = pytest.mark.skipif(
+    not (TRAINED / "model.safetensors").exists(),
+    reason="workers/demo-model/model.safetensors is missing: python -m vsched_workers.training makes it",
+)
+
+
+def run_demo(folder: Path, *words: str) -> str:
+    """Run the demo in a folder; return what it printed."""
     program = "from vsched.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "demo", "--max-tokens", "5"],
-        cwd=tmp_path,
+        [sys.executable, "-c", program, "demo", *words],
+        cwd=folder,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
@@ -24,6 +31,14 @@ def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
+    output = run_demo(tmp_path, "--random-weights", "--max-tokens", "5")
     assert (tmp_path / ".demo" / "picture.png").exists()
     for wanted in (
         "5.3 M random parameters",
@@ -35,5 +50,29 @@ def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
         "generate rank 0",
         "Stopped",
     ):
-        assert wanted in done.stdout
-    assert "Traceback" not in done.stderr
+        assert wanted in output
+
+
+@needs_trained
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
+    """The checkpoint of the repository sees: every answer is right, and a turn encodes its own picture alone."""
+    output = run_demo(tmp_path)
+    lines = output.splitlines()
+    assert "(right)" in next(line for line in lines if line.startswith("assistant"))
+    turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    turns = [cells for cells in turns if len(cells) == 6 and cells[0].isdigit()]
+    counted = [(int(number), int(images), int(encoded)) for number, _, images, encoded, *_ in turns]
+    assert counted == [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 3, 0)]
+    assert [cells[-1] for cells in turns] == ["right"] * 4
+    for name in ("picture", "turn-1", "turn-2", "turn-3"):
+        assert (tmp_path / ".demo" / f"{name}.png").exists()
+    assert "Stopped" in output
+
+
+@needs_trained
+def test_trained_checkpoint_is_found_and_small() -> None:
+    """What is in the repository is at most 12 MB."""
+    assert TransformersPlugin().trained_checkpoint() == str(TRAINED)
+    assert sum(path.stat().st_size for path in TRAINED.iterdir()) <= 12_000_000

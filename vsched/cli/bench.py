@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vsched.cli import app
+from vsched.cli.bench_accuracy import accuracy
 from vsched.cli.bench_cache import cache
 from vsched.cli.bench_fidelity import fidelity
 from vsched.cli.bench_kernel import kernel
@@ -24,3 +25,4 @@ bench_app.command("ranks")(ranks)
 bench_app.command("recovery")(recovery)
 bench_app.command("fidelity")(fidelity)
 bench_app.command("profile")(profile)
+bench_app.command("accuracy")(accuracy)

@@ -1,92 +1,123 @@
-"""`vsched demo`: the whole path in one command: a checkpoint, a server, an image, a streamed answer."""
+"""`vsched demo`: the whole path in one command: a checkpoint, a server, pictures, streamed answers."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vsched.cli import app
+from vsched.cli.demo_display import (
+    AskedTurn,
+    memory_table,
+    show_pictures,
+    timeline_table,
+    turns_table,
+)
+from vsched.worker.abilities import CheckpointMaker, Examiner, ExamTurn
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionUserMessageParam
-    from PIL import Image
+    import httpx
+    from openai import AsyncOpenAI
     from rich.console import Console
-    from rich.table import Table
 
 QUESTION = "What is in this picture?"
 SIZE = "tiny25"
+TASKS = ("number", "colour", "count")
+"""Of the first question and of each turn of the conversation."""
+LOOK_BACK = "What number is in the first image?"
+SEED = 0
 
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where to keep the checkpoint and the picture.")] = (
+    folder: Annotated[Path, typer.Option(help="Where to keep pictures and random weights.")] = (
         Path(".demo")
     ),
-    max_tokens: Annotated[int, typer.Option(help="Tokens of the answer.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 40,
+    *,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Do without the trained checkpoint.")
+    ] = False,
 ) -> None:
-    """Make a small checkpoint, serve it, ask it about a picture, and show where time and memory went."""
+    """Serve a small checkpoint, ask it about pictures, and show where time and memory went."""
     import uvloop
     from rich.console import Console
 
+    from vsched.plugins import load_worker
+
     console = Console(highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    plugin = load_worker("transformers")
+    assert isinstance(plugin, Examiner)
+    assert isinstance(plugin, CheckpointMaker)
+    trained = plugin.trained_checkpoint()
+    if trained and not random_weights:
+        console.print(
+            f"The trained checkpoint of the repository, {_size_mb(Path(trained)):.1f} MB."
+        )
+        uvloop.run(_examine(trained, plugin, folder, max_tokens, console))
+        return
+    if not random_weights:
+        console.print(
+            "The trained checkpoint is not here: it lies in the repository, and a wheel leaves it out."
+        )
     checkpoint = folder / SIZE
     if not (checkpoint / "config.json").exists():
-        _make_checkpoint(checkpoint, console)
-    picture = draw_picture()
-    picture.save(folder / "picture.png")
-    console.print(f"The picture, drawn just now ([dim]{folder / 'picture.png'}[/]):")
-    if console.color_system:
-        console.print(_thumbnail(picture))
-    uvloop.run(_ask(checkpoint, picture, max_tokens, console))
+        with console.status(f"Making a Qwen2.5-VL checkpoint with random weights ({SIZE}) …"):
+            parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
+        console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
+    uvloop.run(_ask_noise(checkpoint, folder, max_tokens, console))
 
 
-def _make_checkpoint(checkpoint: Path, console: Console) -> None:
-    from vsched.plugins import load_worker
-    from vsched.worker.abilities import CheckpointMaker
-
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, CheckpointMaker)
-    with console.status(f"Making a Qwen2.5-VL checkpoint with random weights ({SIZE}) …"):
-        parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
-    console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
+def _size_mb(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
 
 
-def draw_picture() -> Image.Image:
-    """Return a picture of a red circle, a blue square and a green triangle."""
-    from PIL import Image, ImageDraw
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A server and OpenAI's client of it."""
 
-    picture = Image.new("RGB", (448, 336), "#f4f1ea")
-    draw = ImageDraw.Draw(picture)
-    draw.ellipse((40, 100, 160, 220), fill="#d1495b")
-    draw.rectangle((180, 110, 290, 220), fill="#2e6f95")
-    draw.polygon([(310, 220), (420, 220), (365, 105)], fill="#5b8e55")
-    return picture
+    url: str
+    model: str
+    openai: AsyncOpenAI
+    http: httpx.AsyncClient
+    console: Console
+
+    async def ask(
+        self, messages: Sequence[Any], *, max_tokens: int, show: bool = True, **sampling: Any
+    ) -> str:
+        """Ask, print the answer as it comes, and return it."""
+        stream: Any = await self.openai.chat.completions.create(
+            model=self.model,
+            messages=list(messages),
+            max_tokens=max_tokens,
+            stream=True,
+            **sampling,
+        )
+        pieces: list[str] = []
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                pieces.append(chunk.choices[0].delta.content)
+                if show:
+                    self.console.print(pieces[-1], end="", markup=False)
+        return "".join(pieces)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return what the server tells of itself."""
+        reply = await self.http.get(f"{self.url}/admin/statistics")
+        found: dict[str, Any] = reply.json()
+        return found
 
 
-def _thumbnail(picture: Image.Image) -> Any:
-    """Return the picture as coloured half blocks, two pixels a character."""
-    from rich.text import Text
-
-    small = picture.resize((56, 42))
-    text = Text()
-    for row in range(0, small.height, 2):
-        for column in range(small.width):
-            above = small.getpixel((column, row))
-            below = small.getpixel((column, row + 1))
-            assert isinstance(above, tuple)
-            assert isinstance(below, tuple)
-            style = "#{:02x}{:02x}{:02x} on #{:02x}{:02x}{:02x}".format(*above, *below)
-            text.append("▀", style=style)
-        text.append("\n")
-    return text
-
-
-async def _ask(checkpoint: Path, picture: Image.Image, max_tokens: int, console: Console) -> None:
+@contextlib.asynccontextmanager
+async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
+    """Serve a checkpoint, under bars while it loads."""
     import httpx
     from openai import AsyncOpenAI
 
@@ -100,79 +131,107 @@ async def _ask(checkpoint: Path, picture: Image.Image, max_tokens: int, console:
         with loading_bars(console) as report:
             server = await stack.enter_async_context(running_server(config, on_progress=report))
         console.print(f"Serving at {server.url}/v1")
+        # Clients live within the server's time: a kept-alive connection would hold up its stop.
+        openai = await stack.enter_async_context(
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient())
+        yield _Client(server.url, config.model.served_name, openai, http, console)
+    console.print("Stopped: no process and no shared memory is left.")
+
+
+async def _examine(
+    checkpoint: str, examiner: Examiner, folder: Path, max_tokens: int, console: Console
+) -> None:
+    """Ask about a picture, then hold a conversation; say whether the answers are right."""
+    from vsched.bench.exam import user_message
+
+    (first,) = examiner.exam(TASKS[0], 1, seed=SEED)
+    async with _serving(checkpoint, console) as client:
+        _show(first[0].images, folder, "picture", console)
+        console.print(f"[bold]user[/]       {first[0].question}")
+        console.print("[bold]assistant[/]  ", end="")
+        message = user_message(first[0])
+        answer = await client.ask([message], max_tokens=max_tokens, temperature=0)
+        verdict = "right" if answer == first[0].answer else f"wrong: {first[0].answer}"
+        console.print(f"   [dim]({verdict})[/]\n")
+        first_timeline = (await client.statistics())["recent"][-1]
+        turns = [examiner.exam(task, 1, seed=SEED + 1)[0][0] for task in TASKS]
+        _show([png for turn in turns for png in turn.images], folder, "turn", console)
+        console.print(turns_table(await _converse(client, turns, max_tokens)))
+        console.print()
+        console.print(timeline_table(first_timeline))
+        console.print()
+        console.print(memory_table(await client.statistics()))
+
+
+async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
+    """Hold a conversation of these turns and one more, which looks back at the first picture."""
+    from vsched.bench.exam import user_message
+
+    messages: list[dict[str, Any]] = []
+    asked: list[AskedTurn] = []
+    images = 0
+    for turn in (*turns, ExamTurn((), LOOK_BACK, turns[0].answer)):
+        messages.append(user_message(turn))
+        images += len(turn.images)
+        answer = await client.ask(messages, max_tokens=max_tokens, show=False, temperature=0)
+        messages.append({"role": "assistant", "content": answer})
+        timeline = (await client.statistics())["recent"][-1]
+        asked.append(
+            AskedTurn(
+                question=turn.question,
+                answer=answer,
+                expected=turn.answer,
+                images=images,
+                encoded=timeline["encoded_items"],
+            )
+        )
+    return asked
+
+
+def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:
+    """Write pictures as PNG files, and show them where the console can."""
+    paths = [
+        folder / (f"{name}.png" if len(pictures) == 1 else f"{name}-{number}.png")
+        for number in range(1, len(pictures) + 1)
+    ]
+    for path, png in zip(paths, pictures, strict=True):
+        path.write_bytes(png)
+    label = "The picture" if len(paths) == 1 else "The pictures"
+    console.print(f"{label}, drawn just now ([dim]{', '.join(map(str, paths))}[/]):")
+    show_pictures(pictures, console)
+    console.print()
+
+
+async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
+    from vsched.bench.exam import user_message
+
+    turn = ExamTurn((draw_picture(),), QUESTION, "")
+    _show(turn.images, folder, "picture", console)
+    async with _serving(str(checkpoint), console) as client:
         console.print(f"\n[bold]user[/]       {QUESTION}")
         console.print("[bold]assistant[/]  ", end="")
-        # The client lives within the server's time: a kept-alive connection would hold up its stop.
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            stream = await client.chat.completions.create(
-                model=config.model.served_name,
-                messages=[_message(picture)],
-                max_tokens=max_tokens,
-                temperature=1.0,
-                seed=7,
-                stream=True,
-            )
-            async for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content:
-                    console.print(chunk.choices[0].delta.content, end="", markup=False)
+        await client.ask([user_message(turn)], max_tokens=max_tokens, temperature=1.0, seed=7)
         console.print(
             "\n\nThe weights are random, so the answer is noise; the path that it took is real:\n"
             "HTTP, preprocessing, an encode process, shared memory, a generate process.\n",
             style="dim",
         )
-        async with httpx.AsyncClient() as client_http:
-            reply = await client_http.get(f"{server.url}/admin/statistics")
-        statistics = reply.json()
-        console.print(_timeline_table(statistics["recent"][-1]))
-        console.print(_memory_table(statistics))
-    console.print("Stopped: no process and no shared memory is left.")
+        statistics = await client.statistics()
+        console.print(timeline_table(statistics["recent"][-1]))
+        console.print(memory_table(statistics))
 
 
-def _message(picture: Image.Image) -> ChatCompletionUserMessageParam:
+def draw_picture() -> bytes:
+    """Return a picture of a red circle, a blue square and a green triangle, as a PNG file."""
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (448, 336), "#f4f1ea")
+    draw = ImageDraw.Draw(picture)
+    draw.ellipse((40, 100, 160, 220), fill="#d1495b")
+    draw.rectangle((180, 110, 290, 220), fill="#2e6f95")
+    draw.polygon([(310, 220), (420, 220), (365, 105)], fill="#5b8e55")
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return {
-        "role": "user",
-        "content": [
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "text", "text": QUESTION},
-        ],
-    }
-
-
-def _timeline_table(timeline: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Where the time went (ms)", title_justify="left", min_width=72)
-    stages = ("preprocess", "encode", "queue", "prefill", "decode")
-    for stage in (*stages, "total"):
-        table.add_column(stage, justify="right")
-    spent = [timeline[f"{stage}_ms"] for stage in stages]
-    table.add_row(*(f"{value:.1f}" for value in (*spent, sum(spent))))
-    table.caption = (
-        f"{timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached), "
-        f"{timeline['encoded_items']} image encoded, {timeline['output_tokens']} tokens out"
-    )
-    return table
-
-
-def _memory_table(statistics: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Where the memory is (MiB)", title_justify="left", min_width=72)
-    for name in ("process", "resident", "peak", "weights", "KV cache"):
-        table.add_column(name, justify="left" if name == "process" else "right")
-
-    def mib(fields: dict[str, int], name: str) -> str:
-        return f"{fields[name] / 2**20:.1f}" if name in fields else ""
-
-    memory = statistics["memory"]
-    table.add_row("engine", mib(memory, "engine_resident"), "", "", "")
-    for group, ranks in statistics["ranks"].items():
-        for rank, fields in ranks.items():
-            cells = (mib(fields, name) for name in ("resident", "peak", "weights", "kv"))
-            table.add_row(f"{group} rank {rank}", *cells)
-    pixels, embeddings = mib(memory, "arena_pixels"), mib(memory, "arena_embeddings")
-    table.caption = f"shared arena (reserved): pixels {pixels}, embeddings {embeddings}"
-    return table
+    return buffer.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from vsched.types import ModelInfo
@@ -106,4 +107,34 @@ class CheckpointMaker(Protocol):
         self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
     ) -> int:
         """Write a checkpoint of a named size; return its number of parameters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExamTurn:
+    """One turn of a conversation, and the only answer to it that counts as right.
+
+    Attributes:
+        images: PNG files, shown before the question.
+    """
+
+    images: tuple[bytes, ...]
+    question: str
+    answer: str
+
+
+@runtime_checkable
+class Examiner(Protocol):
+    """A plug-in with drawn pictures and questions about them, and perhaps a checkpoint that has learned to answer."""
+
+    def trained_checkpoint(self) -> str:
+        """Return the folder of the checkpoint; empty where it is not installed, such as from a wheel."""
+        ...
+
+    def exam_tasks(self) -> Sequence[str]:
+        """Return the tasks that there are questions for."""
+        ...
+
+    def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
+        """Return `count` conversations of a task that the checkpoint was not trained on; others with another seed."""
         ...

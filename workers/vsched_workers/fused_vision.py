@@ -113,9 +113,11 @@ class FusedBlock(nn.Module):
         for length, equal in itertools.groupby(lengths):
             number = sum(1 for _ in equal)
             part = slice(start, start + number * length)
-            cut = (each[:, part].unflatten(1, (number, length)) for each in (query, key, value))
+            queries, keys, values = (
+                each[:, part].unflatten(1, (number, length)) for each in (query, key, value)
+            )
             scale: float = self.block.attn.scaling
-            attend_all(*cut, scale, attended[part].unflatten(0, (number, length)))
+            attend_all(queries, keys, values, scale, attended[part].unflatten(0, (number, length)))
             start = part.stop
         return attended.flatten(1)
 

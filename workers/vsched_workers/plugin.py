@@ -6,11 +6,15 @@ quick.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vsched.types import ModelInfo
+from vsched.worker.abilities import ExamTurn
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
@@ -21,6 +25,12 @@ from vsched.worker.contract import (
     WorkerSettings,
 )
 from vsched.worker.memory import memory_errors
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+TRAINED = Path(__file__).parents[1] / "demo-model"
+"""The trained checkpoint: beside the package in the repository; a wheel has none."""
 
 
 class TransformersPlugin:
@@ -89,6 +99,34 @@ class TransformersPlugin:
         from vsched_workers.make_checkpoint import make_checkpoint
 
         return make_checkpoint(path, size, dtype=dtype, seed=seed)
+
+    def trained_checkpoint(self) -> str:
+        """Return the folder of the trained checkpoint, empty where there is none."""
+        return str(TRAINED) if (TRAINED / "model.safetensors").is_file() else ""
+
+    def exam_tasks(self) -> Sequence[str]:
+        """Return the tasks that the checkpoint was trained for."""
+        from vsched_workers.training.samples import TASKS
+
+        return TASKS
+
+    def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
+        """Return held-out conversations of a task."""
+        from vsched_workers.training.samples import held_out
+
+        return [
+            tuple(
+                ExamTurn(tuple(_png(image) for image in turn.images), turn.question, turn.answer)
+                for turn in sample.turns
+            )
+            for sample in held_out(task, count, seed=seed)
+        ]
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 plugin: WorkerPlugin = TransformersPlugin()

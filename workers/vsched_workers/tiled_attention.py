@@ -166,8 +166,8 @@ def attend_all(
     rows = query.shape[2]
     if rows <= WINDOW_ROWS[-1]:
         for part in _cut(query.shape[1], WINDOWS):
-            seen = (each[:, part] for each in (query, key, value))
-            out[part] = _attend_windows(*seen, scaling).permute(1, 2, 0, 3)
+            attended = _attend_windows(query[:, part], key[:, part], value[:, part], scaling)
+            out[part] = attended.permute(1, 2, 0, 3)
         return
     for index in range(query.shape[1]):
         for part, attended in _attend_image(

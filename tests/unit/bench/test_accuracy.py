@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from vsched.bench import accuracy
+from vsched.bench.accuracy import Answer, Outcome, Report, measure_accuracy, offenders
+from vsched.bench.exam import CHAINED, Question, draw_questions
+from vsched.bench.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
+from vsched.cli import app
+from vsched.cli.bench_accuracy import conclusions
+from vsched.cli.main import COMMANDS
+from vsched.config import load_config
+from vsched.errors import CheckpointError, ConfigError
+from vsched.worker.abilities import Examiner, ExamTurn
+
+SIZE = (3, 2)
+
+
+def picture(level: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", SIZE, level).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Drawn:
+    """An examiner whose every picture is another one; "pair" shows two of them, then asks once more."""
+
+    def trained_checkpoint(self) -> str:
+        return ""
+
+    def exam_tasks(self) -> Sequence[str]:
+        return ("number", "colour", "pair")
+
+    def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
+        levels = itertools.count(100 * seed + 10 * self.exam_tasks().index(task))
+        if task == "pair":
+            return [
+                (
+                    ExamTurn((picture(next(levels)), picture(next(levels))), "Second?", "two"),
+                    ExamTurn((), "First?", "one"),
+                )
+                for _ in range(count)
+            ]
+        return [(ExamTurn((picture(next(levels)),), f"{task}?", task),) for _ in range(count)]
+
+
+def questions(count: int = 2) -> list[list[Question]]:
+    return draw_questions(Drawn(), count)
+
+
+# --- the exam ---
+
+
+def test_exam_tells_turns_before_with_their_right_answers() -> None:
+    assert isinstance(Drawn(), Examiner)
+    opening, following = questions()[4]
+    assert (opening.task, opening.turn, len(opening.images)) == ("pair", 0, 2)
+    assert (following.turn, following.images) == (1, opening.images)
+    assert [message["role"] for message in following.messages] == ["user", "assistant", "user"]
+    assert following.messages[:1] == opening.messages
+    assert following.messages[1]["content"] == "two"
+    kinds = [part["type"] for part in opening.messages[0]["content"]]
+    assert kinds == ["image_url", "image_url", "text"]
+
+
+def test_exam_chains_turns_of_several_tasks_with_an_image_each() -> None:
+    chains = [turns for turns in questions() if turns[0].task == CHAINED]
+    assert [[turn.expected for turn in turns] for turns in chains] == [
+        ["number", "colour", "number"],
+        ["colour", "number", "colour"],
+    ]
+    assert [len(turn.images) for turn in chains[0]] == [1, 2, 3]
+    alone = {url for turns in questions() if turns[0].task != CHAINED for url in turns[-1].images}
+    assert not alone & set(chains[0][-1].images), "a picture of another task is cached already"
+
+
+# --- grading and comparing ---
+
+
+def answered(asked: Sequence[Question], **wrong: str) -> list[Answer]:
+    texts = [wrong.get(question.task, question.expected) for question in asked]
+    return [Answer(text=text, token_ids=[*text.encode()], prompt_tokens=9) for text in texts]
+
+
+def flat(count: int = 2) -> list[Question]:
+    return list(itertools.chain.from_iterable(questions(count)))
+
+
+def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
+    asked = flat()
+    graded = {one.task: one for one in accuracy.grade(asked, answered(asked, number="number."))}
+    assert {task: (one.right, one.total) for task, one in graded.items()} == {
+        "number": (0, 2),
+        "colour": (2, 2),
+        "pair": (4, 4),
+        CHAINED: (6, 6),
+    }
+    assert graded["colour"].low == pytest.approx(0.3424, abs=1e-4)
+    assert accuracy.is_right(asked[0], Answer(text=" number\n"))
+    assert not accuracy.is_right(asked[0], Answer(text="number", error="lost"))
+
+
+def test_compare_finds_other_tokens_in_any_pass_even_of_the_same_text() -> None:
+    asked = flat()
+    before = answered(asked)
+    after = list(before)
+    after[1] = msgspec.structs.replace(before[1], token_ids=[1, 2])
+    after[2] = Answer(error="refused")
+    found = accuracy.compare(asked, before, [before, after])
+    assert [(one.task, one.conversation, one.pass_number) for one in found] == [
+        ("number", 1, 2),
+        ("colour", 0, 2),
+    ]
+    assert (found[1].reference, found[1].answer) == ("colour", "refused")
+
+
+def test_offenders_are_changed_and_no_clamp() -> None:
+    item = accuracy.compare(flat(1)[:1], answered(flat(1)[:1]), [[Answer()]])
+    outcomes = [
+        outcome("default"),
+        outcome("chunk-16", changed=item),
+        outcome("clamp-4", changed=item, clamp=4),
+    ]
+    assert [one.name for one in offenders(outcomes)] == ["chunk-16"]
+    assert conclusions(report(outcomes))[-1] == "CHANGED without a clamp: chunk-16 (1)."
+    assert conclusions(report([outcomes[0], outcomes[2]]))[-1] == (
+        "No answer changed under 1 settings without a clamp."
+    )
+
+
+def test_conclusions_say_when_nothing_was_preempted() -> None:
+    (said, _) = conclusions(report([outcome("default"), outcome("preempted", starved=True)]))
+    assert "preempted: nothing was preempted" in said
+    ran = [outcome("preempted", starved=True, preemptions=1)]
+    impossible = [outcome("preempted", starved=True, impossible="too small")]
+    assert len(conclusions(report(ran))) == len(conclusions(report(impossible))) == 1
+
+
+def outcome(name: str, **fields: Any) -> Outcome:
+    given: dict[str, Any] = {"summary": "", "sets": [], "clamp": 0, "starved": False}
+    return Outcome(name=name, **(given | fields))
+
+
+def report(outcomes: list[Outcome]) -> Report:
+    return Report(
+        model="m", dtype="float32", created="", load=0.0, clients=1, questions=1, outcomes=outcomes
+    )
+
+
+# --- settings ---
+
+
+def test_choose_keeps_the_reference_first_and_clamps_last() -> None:
+    assert [one.name for one in choose(["preempted", "no-cache"], [4, 16, 4])] == [
+        "default",
+        "no-cache",
+        "preempted",
+        "clamp-16",
+        "clamp-4",
+    ]
+    assert choose([], [])[0] is REFERENCE
+    assert len(choose([], [])) == len(UNCLAMPED) == len({one.name for one in UNCLAMPED})
+    with pytest.raises(ConfigError, match="'fly' is not one of default, no-embedding-cache"):
+        choose(["fly"], [])
+
+
+@pytest.mark.parametrize("variant", [*UNCLAMPED, clamped(8)], ids=lambda one: one.name)
+def test_settings_load(variant: Any) -> None:
+    sets = merged_sets(variant, ["generate.threads=1"], path="x", longest_tokens=30)
+    config = load_config(None, sets=sets, environ={}).config
+    assert config.model.dtype == "float32"
+    assert config.generate.memory["tokens"] == (32 if variant.starved else 16384)
+    own = ["model.dtype=bfloat16", "generate.memory.use=auto-profile"]
+    if not variant.starved:
+        sets = merged_sets(variant, own, path="x", longest_tokens=30)
+        config = load_config(None, sets=sets, environ={}).config
+        assert config.model.dtype == "bfloat16"
+        assert config.generate.memory == {"use": "auto-profile"}
+
+
+# --- measuring, without engines ---
+
+
+async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversations = questions()
+    asked = flat()
+    seen: list[list[str]] = []
+
+    async def sit(sets: Sequence[str], _: Any, passes: int, clients: int, advance: Any) -> Any:
+        seen.append(list(sets))
+        if "generate.tensor_parallel=2" in sets:
+            raise CheckpointError("3 heads")
+        advance(passes * len(asked))
+        answers = [answered(asked, **({"colour": "x"} if "chunk" in str(sets) else {}))] * passes
+        counters = {
+            "generate": {"tokens_cached": 5, "preemptions": 2},
+            "encode": {"items_encoded": 7},
+        }
+        return accuracy._Sitting(answers, [4, 8], counters, 1.0)
+
+    monkeypatch.setattr(accuracy, "_sit", sit)
+    advanced: dict[str, list[int]] = {}
+
+    def begun(variant: Any, answers: int) -> Any:
+        advanced[variant.name] = [answers]
+        return advanced[variant.name].append
+
+    found = await measure_accuracy(
+        "checkpoints/mine",
+        conversations=conversations,
+        variants=choose(["chunk-16", "tensor-parallel-2", "preempted"], [4]),
+        clients=3,
+        begun=begun,
+    )
+    by_name = {one.name: one for one in found.outcomes}
+    assert found.model == "mine"
+    assert {name: len(one.changed) for name, one in by_name.items()} == {
+        "default": 0,
+        "chunk-16": 2,
+        "tensor-parallel-2": 0,
+        "preempted": 0,
+        "clamp-4": 0,
+    }
+    assert [one.answer for one in by_name["chunk-16"].wrong] == ["x", "x"]
+    assert by_name["tensor-parallel-2"].impossible == "3 heads"
+    assert by_name["default"].image_tokens == (6.0, 8)
+    assert by_name["default"].share.right == len(asked)
+    assert advanced["default"] == [2 * len(asked), 2 * len(asked)]
+    # 9 prompt tokens and the longest answer, in blocks of 4.
+    assert 'generate.memory={use="pinned", tokens=28}' in seen[3]
+
+
+async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sit(*_: Any) -> Any:
+        raise CheckpointError("no such checkpoint")
+
+    monkeypatch.setattr(accuracy, "_sit", sit)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        await measure_accuracy(
+            "x",
+            conversations=questions(),
+            variants=choose([], []),
+            clients=1,
+            begun=lambda _variant, _answers: lambda _steps: None,
+        )
+
+
+# --- the command's options ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "fly"], "--only: 'fly' is not one of"),
+        (["--budgets", "8,many"], "--budgets: 'many' is not a number of tokens"),
+        (["--budgets", "0"], "--budgets: '0' is not a number of tokens"),
+        (["--set", "generate.slotz=1"], "generate.slotz"),
+    ],
+)
+def test_command_refuses_options_that_cannot_be(words: list[str], message: str) -> None:
+    assert COMMANDS
+    done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere", *words])
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+
+
+def test_command_refuses_a_plugin_without_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.plugins.load_worker", lambda _name, path="": object())
+    done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere"])
+    assert isinstance(done.exception, ConfigError)
+    assert "generate.plugin: 'transformers' has no questions" in str(done.exception)
+
+
+def test_command_without_a_checkpoint_says_where_the_trained_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vsched.plugins.load_worker", lambda _name, path="": Drawn())
+    done = CliRunner().invoke(app, ["bench", "accuracy"])
+    assert isinstance(done.exception, ConfigError)
+    assert "the trained one is not installed" in str(done.exception)

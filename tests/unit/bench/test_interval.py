@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from vsched.bench.interval import Share, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "low", "high"),
+    [
+        # Newcombe, Two-sided confidence intervals for the single proportion, 1998, table I, method 3.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_equals_published_values(
+    right: int, total: int, low: float, high: float
+) -> None:
+    assert wilson_interval(right, total) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("total", [1, 7, 1000])
+def test_wilson_interval_mirrors_and_stays_within_bounds(total: int) -> None:
+    for right in range(total + 1):
+        low, high = wilson_interval(right, total)
+        assert 0.0 <= low <= right / total <= high <= 1.0
+        assert low < high
+        assert wilson_interval(total - right, total) == pytest.approx((1 - high, 1 - low))
+
+
+def test_wilson_interval_of_nothing_says_nothing() -> None:
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("right", "total"), [(3, 2), (-1, 2)])
+def test_wilson_interval_refuses_what_is_no_share(right: int, total: int) -> None:
+    with pytest.raises(ValueError, match="not a share"):
+        wilson_interval(right, total)
+
+
+def test_share_is_worded_in_per_cent() -> None:
+    assert Share(97, 100).text() == "97.0 (91.5-99.0)"
+    assert Share(0, 0).value == 0.0

@@ -1,0 +1,283 @@
+"""Training: a run is a function of its seed and its steps, however often it was stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rich.console import Console  # noqa: E402
+
+from vsched.errors import CheckpointError  # noqa: E402
+from vsched_workers.checkpoint import inspect_checkpoint  # noqa: E402
+from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
+from vsched_workers.training import model as small  # noqa: E402
+from vsched_workers.training import report, samples, train  # noqa: E402
+from vsched_workers.training.ahead import DrawnAhead  # noqa: E402
+from vsched_workers.training.batches import make_batch, placed  # noqa: E402
+from vsched_workers.training.drawing import Mark  # noqa: E402
+from vsched_workers.training.samples import held_out  # noqa: E402
+from vsched_workers.training.train import BatchMaker, Plan, Trainer  # noqa: E402
+
+PLAN = Plan(steps=4, batch=2, threads=1, warmup=2, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Train on Pillow's font: what is tested here needs no font package."""
+    monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def thin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of a few thousand parameters, with windows and full attention still."""
+    text = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision: dict[str, object] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+    }
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [1]}
+    for name, value in text.items():
+        monkeypatch.setitem(small.TEXT, name, value)
+    for key, setting in vision.items():
+        monkeypatch.setitem(small.VISION, key, setting)
+
+
+def weights(trainer: Trainer) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    return {name: value.numpy() for name, value in trainer.averaged().items()}
+
+
+def trained(directory: Path, plan: Plan, steps: int) -> Trainer:
+    trainer = Trainer(directory, plan)
+    for _ in range(steps):
+        trainer.step()
+    return trainer
+
+
+@pytest.mark.slow
+def test_training_of_one_seed_gives_the_same_weights_and_another_seed_others(
+    tmp_path: Path,
+) -> None:
+    first = weights(trained(tmp_path / "a", PLAN, 3))
+    again = weights(trained(tmp_path / "b", PLAN, 3))
+    other = weights(trained(tmp_path / "c", replace(PLAN, seed=6), 3))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not all(np.array_equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", PLAN, 4)
+    trained(tmp_path / "parts", PLAN, 2).save()
+    resumed = Trainer(tmp_path / "parts", PLAN)
+    assert resumed.progress.step == 2
+    resumed.step()
+    resumed.step()
+    expected, found = weights(whole), weights(resumed)
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    assert resumed.progress.losses == whole.progress.losses
+
+
+@pytest.mark.slow
+def test_training_refuses_the_state_of_another_plan(tmp_path: Path) -> None:
+    trained(tmp_path, PLAN, 1).save()
+    with pytest.raises(CheckpointError, match=r"another plan.*Remedy"):
+        Trainer(tmp_path, replace(PLAN, batch=3))
+
+
+@pytest.mark.slow
+def test_training_may_be_made_shorter_until_the_rate_falls(tmp_path: Path) -> None:
+    long = replace(PLAN, steps=20)
+    trained(tmp_path / "parts", long, 2).save()
+    shortened = trained(tmp_path / "parts", PLAN, 2)
+    whole = weights(trained(tmp_path / "whole", PLAN, 4))
+    assert all(np.array_equal(whole[name], value) for name, value in weights(shortened).items())
+    assert long.may_follow(PLAN, 2)
+    assert not long.may_follow(PLAN, 3), "step 2 of 4 had a lower rate than step 2 of 20"
+    assert PLAN.may_follow(PLAN, 3)
+
+
+@pytest.mark.slow
+def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
+    """Images of several sizes at once, and conversations of several images: embeddings, positions and logits agree."""
+    trainer = Trainer(tmp_path, PLAN)
+    model = trainer.model.eval()
+    drawn = [*held_out("count", 2), *held_out("second", 2), *held_out("number", 2)]
+    batch = make_batch(drawn, trainer.front, buckets=2)
+    images = [image for s in drawn for turn in s.turns for image in turn.images]
+    plans = [trainer.front.plan_image(image.width, image.height) for image in images]
+    pixels = torch.from_numpy(np.concatenate([trainer.front.process_image(i) for i in images]))
+    grids = torch.tensor([plan.grid for plan in plans])
+    with torch.no_grad():
+        expected = model.model.visual(pixels, grid_thw=grids).pooler_output
+        found = small.encode(model.model.visual, batch.vision)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        ours: dict[int, object] = {}
+        for logits, _, turns in train.answer_logits(model, found, batch):
+            for row, turn in zip(logits, turns, strict=True):
+                ours.setdefault(int(turn), row)  # the first token of each answer
+    offset = 0
+    for number, sample in enumerate(drawn):
+        (turn,) = sample.turns
+        tokens = [plan.tokens for plan in plans[offset : offset + len(turn.images)]]
+        text = trainer.front.render(_messages(turn.question, len(turn.images)))
+        ids, _ = trainer.front.expand(trainer.front.tokenize(text), tokens)
+        shown = grids[offset : offset + len(tokens)]
+        first = sum(plan.grid[1] * plan.grid[2] for plan in plans[:offset])
+        count = sum(int(grid.prod()) for grid in shown)
+        kinds = (torch.tensor([ids]) == trainer.front.info.image_token_id).int()
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.tensor([ids]),
+                pixel_values=pixels[first : first + count],
+                image_grid_thw=shown,
+                mm_token_type_ids=kinds,
+            ).logits[0, -1]
+        torch.testing.assert_close(ours[number], logits, rtol=1e-3, atol=1e-3)
+        offset += len(tokens)
+
+
+def _messages(question: str, images: int) -> list[dict[str, object]]:
+    parts: list[dict[str, object]] = [{"type": "image"} for _ in range(images)]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+@pytest.mark.slow
+def test_training_positions_are_the_library_s(tmp_path: Path) -> None:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    trainer = Trainer(tmp_path, PLAN)
+    (sample,) = held_out("second", 1)
+    rows = make_batch([sample], trainer.front, buckets=1).buckets[0]
+    ids = rows.ids[0].numpy().astype(np.int32)
+    items, at = [], 0
+    for image in sample.turns[0].images:
+        plan = trainer.front.plan_image(image.width, image.height)
+        at += int(np.flatnonzero(ids[at:] == trainer.front.info.image_token_id)[0])
+        items.append((at, plan.tokens, plan.grid))
+        at += plan.tokens
+    expected, _ = rope_positions(Qwen2_5_VLModel, trainer.model.config, ids, items)
+    assert np.array_equal(rows.positions[:, 0].numpy(), expected)
+
+
+@pytest.mark.slow
+def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, PLAN, 2)
+    trainer.save()
+    info = inspect_checkpoint(str(tmp_path), dtype="float32", item_tokens_max=0)
+    assert info.family == "qwen2_5_vl"
+    assert info.item_tokens_max >= small.IMAGE_TOKENS[1]
+    assert [trainer.front.tokenize("<|im_end|>")] == [list(info.stop_token_ids)]
+    trainer.progress.accuracies.append((2, {"number": 0.5}))
+    report.write_report(
+        tmp_path, trainer.plan, trainer.progress, {"font": {"number": (19, 20), "count": (0, 5)}}
+    )
+    told = json.loads((tmp_path / "training.json").read_text())
+    assert told["plan"]["seed"] == PLAN.seed
+    assert told["steps_done"] == 2
+    assert told["held_out_accuracy"]["font"]["number"]["interval"] == [0.7639, 0.9911]
+    assert len(told["curve"]["step"]) == 2
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.accuracy_table({"font": {"number": (19, 20)}}))
+    assert "95.0 (76.4-99.1)" in console.export_text()
+
+
+@pytest.mark.slow
+def test_training_learns_one_batch_by_heart(tmp_path: Path) -> None:
+    """Three samples, again and again: of right answers there are none before, and then all."""
+    plan = replace(PLAN, steps=400, batch=3, peak=5e-3, memory=0.9, looking=0)
+    trainer = Trainer(tmp_path, plan)
+    drawn = held_out("colour", 3)
+    batch = make_batch(drawn, trainer.front, buckets=1)
+    trainer.batch_of = lambda step: make_batch(drawn, trainer.front)
+    before, _ = train.count_right(trainer.served(), [batch])
+    for _ in range(60):
+        trainer.step()
+    right, total = train.count_right(trainer.served(), [batch])
+    assert (before, right, total) == (0, 3, 3)
+
+
+def _maker_with_built_in_font(plan: Plan, directory: Path) -> BatchMaker:
+    vars(samples)["font_files"] = lambda held_out, packages=None: ("",)
+    return BatchMaker(plan, directory)
+
+
+def _bytes(part: Any) -> list[bytes]:
+    if isinstance(part, torch.Tensor):
+        return [part.numpy().tobytes()]
+    parts = part if isinstance(part, tuple) else vars(part).values()
+    return [content for inner in parts for content in _bytes(inner)]
+
+
+def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, PLAN)
+    with DrawnAhead(partial(_maker_with_built_in_font, PLAN, tmp_path)) as ahead:
+        for step in (0, 1, 7):
+            assert _bytes(ahead(step)) == _bytes(trainer.batch_of(step))
+    assert _bytes(trainer.batch_of(0)) != _bytes(trainer.batch_of(1))
+
+
+def test_training_tokenizer_reads_digits_one_by_one_and_any_text() -> None:
+    tokenizer = small.make_tokenizer()
+    assert len(tokenizer) <= small.VOCABULARY
+    assert len(tokenizer("4096").input_ids) == 4
+    assert len(tokenizer(" 4096.5").input_ids) == 7
+    words = "What colour is the object in the second image?"
+    assert len(tokenizer(words).input_ids) == 10
+    for text in ("größer 12 € 4", "日本", "def f(x): return x"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_training_schedule_rises_and_falls() -> None:
+    plan = Plan(steps=1000, warmup=10, ramp=200, opening=300)
+    assert plan.rate(0) == pytest.approx(plan.peak / 10)
+    assert plan.rate(10) == plan.rate(700) == plan.peak
+    assert plan.rate(850) == pytest.approx(plan.peak / 2)
+    assert plan.rate(999) < 0.01 * plan.peak
+    assert [plan.difficulty(step) for step in (0, 100, 500)] == [0.0, 0.5, 1.0]
+    assert (plan.mark_weight(0), plan.mark_weight(999)) == (1.0, 0.25)
+    assert [plan.asks(step) for step in (0, 1, 4, plan.looking - 1, plan.looking)] == [
+        *(True, False, True, False, True)
+    ]
+
+
+def test_training_marks_name_the_token_and_its_quarter() -> None:
+    grid = (2, 3)  # tokens down and across
+    assert placed(Mark(0.01, 0.01, 0, 7), grid, 10) == (10, 0, 0, 7, -1)
+    assert placed(Mark(0.99, 0.01, 1, 8), grid, 10) == (12, 1, 1, 8, -1)
+    assert placed(Mark(0.01, 0.99, 2, 9), grid, 10) == (13, 2, 2, 9, -1)
+    assert placed(Mark(0.50, 0.60, 3, 6), grid, 10) == (14, 1, 3, 6, -1)
+    assert placed(Mark(1.20, 1.20, 3, 6), grid, 10) == (15, 3, 3, 6, -1), (
+        "turned out of the picture"
+    )
+
+
+@pytest.mark.slow
+def test_training_by_looking_leaves_the_language_model_alone(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, replace(PLAN, steps=8), 1)
+
+    def parts() -> list[dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]]:
+        now = {n: v.detach().numpy().copy() for n, v in trainer.model.named_parameters()}
+        return [{n: v for n, v in now.items() if ("visual" in n) == sees} for sees in (True, False)]
+
+    eyes, language = parts()
+    trainer.step()
+    eyes_after, language_after = parts()
+    assert any(not np.array_equal(eyes[name], eyes_after[name]) for name in eyes)
+    assert all(np.array_equal(language[name], language_after[name]) for name in language)

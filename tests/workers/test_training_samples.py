@@ -1,0 +1,205 @@
+"""The conversations that the small model learns from: right by construction, the same for the same seed."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from vsched.errors import ConfigError
+from vsched_workers.training import drawing, samples
+from vsched_workers.training.drawing import COLOURS, SHAPES, Mark
+from vsched_workers.training.samples import TASKS, Sample, Turn, held_out, train_sample
+
+DRAWN = 40
+
+
+@pytest.fixture
+def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train on Pillow's font: what is tested here needs no font package."""
+    monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
+
+
+def drawn(difficulty: float, count: int = DRAWN) -> list[Sample]:
+    return [train_sample(np.random.default_rng([3, index]), difficulty) for index in range(count)]
+
+
+def number_of(marks: tuple[Mark, ...]) -> str:
+    return "".join(str(mark.value) for mark in sorted(marks, key=lambda mark: mark.slot))
+
+
+def things_of(marks: tuple[Mark, ...]) -> list[tuple[str, str]]:
+    return [(list(COLOURS)[mark.value], SHAPES[mark.shape]) for mark in marks]
+
+
+def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
+    """Answer a question from what was drawn, without the code that wrote the answer."""
+    text = question.lower()
+    place = 0 if "the first" in text and "digit" not in text else 1 if "second" in text else -1
+    marks = seen[place]
+    if marks[0].slot >= 0:
+        number = number_of(marks)
+        if "many" in text:
+            return str(len(number))
+        if "digit" in text:
+            return number[0] if "first" in text else number[-1]
+        return number
+    if "many" in text or "count" in text:
+        return str(len(marks))
+    ((colour, shape),) = things_of(marks)
+    if "describe" in text or "what is in" in text:
+        return f"{colour} {shape}"
+    # "What is the shape of the red object?" asks for a shape, "the colour of the star" for a colour.
+    return colour if "colour" in text else shape
+
+
+def check(sample: Sample) -> int:
+    seen: list[tuple[Mark, ...]] = []
+    for turn in sample.turns:
+        assert len(turn.images) == len(turn.marks)
+        seen += turn.marks
+        assert turn.answer == expected(turn.question, seen), (turn.question, seen)
+    return len(sample.turns)
+
+
+@pytest.mark.usefixtures("built_in_fonts")
+@pytest.mark.parametrize("difficulty", [0.0, 1.0])
+@pytest.mark.slow
+def test_samples_answers_say_what_was_drawn(difficulty: float) -> None:
+    turns = sum(check(sample) for sample in drawn(difficulty, 200))
+    assert turns > 200, "some conversations have several turns"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_held_out_answers_say_what_was_drawn(task: str) -> None:
+    for sample in held_out(task, 5):
+        assert sample.task == task
+        check(sample)
+
+
+def test_samples_answer_check_can_fail() -> None:
+    marks = ((Mark(0.2, 0.5, 0, 4), Mark(0.4, 0.5, 1, 2)),)
+    image = drawing.draw_number(np.random.default_rng(0), "42", ("",), 0.0).image
+    check(Sample("number", (Turn((image,), "Read the number.", "42", marks),)))
+    with pytest.raises(AssertionError):
+        check(Sample("number", (Turn((image,), "Read the number.", "24", marks),)))
+
+
+def test_samples_of_one_seed_are_the_same() -> None:
+    first, again, other = (held_out("second", 3, seed=seed) for seed in (1, 1, 2))
+    assert [turn.question for s in first for turn in s.turns] == [
+        turn.question for s in again for turn in s.turns
+    ]
+    pixels = [
+        [im.tobytes() for s in x for t in s.turns for im in t.images] for x in (first, again, other)
+    ]
+    assert pixels[0] == pixels[1]
+    assert pixels[0] != pixels[2]
+
+
+def test_samples_fewer_are_the_beginning_of_more() -> None:
+    few, more = held_out("number", 2), held_out("number", 4)
+    assert [s.turns[0].answer for s in few] == [s.turns[0].answer for s in more[:2]]
+
+
+def test_samples_held_out_numbers_have_three_to_six_digits() -> None:
+    answers = [sample.turns[0].answer for sample in held_out("number", 40)]
+    assert {len(answer) for answer in answers} == {3, 4, 5, 6}
+    assert all(re.fullmatch("[1-9][0-9]+", answer) for answer in answers)
+
+
+@pytest.mark.slow
+def test_samples_held_out_counts_go_to_nine() -> None:
+    answers = {sample.turns[0].answer for sample in held_out("count", 80)}
+    assert answers == {str(count) for count in range(1, 10)}
+
+
+@pytest.mark.usefixtures("built_in_fonts")
+def test_samples_begin_easy() -> None:
+    for sample in drawn(0.0):
+        for turn in sample.turns:
+            for image, marks in zip(turn.images, turn.marks, strict=True):
+                digits = [mark for mark in marks if mark.slot >= 0]
+                assert len(digits) <= 2
+                assert len(marks) <= 3
+                assert max(image.size) < 200
+
+
+@pytest.mark.usefixtures("built_in_fonts")
+def test_samples_vary_in_size_and_task() -> None:
+    all_drawn = drawn(1.0)
+    assert {s.task for s in all_drawn} >= {"number", "count", "second", "conversation"}
+    sizes = {image.size for s in all_drawn for turn in s.turns for image in turn.images}
+    assert len(sizes) > DRAWN / 2
+    assert max(w / h for w, h in sizes) > 2
+
+
+def test_drawing_marks_lie_in_the_picture_from_left_to_right() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        marks = drawing.draw_number(rng, "123456", ("",), 1.0).marks
+        assert [mark.slot for mark in marks] == list(range(6))
+        across = [mark.x for mark in marks]
+        assert across == sorted(across)
+        assert all(0 < mark.x < 1 and 0 < mark.y < 1 for mark in marks)
+
+
+def test_drawing_a_page_is_full_of_digits() -> None:
+    rng = np.random.default_rng(8)
+    pages = [drawing.draw_page(rng, ("",), 1.0).marks for _ in range(6)]
+    assert sum(len(marks) for marks in pages) > 60
+    for mark in (mark for marks in pages for mark in marks):
+        assert mark.slot == drawing.LOOSE
+        assert 0 < mark.x < 1
+        assert 0 < mark.y < 1
+
+
+@pytest.mark.usefixtures("built_in_fonts")
+def test_samples_to_look_at_ask_nothing() -> None:
+    looked = samples.looking_samples(np.random.default_rng(1), 0.5)
+    assert {mark.slot >= 0 for s in looked for mark in s.turns[0].marks[0]} == {True, False}
+    assert all(not turn.question and len(turn.images) == 1 for s in looked for turn in s.turns)
+
+
+def test_drawing_a_mark_lies_on_its_object() -> None:
+    """The pixel under the mark of a filled object has the object's colour."""
+    rng = np.random.default_rng(6)
+    for colour, paint in COLOURS.items():
+        picture = drawing.draw_objects(rng, [(colour, "circle")], 0.0)
+        (mark,) = picture.marks
+        x, y = int(mark.x * picture.image.width), int(mark.y * picture.image.height)
+        pixel = picture.image.getpixel((x, y))
+        assert isinstance(pixel, tuple)
+        assert max(abs(int(a) - b) for a, b in zip(pixel, paint, strict=True)) <= 16
+
+
+def test_drawing_objects_do_not_touch() -> None:
+    rng = np.random.default_rng(7)
+    picture = drawing.draw_objects(rng, [("red", "circle")] * 9, 1.0)
+    width, height = picture.image.size
+    places = [(mark.x * width, mark.y * height) for mark in picture.marks]
+    nearest = min(
+        (a[0] - b[0]) ** 2 + (a[1] - b[1]) ** 2
+        for index, a in enumerate(places)
+        for b in places[:index]
+    )
+    assert nearest > (2 * 6) ** 2
+
+
+def test_fonts_held_out_are_not_trained_on() -> None:
+    trained = {name for names in drawing.TRAINING_FONTS.values() for name in names}
+    unseen = {name for names in drawing.HELD_OUT_FONTS.values() for name in names}
+    assert not trained & unseen
+    assert not set(drawing.TRAINING_FONTS) & set(drawing.HELD_OUT_FONTS)
+
+
+def test_fonts_for_the_demo_need_no_package() -> None:
+    assert drawing.font_files(held_out=True, packages=(drawing.BUILT_IN_FONT,)) == ("",)
+
+
+def test_fonts_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drawing.TRAINING_FONTS, "no_such_fonts", ("A.ttf",))
+    drawing.font_files.cache_clear()
+    with pytest.raises(ConfigError, match=r"no_such_fonts.*pip install 'vsched\[training\]'"):
+        drawing.font_files(held_out=False, packages=("no_such_fonts",))
