@@ -7,7 +7,9 @@ the plan and its number alone, so that it does not matter where it was drawn.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from types import TracebackType
@@ -66,8 +68,17 @@ _maker: Callable[[int], Batch]
 
 def _begin(start: Callable[[], Callable[[int], Batch]]) -> None:
     global _maker  # what a pool's process sets up once
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _maker = start()
+
+
+def _end_with_parent() -> None:
+    """A pool's process would wait for ever for work from one that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a pool's process has one"
+    parent.join()
+    os._exit(1)
 
 
 def _draw(step: int) -> bytes:

@@ -62,7 +62,7 @@ class Plan:
     """
 
     seed: int = 0
-    steps: int = 9000
+    steps: int = 8000
     batch: int = 32
     threads: int = 2
     peak: float = 2e-3
