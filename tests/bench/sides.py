@@ -61,15 +61,15 @@ class Sizes:
 
 
 def thread_sets(threads: int, assignments: Sequence[str]) -> list[str]:
-    """Return the settings that give the ranks of vsched as many threads as the peer has, all of them together.
+    """Return the settings that share the peer's threads out among the ranks of vsched, at least one for each.
 
-    Stages in one process take turns, and so each may have all of them.
+    Stages in one process take turns, and so each may have all of them. Separate stages have half each; where there are
+    more ranks than threads, the ranks share the cores that the peer's threads have to themselves.
 
     Raises:
-        ConfigError: When there are fewer threads than ranks.
+        ConfigError: When separate stages would have to share one thread.
     """
-    chosen = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "placement"]
-    if chosen and chosen[-1] == "together":
+    if _assigned("placement", assignments, "separate") == "together":
         return [f"encode.threads={threads}", f"generate.threads={threads}"]
     if threads < 2:
         message = limit_message(
@@ -79,7 +79,18 @@ def thread_sets(threads: int, assignments: Sequence[str]) -> list[str]:
             remedy="give more, or --set placement=together",
         )
         raise ConfigError(message)
-    return [f"encode.threads={threads // 2}", f"generate.threads={threads - threads // 2}"]
+    each = (threads - threads // 2) // _replicas(assignments)
+    return [f"encode.threads={threads // 2}", f"generate.threads={max(each, 1)}"]
+
+
+def _replicas(assignments: Sequence[str]) -> int:
+    return int(_assigned("generate.replicas", assignments, "1"))
+
+
+def _assigned(name: str, assignments: Sequence[str], otherwise: str) -> str:
+    """Return the last value given to a setting."""
+    given = [text.partition("=")[2] for text in assignments if text.partition("=")[0] == name]
+    return given[-1] if given else otherwise
 
 
 def vsched(
@@ -100,7 +111,7 @@ def vsched(
         f"generate.slots={sizes.slots}",
         f"generate.context_tokens={sizes.context}",
         "generate.memory.use=pinned",
-        f"generate.memory.bytes={sizes.kv_bytes}",
+        f"generate.memory.bytes={sizes.kv_bytes // _replicas(assignments)}",
         "encode.memory_limit=0",
         "generate.memory_limit=0",
         *thread_sets(sizes.threads, assignments),

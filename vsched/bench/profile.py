@@ -8,12 +8,10 @@ and two at an outermost one, so what is entered for every token is shown a littl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from vsched.api.completions import CompletionEndpoint
 from vsched.api.exchange import Exchange
 from vsched.api.server import running_server
 from vsched.bench import profile_rank
-from vsched.bench.client import BenchError
+from vsched.bench.clients import begin_clients, figures_of, ready_clients
 from vsched.bench.machine import TICK_S, Others
 from vsched.bench.profile_floors import MachineRates, Work, floors, measure_machine
 from vsched.bench.profile_load import LoadOrder
@@ -168,45 +166,22 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
 async def _measure(
     order: LoadOrder, meter: Meter, engine: Engine, folder: Path
 ) -> tuple[Window, Figures]:
-    async with _clients(order) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        if await process.stdout.readline() != b"ready\n":
-            raise BenchError("the clients could not warm up. Remedy: see what they wrote above.")
+    async with ready_clients(order) as process:
         begun = _http_calls(meter)
-        process.stdin.write(b"go\n")
+        begin_clients(process)
         while _http_calls(meter) == begun:  # noqa: ASYNC110 - a server that is measured tells nobody
             await asyncio.sleep(_START_POLL_S)
         before = _snapshot(meter, engine, folder)
         others = Others(lambda: [*engine.rank_pids, process.pid])
-        answer = await process.stdout.readline()
+        figures = await figures_of(process)
         after = _snapshot(meter, engine, folder)
         cores = others.cores()
-    figures = msgspec.json.decode(answer, type=Figures)
-    if figures.failed:
-        raise BenchError(f"{figures.failed} requests failed, the first: {figures.first_error}")
     return _window(meter, before, after, cores), figures
 
 
 def _http_calls(meter: Meter) -> int:
     """Return how often something came in: the first request shows that the clients are prepared."""
     return meter.cells()[meter.names.index("http")]
-
-
-@contextlib.asynccontextmanager
-async def _clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "vsched.bench.profile_load", msgspec.json.encode(order)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-        await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def _snapshot(meter: Meter, engine: Engine, folder: Path) -> Snapshot:

@@ -15,6 +15,7 @@ from vsched.cli import (
     replay_command,
     serve_command,
     simulate_command,
+    tune_command,
 )
 from vsched.errors import VschedError
 
@@ -28,6 +29,7 @@ COMMANDS = (
     profile_command,
     replay_command,
     simulate_command,
+    tune_command,
 )
 """The modules whose import has added commands to `app`."""
 

@@ -107,6 +107,20 @@ def test_ranks_of_vsched_have_the_threads_of_the_peer_together(threads: int) -> 
     assert together == [f"encode.threads={threads}", f"generate.threads={threads}"]
 
 
+def test_replicas_of_vsched_share_its_threads_and_its_kv_cache() -> None:
+    assert sides.thread_sets(8, ["generate.replicas=2"]) == [
+        "encode.threads=4",
+        "generate.threads=2",
+    ]
+    assert sides.thread_sets(2, ["generate.replicas=2"]) == [
+        "encode.threads=1",
+        "generate.threads=1",
+    ]
+    sizes = sides.Sizes(threads=2, slots=8, context=64, kv_bytes=1 << 30, images=1)
+    command = sides.vsched(Path(), sizes, ["generate.replicas=4"]).command
+    assert f"generate.memory.bytes={1 << 28}" in command
+
+
 def test_one_thread_is_for_one_process() -> None:
     with pytest.raises(ConfigError, match="placement=together"):
         sides.thread_sets(1, [])

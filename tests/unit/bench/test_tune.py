@@ -1,0 +1,73 @@
+"""`vsched tune`: ways to share the cores, tried with a real server whose ranks have no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.bench import idle_plugin
+from vsched.bench.shapes import Case
+from vsched.bench.tune import Placement, Trial, choose, orders_of, placements, shares, trial
+from vsched.config import load_config
+
+
+def _trial(replicas: int, text: float, image: float) -> Trial:
+    placement = Placement(replicas=replicas, threads=1, encode_threads=1)
+    rates = {"text": text, "image": image}
+    return Trial(placement=placement, requests_s=rates, runs={k: [v] for k, v in rates.items()})
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+def test_placements_share_the_cores_and_hold_the_default(cores: int) -> None:
+    found = placements(cores)
+    assert len(found) == len(set(found))
+    assert all(one.replicas * one.threads <= cores for one in found)
+    assert (
+        Placement(replicas=1, threads=max(cores // 2, 1), encode_threads=max(cores // 2, 1))
+        in found
+    )
+    assert {one.replicas for one in found} == {n for n in (1, 2, 4, 8) if n <= cores}
+
+
+def test_choice_weighs_cases_alike_and_needs_a_reason_for_replicas() -> None:
+    one, two = _trial(1, 10.0, 10.0), _trial(2, 16.0, 9.0)
+    assert shares([one, two]) == pytest.approx([(10 / 16) ** 0.5, 0.9**0.5])
+    assert choose([one, two]) is two
+    assert choose([one, _trial(2, 10.2, 10.2)]) is one
+    assert choose([_trial(2, 10.2, 10.2), one]) is one
+
+
+def test_placement_is_configuration(tmp_path: Path) -> None:
+    placement = Placement(replicas=4, threads=2, encode_threads=3)
+    written = tmp_path / "tuned.toml"
+    written.write_text(placement.toml())
+    by_file = load_config(written, sets=["model.path=."], environ={}).config
+    by_sets = load_config(None, sets=["model.path=.", *placement.assignments()], environ={}).config
+    assert (by_file.generate, by_file.encode) == (by_sets.generate, by_sets.encode)
+    assert (by_sets.generate.replicas, by_sets.generate.threads, by_sets.encode.threads) == (
+        4,
+        2,
+        3,
+    )
+
+
+async def test_trial_serves_every_load_as_often_as_asked() -> None:
+    placement = Placement(replicas=2, threads=1, encode_threads=1)
+    sets = ["model.path=.", "server.port=0", "media.images_max=0", "encode.reserved=0"]
+    sets += [f"{stage}.plugin={idle_plugin.NAME}" for stage in ("encode", "generate")]
+    sets += ["generate.memory.use=pinned", "generate.memory.tokens=65536"]
+    config = load_config(None, sets=[*sets, *placement.assignments()], environ={}).config
+    done: list[int] = []
+    found = await trial(
+        placement,
+        config,
+        orders_of([Case.TEXT], 2),
+        repeats=2,
+        on_progress=lambda *_: None,
+        on_run=done.append,
+    )
+    assert done == [1, 2]
+    assert len(found.runs["text"]) == 2
+    assert min(found.runs["text"]) <= found.requests_s["text"] <= max(found.runs["text"])
+    assert min(found.runs["text"]) > 0
