@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from vsched.errors import CheckpointError  # noqa: E402
+from vsched.errors import CheckpointError, VschedError  # noqa: E402
 from vsched_workers.checkpoint import inspect_checkpoint  # noqa: E402
 from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
 from vsched_workers.training import model as small  # noqa: E402
 from vsched_workers.training import report, samples, train  # noqa: E402
 from vsched_workers.training.ahead import DrawnAhead  # noqa: E402
-from vsched_workers.training.batches import make_batch, placed  # noqa: E402
+from vsched_workers.training.batches import Batch, make_batch, placed  # noqa: E402
 from vsched_workers.training.drawing import Mark  # noqa: E402
 from vsched_workers.training.samples import held_out  # noqa: E402
 from vsched_workers.training.train import BatchMaker, Plan, Trainer  # noqa: E402
@@ -71,12 +71,14 @@ def trained(directory: Path, plan: Plan, steps: int) -> Trainer:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
 def test_training_of_one_seed_gives_the_same_weights_and_another_seed_others(
-    tmp_path: Path,
+    tmp_path: Path, threads: int
 ) -> None:
-    first = weights(trained(tmp_path / "a", PLAN, 3))
-    again = weights(trained(tmp_path / "b", PLAN, 3))
-    other = weights(trained(tmp_path / "c", replace(PLAN, seed=6), 3))
+    plan = replace(PLAN, threads=threads)
+    first = weights(trained(tmp_path / "a", plan, 3))
+    again = weights(trained(tmp_path / "b", plan, 3))
+    other = weights(trained(tmp_path / "c", replace(plan, seed=6), 3))
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not all(np.array_equal(first[name], other[name]) for name in first)
 
@@ -92,6 +94,24 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     expected, found = weights(whole), weights(resumed)
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
     assert resumed.progress.losses == whole.progress.losses
+
+
+def test_training_goes_on_from_its_beginning_and_after_a_write_that_was_cut_short(
+    tmp_path: Path,
+) -> None:
+    served = tmp_path / "model.safetensors"
+    Trainer(tmp_path, PLAN)
+    whole = served.read_bytes()
+    served.write_bytes(whole[:100])
+    assert Trainer(tmp_path, PLAN).progress.step == 0
+    assert served.read_bytes() == whole
+
+
+def test_training_writes_over_nothing_that_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds no run.*Remedy"):
+        Trainer(tmp_path, PLAN)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.slow
@@ -225,12 +245,32 @@ def _bytes(part: Any) -> list[bytes]:
     return [content for inner in parts for content in _bytes(inner)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, PLAN)
     with DrawnAhead(partial(_maker_with_built_in_font, PLAN, tmp_path)) as ahead:
         for step in (0, 1, 7):
             assert _bytes(ahead(step)) == _bytes(trainer.batch_of(step))
     assert _bytes(trainer.batch_of(0)) != _bytes(trainer.batch_of(1))
+
+
+def _dies(step: int) -> Batch:
+    raise SystemExit(3)
+
+
+def _maker_that_dies() -> Callable[[int], Batch]:
+    return _dies
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_training_says_when_the_process_that_draws_has_ended() -> None:
+    with (
+        DrawnAhead(_maker_that_dies) as ahead,
+        pytest.raises(VschedError, match="the process that draws has ended"),
+    ):
+        ahead(0)
 
 
 def test_training_tokenizer_reads_digits_one_by_one_and_any_text() -> None:

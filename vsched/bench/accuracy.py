@@ -1,9 +1,10 @@
-"""Accuracy under every setting: one exam, sat greedily by real engines, answers compared item by item."""
+"""Accuracy under every setting: one exam, sat greedily at real servers, answers compared item by item."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import itertools
 import os
@@ -15,16 +16,19 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from vsched.bench.exam import Question
+from vsched.api.server import running_server
+from vsched.bench.client import BenchClient
+from vsched.bench.exam import Question, is_answer
 from vsched.bench.interval import Share
 from vsched.bench.variants import Variant, merged_sets
 from vsched.config import load_config
 from vsched.engine import Engine
-from vsched.errors import CheckpointError, ConfigError, RequestFailed, RequestRefused
-from vsched.types import SamplingParams
+from vsched.errors import RequestRefused, VschedError
 
 ANSWER_TOKENS = 16
 """Most tokens of an answer: words and numbers are shorter, so whatever does not end by itself is wrong."""
+ANSWER_S = 600.0
+"""How long a question waits for its answer."""
 Advance = Callable[[int], None]
 
 
@@ -32,7 +36,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What came back; `error` says why nothing did."""
 
     text: str = ""
-    token_ids: list[int] = []
     prompt_tokens: int = 0
     error: str = ""
 
@@ -65,7 +68,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tasks: Of the first pass.
-        changed: Answers of any pass that are not those of the first pass of the first setting, token for token.
+        changed: Answers of any pass that are not those of the first pass of the first setting, to the letter.
+        failed: Questions, of all passes, that got no answer but an error.
         image_tokens: Tokens of an image: mean and most.
         tokens_cached: Prompt tokens that the prefix cache spared; `images_encoded` of `images_asked` were encoded.
         impossible: Why no engine could be started so; empty where one could.
@@ -79,6 +83,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tasks: list[TaskAccuracy] = []
     changed: list[Item] = []
     wrong: list[Item] = []
+    failed: int = 0
     image_tokens: tuple[float, int] = (0.0, 0)
     prompt_tokens: int = 0
     tokens_cached: int = 0
@@ -117,7 +122,7 @@ class _Sitting(msgspec.Struct):
 
 def is_right(question: Question, answer: Answer) -> bool:
     """Return whether an answer is the expected one; only white space around it is forgiven."""
-    return not answer.error and answer.text.strip() == question.expected
+    return not answer.error and is_answer(answer.text, question.expected)
 
 
 def grade(questions: Sequence[Question], answers: Sequence[Answer]) -> list[TaskAccuracy]:
@@ -140,12 +145,12 @@ def compare(
     reference: Sequence[Answer],
     passes: Sequence[Sequence[Answer]],
 ) -> list[Item]:
-    """Return every question that some pass answered other than the reference, token for token."""
+    """Return every question that some pass answered other than the reference, to the letter."""
     return [
         _item(question, before, after, number)
         for number, answers in enumerate(passes, 1)
         for question, before, after in zip(questions, reference, answers, strict=True)
-        if (before.token_ids, before.error) != (after.token_ids, after.error)
+        if (before.text, before.error) != (after.text, after.error)
     ]
 
 
@@ -163,8 +168,15 @@ def _item(question: Question, before: Answer, after: Answer, number: int = 1) ->
 
 
 def offenders(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the settings that changed an answer and are no clamp."""
-    return [one for one in outcomes if one.changed and not one.clamp]
+    """Return the settings that left a question without an answer, or changed one and are no clamp."""
+    return [one for one in outcomes if one.failed or (one.changed and not one.clamp)]
+
+
+def undisturbed(report: Report) -> list[Outcome]:
+    """Return the settings that should have preempted requests and preempted none: they show nothing."""
+    return [
+        one for one in report.outcomes if one.starved and not one.impossible and not one.preemptions
+    ]
 
 
 async def measure_accuracy(
@@ -176,13 +188,13 @@ async def measure_accuracy(
     clients: int,
     begun: Callable[[Variant, int], Advance],
 ) -> Report:
-    """Sit the exam under each setting; the first is what the others are compared with.
+    """Sit the exam under each setting, over HTTP; the first is what the others are compared with.
 
     `begun` is told each setting and how many answers it will take, and returns what is told of answers that came.
 
     Raises:
-        CheckpointError, ConfigError: When no engine starts under the first setting. Another that cannot be, such as
-            more ranks than the model can be shared by, is reported as impossible.
+        VschedError: When no server starts under the first setting. Another that cannot be, such as more ranks than
+            the model can be shared by, is reported as impossible.
     """
     questions = list(itertools.chain.from_iterable(conversations))
     outcomes: list[Outcome] = []
@@ -200,7 +212,7 @@ async def measure_accuracy(
         }
         try:
             sitting = await _sit(sets, conversations, variant.passes, clients, advance)
-        except (CheckpointError, ConfigError) as error:
+        except VschedError as error:
             if not reference:
                 raise
             outcomes.append(Outcome(**facts, impossible=str(error)))
@@ -240,6 +252,7 @@ def _outcome(
             for question, before, after in zip(questions, reference, first, strict=True)
             if not is_right(question, after)
         ],
+        failed=sum(bool(one.error) for answers in sitting.answers for one in answers),
         image_tokens=(sum(tokens) / len(tokens), max(tokens)) if tokens else (0.0, 0),
         prompt_tokens=sum(one.prompt_tokens for answers in sitting.answers for one in answers),
         tokens_cached=generate["tokens_cached"],
@@ -257,21 +270,22 @@ async def _sit(
     clients: int,
     advance: Advance,
 ) -> _Sitting:
-    """Sit the exam `passes` times in one engine."""
-    config = load_config(None, sets=sets, environ={}).config
-    async with Engine(config) as engine:
+    """Sit the exam `passes` times at one server."""
+    config = load_config(None, sets=[*sets, "server.port=0"], environ={}).config
+    async with running_server(config) as running:
         began_s = time.perf_counter()
-        answers = [await _ask_all(engine, conversations, clients, advance) for _ in range(passes)]
+        desk = _Desk(BenchClient(running.url, timeout_s=ANSWER_S), running.engine.model_name)
+        answers = [await _ask_all(desk, conversations, clients, advance) for _ in range(passes)]
         return _Sitting(
             answers=answers,
-            image_tokens=_image_tokens(engine, conversations),
-            statistics=engine.statistics(),
+            image_tokens=_image_tokens(running.engine, conversations),
+            statistics=running.engine.statistics(),
             seconds=time.perf_counter() - began_s,
         )
 
 
 async def _ask_all(
-    engine: Engine,
+    desk: _Desk,
     conversations: Sequence[Sequence[Question]],
     clients: int,
     advance: Advance,
@@ -283,7 +297,7 @@ async def _ask_all(
     async def hold() -> None:
         for conversation, own in waiting:
             for question in conversation:
-                own.append(await _ask(engine, question))
+                own.append(await desk.ask(question))
                 advance(1)
 
     async with asyncio.TaskGroup() as group:
@@ -292,25 +306,27 @@ async def _ask_all(
     return list(itertools.chain.from_iterable(answers))
 
 
-_numbers = itertools.count()
+class _Desk:
+    """Where questions are asked: a server's address and the name of its model."""
 
+    def __init__(self, client: BenchClient, model: str) -> None:
+        self._client = client
+        self._model = model
 
-async def _ask(engine: Engine, question: Question) -> Answer:
-    try:
-        generation = await engine.generate(
-            prompt=engine.preprocessor.render(question.messages),
-            images=question.images,
-            sampling=SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0),
-            request_id=f"exam-{next(_numbers)}",
-        )
-        text: list[str] = []
-        token_ids: list[int] = []
-        async for delta in generation:
-            text.append(delta.text)
-            token_ids += delta.token_ids
-    except (RequestRefused, RequestFailed) as error:
-        return Answer(error=error.message)
-    return Answer(text="".join(text), token_ids=token_ids, prompt_tokens=generation.prompt_tokens)
+    async def ask(self, question: Question) -> Answer:
+        """Return the answer, or why there is none."""
+        body = {
+            "model": self._model,
+            "messages": question.messages,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sample = await self._client.chat(msgspec.json.encode(body))
+        if sample.error is not None:
+            return Answer(error=sample.error)
+        return Answer(text=sample.text, prompt_tokens=sample.prompt_tokens)
 
 
 def _image_tokens(engine: Engine, conversations: Sequence[Sequence[Question]]) -> list[int]:
@@ -318,6 +334,9 @@ def _image_tokens(engine: Engine, conversations: Sequence[Sequence[Question]]) -
     urls = dict.fromkeys(url for questions in conversations for url in questions[-1].images)
     tokens = []
     for url in urls:
-        with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+        with (
+            Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image,
+            contextlib.suppress(RequestRefused),  # its questions were refused, and say so
+        ):
             tokens.append(engine.preprocessor.plan_image(*image.size).tokens)
     return tokens

@@ -72,6 +72,11 @@ def _questions(task: str, number: int, conversation: Sequence[ExamTurn]) -> Iter
         messages = [*messages, {"role": "assistant", "content": turn.answer}]
 
 
+def is_answer(text: str, expected: str) -> bool:
+    """Whether a text is the right answer, white space around it aside."""
+    return text.strip() == expected
+
+
 def data_url(png: bytes) -> str:
     """Return a PNG file as a client sends it."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

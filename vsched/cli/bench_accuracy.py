@@ -43,14 +43,20 @@ def accuracy(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Ask one held-out set under every setting; exit with 1 when any but a clamp changed an answer."""
+    """Ask a server one held-out set under every setting.
+
+    Exits with 1 when any but a clamp changed an answer, a question got none, or nothing was preempted that should be.
+    """
     from rich.console import Console
 
-    from vsched.bench.accuracy import offenders
+    from vsched.bench.accuracy import offenders, undisturbed
     from vsched.bench.variants import choose
 
     width = None if Console().is_terminal else PIPE_COLUMNS
     console = Console(width=width, highlight=False)
+    for target in filter(None, (out, plot)):
+        if not target.absolute().parent.is_dir():
+            raise ConfigError(f"{target}: its folder is missing. Remedy: make it")
     variants = choose(_names(only), _tokens(budgets))
     examiner = _examiner(assignments or [])
     path = checkpoint or _trained(examiner)
@@ -63,7 +69,7 @@ def accuracy(
     if plot is not None:
         _plot(report, plot)
         console.print(f"Plot: {plot}")
-    if offenders(report.outcomes):
+    if offenders(report.outcomes) or undisturbed(report):
         raise typer.Exit(1)
 
 
@@ -178,12 +184,12 @@ def _show(report: Report, console: Console) -> None:
     table.add_column("setting", no_wrap=True)
     for task in first.tasks:
         table.add_column(f"{task.task}\n{task.total}", justify="right", no_wrap=True)
-    for name in ("all", "changed", "cached", "encoded", "preempted", "s"):
+    for name in ("all", "changed", "failed", "cached", "encoded", "preempted", "s"):
         table.add_column(name, justify="right")
     for one in report.outcomes:
         table.add_row(*_cells(one))
     table.caption = (
-        "changed: answers, of all passes, that are not those of the first setting, token for token; "
+        "changed: answers, of all passes, that are not those of the first setting, to the letter; "
         "cached: prompt tokens from the prefix cache; encoded: images encoded, of those asked about"
     )
     table.caption_justify = "left"
@@ -205,6 +211,7 @@ def _cells(one: Outcome) -> list[str]:
         ),
         one.share.text(),
         str(len(one.changed)),
+        str(one.failed),
         f"{100 * one.tokens_cached / max(one.prompt_tokens, 1):.0f} %",
         f"{one.images_encoded}/{one.images_asked}",
         str(one.preemptions),
@@ -232,15 +239,19 @@ def _brief(answer: str) -> str:
 
 def conclusions(report: Report) -> list[str]:
     """Return what the figures say, and what they cannot say."""
-    from vsched.bench.accuracy import offenders
+    from vsched.bench.accuracy import undisturbed
 
     lines = [
         f"{one.name}: nothing was preempted, so this setting shows nothing; "
         "raise --clients or --count"
-        for one in report.outcomes
-        if one.starved and not one.impossible and not one.preemptions
+        for one in undisturbed(report)
     ]
-    guilty = offenders(report.outcomes)
+    lines += [
+        f"FAILED: {one.name}: {one.failed} questions got no answer"
+        for one in report.outcomes
+        if one.failed
+    ]
+    guilty = [one for one in report.outcomes if one.changed and not one.clamp]
     compared = sum(not one.clamp and not one.impossible for one in report.outcomes)
     if guilty:
         names = ", ".join(f"{one.name} ({len(one.changed)})" for one in guilty)

@@ -18,6 +18,7 @@ from vsched.cli.demo_display import (
     show_pictures,
     timeline_table,
     turns_table,
+    verdict,
 )
 from vsched.worker.abilities import CheckpointMaker, Examiner, ExamTurn
 
@@ -31,7 +32,6 @@ SIZE = "tiny25"
 TASKS = ("number", "colour", "count")
 """Of the first question and of each turn of the conversation."""
 LOOK_BACK = "What number is in the first image?"
-SEED = 0
 
 
 @app.command()
@@ -41,6 +41,7 @@ def demo(
     ),
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 40,
     *,
+    seed: Annotated[int, typer.Option(min=0, help="Of the pictures: another draws others.")] = 0,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Do without the trained checkpoint.")
     ] = False,
@@ -61,7 +62,7 @@ def demo(
         console.print(
             f"The trained checkpoint of the repository, {_size_mb(Path(trained)):.1f} MB."
         )
-        uvloop.run(_examine(trained, plugin, folder, max_tokens, console))
+        uvloop.run(_examine(_Exam(trained, plugin, seed), folder, max_tokens, console))
         return
     if not random_weights:
         console.print(
@@ -140,23 +141,33 @@ async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
     console.print("Stopped: no process and no shared memory is left.")
 
 
-async def _examine(
-    checkpoint: str, examiner: Examiner, folder: Path, max_tokens: int, console: Console
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Exam:
+    """A trained checkpoint, who draws the pictures, and from what seed."""
+
+    checkpoint: str
+    examiner: Examiner
+    seed: int
+
+    def turn(self, task: str, place: int) -> ExamTurn:
+        """Return the turn of a task; another place is another picture."""
+        return self.examiner.exam(task, 1, seed=2 * self.seed + place)[0][0]
+
+
+async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console) -> None:
     """Ask about a picture, then hold a conversation; say whether the answers are right."""
     from vsched.bench.exam import user_message
 
-    (first,) = examiner.exam(TASKS[0], 1, seed=SEED)
-    async with _serving(checkpoint, console) as client:
-        _show(first[0].images, folder, "picture", console)
-        console.print(f"[bold]user[/]       {first[0].question}")
+    first = exam.turn(TASKS[0], 0)
+    async with _serving(exam.checkpoint, console) as client:
+        _show(first.images, folder, "picture", console)
+        console.print(f"[bold]user[/]       {first.question}")
         console.print("[bold]assistant[/]  ", end="")
-        message = user_message(first[0])
+        message = user_message(first)
         answer = await client.ask([message], max_tokens=max_tokens, temperature=0)
-        verdict = "right" if answer == first[0].answer else f"wrong: {first[0].answer}"
-        console.print(f"   [dim]({verdict})[/]\n")
+        console.print(f"   [dim]({verdict(answer, first.answer)})[/]\n")
         first_timeline = (await client.statistics())["recent"][-1]
-        turns = [examiner.exam(task, 1, seed=SEED + 1)[0][0] for task in TASKS]
+        turns = [exam.turn(task, 1) for task in TASKS]
         _show([png for turn in turns for png in turn.images], folder, "turn", console)
         console.print(turns_table(await _converse(client, turns, max_tokens)))
         console.print()
@@ -199,7 +210,9 @@ def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) 
     for path, png in zip(paths, pictures, strict=True):
         path.write_bytes(png)
     label = "The picture" if len(paths) == 1 else "The pictures"
-    console.print(f"{label}, drawn just now ([dim]{', '.join(map(str, paths))}[/]):")
+    console.print(
+        f"{label}, which the model has never seen ([dim]{', '.join(map(str, paths))}[/]):"
+    )
     show_pictures(pictures, console)
     console.print()
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vsched.bench.exam import is_answer
+
 if TYPE_CHECKING:
     from PIL import Image
     from rich.console import Console
@@ -33,7 +35,12 @@ class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> str:
         """Whether the answer is right, in words."""
-        return "right" if self.answer == self.expected else f"wrong: {self.expected}"
+        return verdict(self.answer, self.expected)
+
+
+def verdict(answer: str, expected: str) -> str:
+    """Return whether an answer is right, in words."""
+    return "right" if is_answer(answer, expected) else f"wrong: {expected}"
 
 
 def show_pictures(pictures: Sequence[bytes], console: Console) -> None:
@@ -41,7 +48,7 @@ def show_pictures(pictures: Sequence[bytes], console: Console) -> None:
     from PIL import Image
     from rich.table import Table
 
-    if not console.color_system:
+    if not console.color_system or console.no_color:
         return
     share = (min(console.width, PICTURES_COLUMNS) - GAP_COLUMNS) // len(pictures) - GAP_COLUMNS
     columns = min(share, PICTURE_COLUMNS)

@@ -157,6 +157,32 @@ def _prefetch_head(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
 
 
 @compiled()
+def _score_one(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    total = np.float32(0.0)
+    for value in range(query.shape[1]):
+        total += query[head, value] * as_float(keys[at, kv_head, value])
+    scores[head, index] = total
+
+
+@compiled()
+def _score_four(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    """Score two keys, one after the other, for a head and the next, which shares them: each is widened once."""
+    one = two = next_one = next_two = np.float32(0.0)
+    for value in range(query.shape[1]):
+        first, second = as_float(keys[at, kv_head, value]), as_float(keys[at + 1, kv_head, value])
+        one += query[head, value] * first
+        two += query[head, value] * second
+        next_one += query[head + 1, value] * first
+        next_two += query[head + 1, value] * second
+    scores[head, index], scores[head, index + 1] = one, two
+    scores[head + 1, index], scores[head + 1, index + 1] = next_one, next_two
+
+
+@compiled()
 def _score(
     query: Any,
     keys: Any,
@@ -168,20 +194,30 @@ def _score(
     scores: Any,
 ) -> None:
     """Write the products of the queries [heads, head dim] with every key into `scores` [heads, length]."""
-    heads, head_dim = query.shape
+    heads = len(query)
     group = heads // (kv_stop - kv_first)
     for first in range(0, length, block_size):
         slot = table[first // block_size] * block_size - first
         ahead = min(first + block_size, length - 1) // block_size
         further = table[ahead] * block_size - first
-        for index in range(first, min(first + block_size, length)):
-            _prefetch_head(keys, further + index, kv_first, kv_stop)
+        stop = min(first + block_size, length)
+        for index in range(first, stop - 1, 2):
+            for more in range(2):
+                _prefetch_head(keys, further + index + more, kv_first, kv_stop)
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _score_four(query, head, keys, slot + index, kv_head, scores, index)
+                    head += 2
+                if head == last:
+                    for more in range(2):
+                        at = slot + index + more
+                        _score_one(query, head, keys, at, kv_head, scores, index + more)
+        for index in range(stop - (stop - first) % 2, stop):
             for head in range(heads):
                 kv_head = kv_first + head // group
-                total = np.float32(0.0)
-                for value in range(head_dim):
-                    total += query[head, value] * as_float(keys[slot + index, kv_head, value])
-                scores[head, index] = total
+                _score_one(query, head, keys, slot + index, kv_head, scores, index)
 
 
 @compiled()

@@ -87,7 +87,7 @@ def test_exam_chains_turns_of_several_tasks_with_an_image_each() -> None:
 
 def answered(asked: Sequence[Question], **wrong: str) -> list[Answer]:
     texts = [wrong.get(question.task, question.expected) for question in asked]
-    return [Answer(text=text, token_ids=[*text.encode()], prompt_tokens=9) for text in texts]
+    return [Answer(text=text, prompt_tokens=9) for text in texts]
 
 
 def flat(count: int = 2) -> list[Question]:
@@ -108,11 +108,11 @@ def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
     assert not accuracy.is_right(asked[0], Answer(text="number", error="lost"))
 
 
-def test_compare_finds_other_tokens_in_any_pass_even_of_the_same_text() -> None:
+def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
     asked = flat()
     before = answered(asked)
     after = list(before)
-    after[1] = msgspec.structs.replace(before[1], token_ids=[1, 2])
+    after[1] = msgspec.structs.replace(before[1], text=before[1].text + " ")
     after[2] = Answer(error="refused")
     found = accuracy.compare(asked, before, [before, after])
     assert [(one.task, one.conversation, one.pass_number) for one in found] == [
@@ -134,6 +134,15 @@ def test_offenders_are_changed_and_no_clamp() -> None:
     assert conclusions(report([outcomes[0], outcomes[2]]))[-1] == (
         "No answer changed under 1 settings without a clamp."
     )
+
+
+def test_questions_without_an_answer_are_no_agreement() -> None:
+    refused = [outcome("default", failed=3), outcome("clamp-4", clamp=4, failed=2)]
+    assert offenders(refused) == refused
+    assert conclusions(report(refused))[:2] == [
+        "FAILED: default: 3 questions got no answer",
+        "FAILED: clamp-4: 2 questions got no answer",
+    ]
 
 
 def test_conclusions_say_when_nothing_was_preempted() -> None:
@@ -235,6 +244,7 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     assert by_name["tensor-parallel-2"].impossible == "3 heads"
     assert by_name["default"].image_tokens == (6.0, 8)
     assert by_name["default"].share.right == len(asked)
+    assert by_name["default"].failed == 0
     assert advanced["default"] == [2 * len(asked), 2 * len(asked)]
     # 9 prompt tokens and the longest answer, in blocks of 4.
     assert 'generate.memory={use="pinned", tokens=28}' in seen[3]
@@ -265,6 +275,7 @@ async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.Mon
         (["--budgets", "8,many"], "--budgets: 'many' is not a number of tokens"),
         (["--budgets", "0"], "--budgets: '0' is not a number of tokens"),
         (["--set", "generate.slotz=1"], "generate.slotz"),
+        (["--json", "no/such/folder.json"], "its folder is missing"),
     ],
 )
 def test_command_refuses_options_that_cannot_be(words: list[str], message: str) -> None:

@@ -7,20 +7,20 @@ the plan and its number alone, so that it does not matter where it was drawn.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from vsched.errors import VschedError
 from vsched_workers.training.batches import Batch
 
 DEADLINE_S = 300.0
 """A process that imports torch on a busy machine takes a while before its first batch."""
+END_S = 5.0
 
 
 class DrawnAhead:
@@ -33,23 +33,39 @@ class DrawnAhead:
     """
 
     def __init__(self, start: Callable[[], Callable[[int], Batch]]) -> None:
-        self._pool = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(start,)
-        )
-        self._next: tuple[int, Future[bytes]] | None = None
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # A daemon, so that nothing waits for it when this process ends; it ends when the pipe does.
+        self._process = context.Process(target=_draw, args=(theirs, start), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._asked: int | None = None
 
     def __call__(self, step: int) -> Batch:
         """Return the batch of a step.
 
         Raises:
-            TimeoutError: When the process has drawn nothing for minutes.
-            concurrent.futures.process.BrokenProcessPool: When it died.
+            VschedError: When the process has died, or has drawn nothing for minutes.
         """
-        ahead = self._next
-        future = ahead[1] if ahead and ahead[0] == step else self._pool.submit(_draw, step)
-        self._next = (step + 1, self._pool.submit(_draw, step + 1))
-        batch: Batch = pickle.loads(future.result(DEADLINE_S))  # noqa: S301  # made by our own child
+        try:
+            if self._asked != step:
+                if self._asked is not None:
+                    self._receive()
+                self._pipe.send_bytes(str(step).encode())
+            drawn = self._receive()
+            self._asked = step + 1
+            self._pipe.send_bytes(str(self._asked).encode())
+        except (EOFError, OSError) as error:
+            raise VschedError(
+                "the process that draws has ended; see what it wrote above"
+            ) from error
+        batch: Batch = pickle.loads(drawn)  # noqa: S301  # made by our own child
         return batch
+
+    def _receive(self) -> bytes:
+        if not self._pipe.poll(DEADLINE_S):
+            raise VschedError(f"the process that draws has drawn nothing for {DEADLINE_S:g} s")
+        return self._pipe.recv_bytes()
 
     def __enter__(self) -> Self:
         return self
@@ -60,27 +76,19 @@ class DrawnAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pipe.close()
+        self._process.kill()
+        self._process.join(END_S)
 
 
-_maker: Callable[[int], Batch]
-
-
-def _begin(start: Callable[[], Callable[[int], Batch]]) -> None:
-    global _maker  # what a pool's process sets up once
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _draw(pipe: Connection, start: Callable[[], Callable[[int], Batch]]) -> None:
+    """Answer the number of each step with its batch, until the pipe ends."""
     torch.set_num_threads(1)
-    _maker = start()
-
-
-def _end_with_parent() -> None:
-    """A pool's process would wait for ever for work from one that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a pool's process has one"
-    parent.join()
-    os._exit(1)
-
-
-def _draw(step: int) -> bytes:
-    # Pickled here: queues would send each tensor as a file of shared memory.
-    return pickle.dumps(_maker(step))
+    make = start()
+    while True:
+        try:
+            step = int(pipe.recv_bytes())
+        except EOFError:
+            return
+        # Pickled here: a pipe would send each tensor as a file of shared memory.
+        pipe.send_bytes(pickle.dumps(make(step)))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.table import Table
 
 from vsched.bench.interval import Share, wilson_interval
+from vsched_workers.training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS, TRAINING_FONTS
 from vsched_workers.training.train import Plan, Progress
 
 FINAL_COUNT = 500
 CURVE_POINTS = 200
+VERSIONS = (
+    *("torch", "transformers", "tokenizers", "pillow", "numpy"),
+    *(name for name in (*TRAINING_FONTS, *HELD_OUT_FONTS) if name != BUILT_IN_FONT),
+)
+"""Packages that the weights depend on, where they are installed."""
 
 Measured = Mapping[str, Mapping[str, tuple[int, int]]]
 """Right answers and questions, by set of fonts and by task."""
@@ -39,7 +46,13 @@ def accuracy_table(measured: Measured) -> Table:
     for name in measured:
         table.add_column(name, justify="right")
     for task in next(iter(measured.values())):
-        table.add_row(task, *(Share(*by_task[task]).text() for by_task in measured.values()))
+        table.add_row(
+            task,
+            *(
+                Share(*by_task[task]).text() if task in by_task else ""
+                for by_task in measured.values()
+            ),
+        )
     return table
 
 
@@ -60,7 +73,7 @@ def write_report(directory: Path, plan: Plan, progress: Progress, measured: Meas
         "minutes": round(progress.seconds / 60, 1),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "pillow", "numpy")},
+            **_versions(),
         },
         "held_out_accuracy": accuracy,
         "accuracy_along_the_way": [
@@ -76,6 +89,14 @@ def write_report(directory: Path, plan: Plan, progress: Progress, measured: Meas
     text = json.dumps(content, indent=1)
     (directory / "training.json").write_text(text + "\n", encoding="utf-8")
     _plot(directory / "training-curve.png", curve, progress)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _rounded(right: int, total: int) -> list[float]:

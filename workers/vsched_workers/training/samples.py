@@ -267,7 +267,7 @@ def held_out(
     fonts = font_files(held_out=True, packages=packages)
     samples = []
     for index in range(count):
-        # A spawn key that training, which has two parts, cannot have.
+        # Four parts: a seed of training's has two.
         rng = np.random.default_rng([seed, TASKS.index(task), index, 0x7E57])
         author = _Author(rng, fonts, 1.0)
         if task == "number":

@@ -149,7 +149,7 @@ class Trainer:
     """One run, into one directory; it goes on from the state that it finds there.
 
     Raises:
-        CheckpointError: When the directory's state belongs to another plan.
+        CheckpointError: When the directory's state belongs to another plan, or there is none but something else.
     """
 
     def __init__(self, directory: Path, plan: Plan) -> None:
@@ -158,6 +158,12 @@ class Trainer:
         self.progress = Progress()
         torch.set_num_threads(plan.threads)
         directory.mkdir(parents=True, exist_ok=True)
+        begun = (directory / STATE).exists()
+        if not begun and any(directory.iterdir()):
+            raise CheckpointError(
+                f"{directory} holds no run to go on with ({STATE}), but other files. "
+                "Remedy: give an empty folder, or one that is not there yet."
+            )
         tokenizer = make_tokenizer()
         write_front_end(directory, tokenizer)
         self.model = make_model(tokenizer, plan.seed)
@@ -179,12 +185,14 @@ class Trainer:
             betas=(0.9, 0.98),
             fused=True,
         )
-        if not (directory / "config.json").exists():
+        if begun:
+            self._load()
+            # What was served may have been half written when the run was killed; its state never is.
             self.write()
+        else:
+            self.save()
         self.front = load_front(directory)
         self.batch_of: Callable[[int], Batch] = BatchMaker(plan, directory)
-        if (directory / STATE).exists():
-            self._load()
 
     def step(self) -> float:
         """Learn from one batch; return the loss of the answers."""
@@ -220,7 +228,8 @@ class Trainer:
 
     def measure(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, tuple[int, int]]:
         """Return right answers and questions of each named set, with the averaged weights."""
-        return {name: count_right(self.served(), part) for name, part in batches.items()}
+        model = self.served()
+        return {name: count_right(model, part) for name, part in batches.items()}
 
     def served(self) -> Any:
         """Return a model with the averaged weights, rounded as they are written."""
@@ -264,6 +273,8 @@ class Trainer:
                 for name, value in self._parameters.items():
                     value.copy_(file.get_tensor(f"now.{name}"))
                     self._average[name].copy_(file.get_tensor(f"average.{name}"))
+                    if not seen["step"]:
+                        continue  # no step, no moments
                     self._optimiser.state[value] = {
                         key: file.get_tensor(f"{key}.{name}")
                         for key in ("step", "exp_avg", "exp_avg_sq")
