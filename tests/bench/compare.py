@@ -19,7 +19,7 @@ from tests.bench import page, plots, sides, tables
 from tests.bench.load import DECODER_TOKENS, MIXED, Plan
 from tests.bench.options import IMAGES, PAGE, settings_text, sizes_of
 from tests.bench.ratios import best_budgets, rows
-from tests.bench.records import Key, Report, Run, Started, Store
+from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import Spec
 from tests.bench.session import Session
 from vsched.bench.machine import PROCESSOR
@@ -139,11 +139,11 @@ def measure(
                     session.key(plan, spec, purpose=purpose, repeat=repeat) for spec in specs
                 )
                 work[keys] = plan
-    missing = session.store.missing(work)
+    missing = session.missing(work, specs)
     session.console.print(f"{len(work) - len(missing)} of {len(work)} pairs are there already")
     if missing:
         with session.servers(specs) as servers:
-            session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+            session.take_turns(servers, missing)
 
 
 def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> dict[str, int]:
@@ -158,12 +158,12 @@ def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> di
             for repeat in range(options.sweep_repeats):
                 plan = plan_of(options, case, concurrency, seed=str(repeat), purpose="sweep")
                 work[(session.key(plan, spec, purpose="sweep", repeat=repeat),)] = plan
-        missing = session.store.missing(work)
+        missing = session.missing(work, [spec])
         if missing and options.report_only:
             continue
         if missing:
             with session.servers([spec]) as servers:
-                session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+                session.take_turns(servers, missing)
         made = {run.key: run.figures.requests_s for run in session.store.report.runs}
         rates[budget] = {
             case: statistics.median(made[key] for (key,) in work if key.case == case)
@@ -177,7 +177,7 @@ def report(
 ) -> None:
     """Write tables and plots of everything that belongs to these options."""
     found = session.store.report
-    mine = [run for run in found.runs if _belongs(run, session, "compare")]
+    mine = [run for run in found.runs if belongs(run, session, "compare")]
     ours = [run for run in mine if run.key.side == sides.VSCHED]
     budgets = chosen if options.peer == "vllm" else dict.fromkeys(chosen, 0)
     theirs = [
@@ -190,15 +190,13 @@ def report(
         return
     names = (sides.VSCHED, options.peer)
     started = [one for one in found.starts if starts_here(one, session, names)]
-    swept = [
-        run for run in found.runs if _belongs(run, session, "sweep") and run.key.case in chosen
-    ]
+    swept = [run for run in found.runs if belongs(run, session, "sweep") and run.key.case in chosen]
     parts = [
         tables.starts(sorted(started, key=lambda one: one.side != sides.VSCHED)),
         tables.rates(pairs, names),
         f"Times in ms, {sides.VSCHED} / {options.peer} (ratio): medians of the repeats.",
         tables.latencies(pairs),
-        context_line(found, session, pairs_versions(ours + theirs)),
+        context_line(found.machine, session.settings, ours + theirs),
     ]
     if swept:
         parts.insert(1, tables.sweep(swept, chosen))
@@ -222,25 +220,21 @@ def starts_here(one: Started, session: Session, names: Sequence[str]) -> bool:
     ) and one.side in names
 
 
-def _belongs(run: Run, session: Session, purpose: str) -> bool:
+def belongs(run: Run, session: Session, purpose: str) -> bool:
+    """Tell whether a run was made for this purpose, with this checkpoint and these settings."""
     key = run.key
     found = (key.purpose, key.checkpoint, key.settings)
     return found == (purpose, session.checkpoint, session.settings)
 
 
-def pairs_versions(runs: Sequence[Run]) -> str:
-    """Return all versions that took part."""
-    return ", ".join(sorted({run.version for run in runs}))
-
-
-def context_line(found: Report, session: Session, versions: str) -> str:
-    """Return what figures were taken on, and how busy others kept the machine."""
-    mine = [run for run in found.runs if run.key.settings == session.settings]
-    others = sorted(run.figures.others for run in mine)
-    client = max(run.figures.client_cpu for run in mine)
-    taken = sorted(run.taken for run in mine)
+def context_line(machine: str, settings: str, runs: Sequence[Run]) -> str:
+    """Return what the figures of some runs were taken on, and how busy others kept the machine."""
+    others = sorted(run.figures.others for run in runs)
+    client = max(run.figures.client_cpu for run in runs)
+    taken = sorted(run.taken for run in runs)
+    versions = ", ".join(sorted({run.version for run in runs}))
     text = (
-        f"{found.machine}; {versions}; {taken[0]} to {taken[-1]}; {session.settings}. "
+        f"{machine}; {versions}; {taken[0]} to {taken[-1]}; {settings}. "
         f"Other programs kept {others[len(others) // 2]:.2f} cores busy at the median, {others[-1]:.2f} at most; "
         f"the client at most {client:.0%} of one."
     )

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from tests.bench import plots, sides, tables
 from tests.bench.compare import (
+    belongs,
     checkpoint_of,
     context_line,
-    pairs_versions,
     peer_spec,
     plan_of,
     publish,
@@ -49,7 +49,7 @@ def _measure_missing(
     by_length = {length: _length_plan(options, length, 0, 0) for length in options.lengths}
     work = _keyed(session, specs, options, client_plans(options), "clients")
     work |= _keyed(session, specs, options, by_length, "prompt")
-    if session.store.missing(work):
+    if session.missing(work, specs):
         _measure(options, session, specs)
 
 
@@ -108,8 +108,7 @@ def _measure(options: argparse.Namespace, session: Session, specs: tuple[Spec, S
         }
         work = _keyed(session, specs, options, client_plans(options), "clients")
         work |= _keyed(session, specs, options, by_length, "prompt")
-        missing = session.store.missing(work)
-        session.take_turns(servers, {keys: work[keys] for keys in work if keys in missing})
+        session.take_turns(servers, session.missing(work, specs))
 
 
 class Words:
@@ -135,12 +134,7 @@ def _report(options: argparse.Namespace, session: Session, console: Console) -> 
     found = session.store.report
     tabled: dict[str, list[Row]] = {}
     for purpose in PURPOSES:
-        mine = [
-            run
-            for run in found.runs
-            if (run.key.purpose, run.key.checkpoint, run.key.settings)
-            == (purpose, session.checkpoint, session.settings)
-        ]
+        mine = [run for run in found.runs if belongs(run, session, purpose)]
         both = [[run for run in mine if run.key.side == side] for side in names]
         tabled[purpose] = rows(both[0], both[1], ["text"])
     if not any(tabled.values()):
@@ -153,5 +147,5 @@ def _report(options: argparse.Namespace, session: Session, console: Console) -> 
     started = [one for one in found.starts if starts_here(one, session, names)]
     parts = [tables.starts(sorted(started, key=lambda one: one.side != sides.VSCHED))]
     parts += [tables.rates(one, names) for one in tabled.values() if one]
-    parts.append(context_line(found, session, pairs_versions(runs)))
+    parts.append(context_line(found.machine, session.settings, runs))
     publish(options, name, parts, {file: "Growth with clients and prompts"}, console)

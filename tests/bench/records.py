@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -154,6 +154,16 @@ class Store:
         self.report.runs = [kept for kept in self.report.runs if kept.key != run.key]
         self.report.runs.append(run)
         self.save()
+
+    def drop_outdated(self, versions: Mapping[str, str], checkpoint: str, settings: str) -> None:
+        """Forget runs of sides that are of another version now: half a table of each says nothing."""
+
+        def is_current(run: Run) -> bool:
+            key = run.key
+            mine = (key.checkpoint, key.settings) == (checkpoint, settings)
+            return not mine or versions.get(key.side, run.version) == run.version
+
+        self.report.runs = [run for run in self.report.runs if is_current(run)]
 
     def missing(self, pairs: Iterable[Sequence[Key]]) -> list[Sequence[Key]]:
         """Return those groups of runs of which any is missing: halves are made again, next to each other."""

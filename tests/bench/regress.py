@@ -15,10 +15,10 @@ from rich.console import Console
 
 from tests.bench import plots, sides, tables
 from tests.bench.compare import (
+    belongs,
     checkpoint_of,
     context_line,
     measure,
-    pairs_versions,
     publish,
     session_of,
     starts_here,
@@ -45,11 +45,7 @@ def regress(options: argparse.Namespace, console: Console) -> None:
     )
     if not options.report_only:
         measure(options, session, specs, options.cases, purpose=purpose)
-    mine = [
-        run
-        for run in session.store.report.runs
-        if (run.key.purpose, run.key.settings) == (purpose, session.settings)
-    ]
+    mine = [run for run in session.store.report.runs if belongs(run, session, purpose)]
     both = [[run for run in mine if run.key.side == side] for side in (sides.VSCHED, BEFORE)]
     pairs = rows(both[0], both[1], options.cases)
     if not pairs:
@@ -65,7 +61,7 @@ def regress(options: argparse.Namespace, console: Console) -> None:
         tables.rates(pairs, names),
         f"Times in ms, now / {commit} (ratio): medians of the repeats.",
         tables.latencies(pairs),
-        context_line(found, session, pairs_versions(mine)),
+        context_line(found.machine, session.settings, mine),
     ]
     publish(options, name, parts, {file: "Request rates, now and before"}, console)
 

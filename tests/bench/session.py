@@ -73,6 +73,15 @@ class Session:
             budget=spec.budget,
         )
 
+    def missing(
+        self, work: Mapping[tuple[Key, ...], Plan], specs: Sequence[Spec]
+    ) -> dict[tuple[Key, ...], Plan]:
+        """Return the work that is still to be done with servers of these versions."""
+        versions = {spec.side: spec.version for spec in specs}
+        self.store.drop_outdated(versions, self.checkpoint, self.settings)
+        left = self.store.missing(work)
+        return {keys: plan for keys, plan in work.items() if keys in left}
+
     @contextlib.contextmanager
     def servers(self, specs: Sequence[Spec]) -> Iterator[list[Server]]:
         """Start servers one after the other and measure each start, with those before it idle."""
@@ -133,7 +142,7 @@ class Session:
         """Return how many tokens a prompt of so many random words is."""
         text = draw_text(random.Random(words), words)
         body = server.spec.body([{"role": "user", "content": text}], 1)
-        server.resume()
+        _let_go_on(server)
         client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
         sample = self._runner.run(client.chat(body))
         server.pause()
@@ -147,7 +156,7 @@ class Session:
         """Run a plan on a server while the others have nothing to do."""
         for other in others:
             other.pause()
-        server.resume()
+        _let_go_on(server)
         server.check_alive()
         everyone = [server, *others]
         watch = Others(lambda: [pid for one in everyone for pid in one.pids()])
@@ -171,7 +180,9 @@ class Session:
             total = progress.add_task("all", total=len(work) * len(servers))
             for keys, plan in work.items():
                 drawn = draw(plan)
-                for server, key in zip(servers, keys, strict=True):
+                pairs = list(zip(servers, keys, strict=True))
+                # Whoever comes second meets a machine that is warm: each does, every other time.
+                for server, key in pairs[:: -1 if keys[0].repeat % 2 else 1]:
                     others = [one for one in servers if one is not server]
                     long = f" of {key.length:,} tokens" if key.length else ""
                     title = f"{key.case}{long} x {key.concurrency}, {key.repeat + 1}: {key.side}"
@@ -191,3 +202,9 @@ class Session:
         load = round(os.getloadavg()[0], 2)
         run = Run(key=key, figures=figures, version=spec.version, taken=now(), load=load)
         self.store.add(run)
+
+
+def _let_go_on(server: Server) -> None:
+    """Let a server go on, and give it, or one that never stopped, the same time to settle."""
+    server.resume()
+    time.sleep(SETTLE_S)

@@ -1,7 +1,8 @@
-"""How each side is started: vsched, an earlier vsched, and the peers, with equal threads and sizes."""
+"""How each side is started: vsched, an earlier vsched, and the peers, with equal cores and sizes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -139,8 +140,13 @@ def python_path(tree: Path) -> str:
 def described(tree: Path) -> str:
     """Return the commit of a tree, `-dirty` behind it when it is not quite that; its name where there is no git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or tree.name
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if found.endswith("-dirty"):
+        changes = subprocess.run(
+            ["git", "-C", str(tree), "diff", "HEAD"], capture_output=True, check=False
+        ).stdout
+        found += f"-{hashlib.blake2b(changes, digest_size=3).hexdigest()}"
+    return found or tree.name
 
 
 def vllm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import tiled_attention
+from vsched_workers import softmax_kernels, tiled_attention
 from vsched_workers.attention import (
     KvCache,
     PagedStep,
@@ -189,6 +190,7 @@ def test_prefill_equals_attention_written_out(
     """A chunk sees all that came before it, through the block table, and of itself what is not later."""
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MIN", 8)
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MAX", 8)
+    monkeypatch.setattr(tiled_attention, "TILE_PART_STEP", 2)
     monkeypatch.setattr(tiled_attention, "BLOCK", 16)
     monkeypatch.setattr(tiled_attention, "FEW_ROWS", (1, 4, 16))
     monkeypatch.setattr(tiled_attention, "BLOCK_PART", 8)
@@ -210,7 +212,10 @@ def test_prefill_equals_attention_written_out(
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
 
 
-def test_prefill_by_tiles_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [1, 12, 16, 28])
+def test_prefill_by_tiles_multiplies_few_shapes(
+    monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
     """What oneDNN compiled for a shape stays: 1,000 chunks of many lengths once took a gigabyte."""
     shapes: set[tuple[int, ...]] = set()
 
@@ -229,12 +234,38 @@ def test_prefill_by_tiles_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch)
     keys = torch.zeros(2048, 1, 8, dtype=torch.bfloat16)
     seen = []
     for rows in range(1, 400, 3):
-        query = torch.zeros(1, rows, 8, dtype=torch.bfloat16)
+        query = torch.zeros(heads, rows, 8, dtype=torch.bfloat16)
         earlier = torch.arange(1 + 5 * rows)
-        tiled_attention.attend_chunk(query, query, query, keys, keys, earlier, 1.0)
+        tiled_attention.attend_chunk(query, query[:1], query[:1], keys, keys, earlier, 1.0)
         seen.append(len(shapes))
     assert seen[-1] <= 2 * len(tiled_attention.FEW_ROWS) * (3 + tiled_attention.TILE_PARTS)
     assert seen[-1] < 134, "fewer than chunks"
+
+
+@pytest.mark.parametrize("soften", [softmax_kernels.soften, softmax_kernels.soften_parallel])
+def test_soften_keeps_an_online_softmax(soften: Any) -> None:
+    """Two tiles whose highest scores rise, far apart and close, causal and whole; the unseen weighs nothing."""
+    period, width, dim = 5, 40, 3
+    rows = 3 * period
+    chance = torch.Generator().manual_seed(3)
+    tiles = [(torch.randn(rows, width, generator=chance) * 9 + lift).bfloat16() for lift in (0, 30)]
+    values = torch.randn(2, width, dim, generator=chance).bfloat16()
+    highest = np.full(rows, softmax_kernels.LOWEST, dtype=np.float32)
+    total = np.zeros(rows, dtype=np.float32)
+    summed = np.zeros((rows, dim), dtype=np.float32)
+    seen = torch.arange(rows)[:, None] % period + 1 > torch.arange(width)
+    masks = [seen, torch.arange(width).expand(rows, -1) < 33]
+    for tile, value, (first, more) in zip(tiles, values, ((1, 1), (33, 0)), strict=True):
+        weights = tile.clone()
+        soften(weights.data_ptr(), width, first, more, period, highest, total, summed)
+        summed += (weights.float() @ value.float()).numpy()
+    scores = torch.cat(
+        [t.double().masked_fill(~m, -torch.inf) for t, m in zip(tiles, masks, strict=True)], 1
+    )
+    expected = (scores * math.log(2)).softmax(-1) @ values.flatten(0, 1).double()
+    got = torch.from_numpy(summed / total[:, None]).double()
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(highest, scores.amax(-1).float())
 
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])

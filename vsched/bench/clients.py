@@ -13,6 +13,9 @@ from vsched.bench.client import BenchError
 from vsched.bench.profile_load import LoadOrder
 from vsched.bench.summary import Figures
 
+CLIENTS_S = 1800.0
+"""How long warming up, or a run, may take at most."""
+
 
 @contextlib.asynccontextmanager
 async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -27,11 +30,9 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
-        if await process.stdout.readline() != b"ready\n":
+        if await _line_of(process) != b"ready\n":
             raise BenchError("the clients could not warm up. Remedy: see what they wrote above.")
         yield process
-        await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
@@ -50,11 +51,22 @@ async def figures_of(process: asyncio.subprocess.Process) -> Figures:
     Raises:
         BenchError: When a request failed.
     """
-    assert process.stdout is not None
-    figures = msgspec.json.decode(await process.stdout.readline(), type=Figures)
+    answer = await _line_of(process)
+    if not answer:
+        raise BenchError("the clients have ended early. Remedy: see what they wrote above.")
+    figures = msgspec.json.decode(answer, type=Figures)
     if figures.failed:
         raise BenchError(f"{figures.failed} requests failed, the first: {figures.first_error}")
     return figures
+
+
+async def _line_of(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(CLIENTS_S):
+            return await process.stdout.readline()
+    except TimeoutError:
+        raise BenchError(f"the clients were not through after {CLIENTS_S:g} s") from None
 
 
 async def run_clients(process: asyncio.subprocess.Process) -> Figures:

@@ -88,10 +88,11 @@ async def trial(
     """
     runs: dict[str, list[float]] = {order.case.value: [] for order in orders}
     async with running_server(config, on_progress=on_progress) as running:
-        for repeat in range(repeats):
+        # Clients warm up with the seed that follows theirs: no run may meet a prompt that is cached.
+        for seed in range(0, 2 * repeats, 2):
             for order in orders:
                 sent = msgspec.structs.replace(
-                    order, url=running.url, model=running.engine.model_name, seed=repeat
+                    order, url=running.url, model=running.engine.model_name, seed=seed
                 )
                 async with ready_clients(sent) as process:
                     figures = await run_clients(process)

@@ -144,9 +144,10 @@ def try_kernels(
             decodes += _loaded([lambda: _load_kernel("varlen", settings, dtype)])
     prefills: list[PrefillKernel] = [] if dtype == torch.float32 else _loaded([_flash_prefill])
     with Trial.over(cache, heads) as trial:
-        decode = decodes[0]
         if settings.attention == "auto":
             decode = fastest("decode", decodes, decode_by_gather, trial.decode, cuda_seconds)
+        else:
+            decode = decodes[0]
         return decode, fastest("prefill", prefills, prefill_by_gather, trial.prefill, cuda_seconds)
 
 

@@ -15,7 +15,11 @@ The exponential is a polynomial: the compiler vectorises it, and does not vector
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -40,6 +44,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
     The error model is numpy's: a division that may raise is not vectorised.
     """
+    _keep_cache_by_content()
     options |= {"fastmath": True, "nogil": True, "error_model": "numpy"}
 
     def compile_function(function: Any) -> Any:
@@ -49,6 +54,24 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
             return numba.njit(**options)(function)
 
     return compile_function
+
+
+@functools.cache
+def _keep_cache_by_content() -> None:
+    """Have numba keep what it compiles in a folder that is named by the content of all kernels.
+
+    By itself it compiles a function anew when the function's own file has changed, and not when that of a function has
+    which is compiled into it. Where the folder cannot be made, or somebody has named one, that stays so.
+    """
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*_kernels.py"), Path(__file__)])
+    content = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6)
+    folder = here / "__pycache__" / f"numba-{content.hexdigest()}"
+    limits: Any = numba.config
+    if not limits.CACHE_DIR:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            limits.CACHE_DIR = str(folder)
 
 
 def _widening(_context: Any, value: Any) -> Any:

@@ -37,6 +37,7 @@ TILE_SCORES = 1 << 19
 TILE_KEYS_MIN, TILE_KEYS_MAX = 512, 2048
 TILE_PARTS = 4
 """The last tile is filled up to a whole number of such parts of a tile."""
+TILE_PART_STEP = 32
 BLOCK = 128
 """Rows of a chunk that are computed at once."""
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, BLOCK)
@@ -137,6 +138,7 @@ def attend_chunk(
         blocks.append(block)
     size = TILE_SCORES // (heads * min(padded, BLOCK))
     size = min(max(size, TILE_KEYS_MIN), TILE_KEYS_MAX)
+    size -= size % (TILE_PARTS * TILE_PART_STEP)  # a whole tile is not filled up
     for tile in () if slots is None else slots.split(size):
         missing = -len(tile) % max(size // TILE_PARTS, 1)
         filled = torch.cat([tile, tile[-1:].expand(missing)]) if missing else tile

@@ -36,8 +36,8 @@ class Parts:
 
 
 def _work() -> None:
-    until_ns = time.perf_counter_ns() + 2_000_000
-    while time.perf_counter_ns() < until_ns:
+    until_ns = time.thread_time_ns() + 2_000_000
+    while time.thread_time_ns() < until_ns:
         pass
 
 
@@ -58,8 +58,7 @@ def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back() -> No
     assert (Parts.outer, Parts.inner, Parts.task) == plain
     spent = _spent(meter)
     assert (spent["outer"].calls, spent["inner"].calls) == (1, 1)
-    assert spent["inner"].wall_ns > 2e6 > spent["outer"].wall_ns
-    assert spent["inner"].cpu_ns > spent["outer"].cpu_ns
+    assert spent["inner"].cpu_ns > 1.9e6 > spent["outer"].cpu_ns
 
 
 async def test_meter_counts_a_coroutine_while_it_runs() -> None:
@@ -74,7 +73,7 @@ async def test_meter_counts_a_coroutine_while_it_runs() -> None:
     assert task.cancelled()
     spent = _spent(meter)
     assert spent["task"].calls == 2
-    assert 4e6 < spent["task"].wall_ns < 20e6
+    assert 3.9e6 < spent["task"].cpu_ns < 20e6
     assert spent[OUTSIDE].wall_ns > 20e6
 
 
