@@ -110,8 +110,12 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     """The shared memory between the engine and its ranks."""
 
     pixel_bytes: Annotated[
-        int, Meta(ge=4096, description="Room for preprocessed images that wait for the encoder.")
-    ] = 256 << 20
+        int,
+        Meta(
+            ge=4096,
+            description="Room for preprocessed images that wait for the encoder, and for those that may come again.",
+        ),
+    ] = 1 << 30
     embedding_bytes: Annotated[
         int, Meta(ge=4096, description="Room for embeddings, in use and cached.")
     ] = 256 << 20
