@@ -113,7 +113,8 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=4096,
-            description="Room for preprocessed images that wait for the encoder, and for those that may come again.",
+            description="Room for preprocessed images that wait for the encoder, and for those that may come again: "
+            "whoever comes back with the next turn brings all images of the conversation.",
         ),
     ] = 1 << 30
     embedding_bytes: Annotated[
