@@ -12,10 +12,6 @@ import pytest
 from vsched_workers.plugin import TransformersPlugin
 
 TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
-needs_trained = pytest.mark.skipif(
-    not (TRAINED / "model.safetensors").exists(),
-    reason="workers/demo-model/model.safetensors is missing: python -m vsched_workers.training makes it",
-)
 
 
 def run_demo(folder: Path, *words: str) -> str:
@@ -53,7 +49,6 @@ def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
         assert wanted in output
 
 
-@needs_trained
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
@@ -64,14 +59,13 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
     turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     turns = [cells for cells in turns if len(cells) == 6 and cells[0].isdigit()]
     counted = [(int(number), int(images), int(encoded)) for number, _, images, encoded, *_ in turns]
-    assert counted == [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 3, 0)]
-    assert [cells[-1] for cells in turns] == ["right"] * 4
+    assert counted == [(1, 1, 1), (2, 2, 1), (3, 3, 1)]
+    assert [cells[-1] for cells in turns] == ["right"] * 3
     for name in ("picture", "turn-1", "turn-2", "turn-3"):
         assert (tmp_path / ".demo" / f"{name}.png").exists()
     assert "Stopped" in output
 
 
-@needs_trained
 def test_trained_checkpoint_is_found_and_small() -> None:
     """What is in the repository is at most 12 MB."""
     assert TransformersPlugin().trained_checkpoint() == str(TRAINED)

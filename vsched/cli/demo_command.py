@@ -31,7 +31,6 @@ QUESTION = "What is in this picture?"
 SIZE = "tiny25"
 TASKS = ("number", "colour", "count")
 """Of the first question and of each turn of the conversation."""
-LOOK_BACK = "What number is in the first image?"
 
 
 @app.command()
@@ -177,13 +176,13 @@ async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console)
 
 
 async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
-    """Hold a conversation of these turns and one more, which looks back at the first picture."""
+    """Hold a conversation of these turns, each with a picture of its own."""
     from vsched.bench.exam import user_message
 
     messages: list[dict[str, Any]] = []
     asked: list[AskedTurn] = []
     images = 0
-    for turn in (*turns, ExamTurn((), LOOK_BACK, turns[0].answer)):
+    for turn in turns:
         messages.append(user_message(turn))
         images += len(turn.images)
         answer = await client.ask(messages, max_tokens=max_tokens, show=False, temperature=0)
