@@ -174,7 +174,7 @@ def generate_with_faults(
     driver = on_rank.driver_of(settings, stage, 16)
     running = driver.start(0, QUESTIONS[0])
     faults = [
-        (worker, "_pack"),
+        (language, "pack"),
         (worker._model.layers[1].mlp, "forward"),
         (worker, "_head"),
         (language, "sample"),

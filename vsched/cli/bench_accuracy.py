@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CHANGES_SHOWN = 5
 SHOWN_CHARACTERS = 24
-PIPE_COLUMNS = 180
+PIPE_COLUMNS = 200
 """Width of the table where there is no terminal to ask."""
 
 
@@ -185,7 +185,7 @@ def _show(report: Report, console: Console) -> None:
     for task in first.tasks:
         table.add_column(f"{task.task}\n{task.total}", justify="right", no_wrap=True)
     for name in ("all", "changed", "failed", "cached", "encoded", "preempted", "s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for one in report.outcomes:
         table.add_row(*_cells(one))
     table.caption = (

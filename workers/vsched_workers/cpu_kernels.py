@@ -5,7 +5,7 @@ before it does anything. Here they are a few: what a layer adds and its norm, th
 `head_kernels.py`, all about heads.
 
 Every number is rounded to bfloat16 where transformers' modules round it, so that the results are the same but for the
-order of sums. numpy has no bfloat16: it arrives as uint16 (see `numba_attention.py`). What torch has just made arrives
+order of sums. numpy has no bfloat16: it arrives as uint16 (see `numba_basics.py`). What torch has just made arrives
 as an address: a view as an array would cost more than most kernels do.
 
 Each kernel runs over a range of rows, on one thread or on all: waking threads takes longer than a few rows do.
@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.numba_attention import as_float, compiled, power_of_two
+from vsched_workers.numba_basics import as_float, compiled, power_of_two
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)

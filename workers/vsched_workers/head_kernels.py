@@ -17,7 +17,8 @@ import numba
 import numpy as np
 
 from vsched_workers.cpu_kernels import halves, rounded, through
-from vsched_workers.numba_attention import as_float, attend_scaled, compiled
+from vsched_workers.numba_attention import attend_scaled
+from vsched_workers.numba_basics import as_float, compiled
 
 
 @compiled()

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from vsched_workers.cpu_kernels import halves, rounded
-from vsched_workers.numba_attention import as_float, compiled, exp2, larger
+from vsched_workers.numba_basics import as_float, compiled, exp2, larger
 
 LOWEST = np.float32(-1e30)
 """Where the highest score of a row begins: finite, since the compiler may take infinities for impossible."""

@@ -6,14 +6,14 @@ the plan and its number alone, so that it does not matter where it was drawn.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
-import pickle
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import torch
+from safetensors.torch import load, save
 
 from vsched.errors import VschedError
 from vsched_workers.training.batches import Batch
@@ -29,7 +29,7 @@ class DrawnAhead:
     Use as a context manager: the process ends with it.
 
     Args:
-        start: Called in that process, once: returns what makes a step's batch. It is pickled.
+        start: Called in that process, once: returns what makes a step's batch. It is one of a module's functions.
     """
 
     def __init__(self, start: Callable[[], Callable[[int], Batch]]) -> None:
@@ -59,8 +59,7 @@ class DrawnAhead:
             raise VschedError(
                 "the process that draws has ended; see what it wrote above"
             ) from error
-        batch: Batch = pickle.loads(drawn)  # noqa: S301  # made by our own child
-        return batch
+        return decode_batch(drawn)
 
     def _receive(self) -> bytes:
         if not self._pipe.poll(DEADLINE_S):
@@ -81,7 +80,7 @@ class DrawnAhead:
         self._process.join(END_S)
 
 
-def _draw(pipe: Connection, start: Callable[[], Callable[[int], Batch]]) -> None:
+def _draw(pipe: Any, start: Callable[[], Callable[[int], Batch]]) -> None:
     """Answer the number of each step with its batch, until the pipe ends."""
     torch.set_num_threads(1)
     make = start()
@@ -90,5 +89,41 @@ def _draw(pipe: Connection, start: Callable[[], Callable[[int], Batch]]) -> None
             step = int(pipe.recv_bytes())
         except EOFError:
             return
-        # Pickled here: a pipe would send each tensor as a file of shared memory.
-        pipe.send_bytes(pickle.dumps(make(step)))
+        pipe.send_bytes(encode_batch(make(step)))
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """Write a batch as safetensors; a tensor's name is its way through the fields."""
+    return save({name: tensor.contiguous() for name, tensor in _tensors("", batch)})
+
+
+def decode_batch(content: bytes) -> Batch:
+    """Read what `encode_batch` wrote."""
+    batch: Batch = _made(Batch, "", load(content))
+    return batch
+
+
+def _tensors(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(part, torch.Tensor):
+        yield name, part
+    elif isinstance(part, tuple):
+        for index, inner in enumerate(part):
+            yield from _tensors(f"{name}.{index}", inner)
+    else:
+        for field in dataclasses.fields(part):
+            yield from _tensors(f"{name}.{field.name}", getattr(part, field.name))
+
+
+def _made(kind: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if kind is torch.Tensor:
+        return tensors[name]
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        begun = {
+            known.removeprefix(f"{name}.").partition(".")[0]
+            for known in tensors
+            if known.startswith(f"{name}.")
+        }
+        return tuple(_made(inner, f"{name}.{index}", tensors) for index in range(len(begun)))
+    hints = get_type_hints(kind, localns={"torch": torch})
+    return kind(**{field: _made(hint, f"{name}.{field}", tensors) for field, hint in hints.items()})
