@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,36 +217,59 @@ def _library_text() -> Iterator[str]:
 
 
 def _make_tokenizer(size: Size) -> Any:
+    from tokenizers import pre_tokenizers
+
+    text = _library_text() if size.learns_from_library else iter([SMALL_TEXT])
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return learnt_tokenizer(text, cut, words=size.vocab, longest=32768)
+
+
+def learnt_tokenizer(texts: Iterable[str], cut: Any, *, words: int, longest: int) -> Any:
+    """Return a byte-level tokenizer, with special tokens and chat template, that has learnt its words from texts.
+
+    Args:
+        texts: What it learns from.
+        cut: What splits a text before words are looked for; the last of it is byte-level.
+        words: Size of the vocabulary.
+        longest: Most tokens of a prompt.
+    """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size.vocab,
+        vocab_size=words,
         special_tokens=list(SPECIAL_TOKENS),
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    text = _library_text() if size.learns_from_library else iter([SMALL_TEXT])
-    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     make: Any = transformers.PreTrainedTokenizerFast
     wrapped = make(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",  # noqa: S106  # a token of text, not a secret
         pad_token="<|endoftext|>",  # noqa: S106
         additional_special_tokens=list(SPECIAL_TOKENS),
-        model_max_length=32768,
+        model_max_length=longest,
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
 
 def _write_processor(directory: Path, size: Size) -> None:
-    """Write the processor settings by hand: the class that would do it needs torchvision."""
-    is_qwen3 = size.family != "qwen2_5_vl"
-    minimum, maximum = size.image_limits
+    content = processor_settings(size.image_limits, is_qwen3=size.family != "qwen2_5_vl")
+    with (directory / "processor_config.json").open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+
+
+def processor_settings(limits: tuple[int, int], *, is_qwen3: bool) -> dict[str, Any]:
+    """Return the processor's settings, by hand: the class that would write them needs torchvision.
+
+    `limits` are the least and the most pixels of an image.
+    """
+    minimum, maximum = limits
     settings: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "do_convert_rgb": True,
@@ -263,13 +286,11 @@ def _write_processor(directory: Path, size: Size) -> None:
         "size": {"shortest_edge": minimum, "longest_edge": maximum},
     }
     names = ("Qwen3VL", "Qwen3VL") if is_qwen3 else ("Qwen2_5_VL", "Qwen2VL")
-    content = {
+    return {
         "processor_class": f"{names[0]}Processor",
         "image_processor": settings,
         "video_processor": {"video_processor_type": f"{names[1]}VideoProcessor"},
     }
-    with (directory / "processor_config.json").open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
 
 
 def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: int) -> int:

@@ -24,8 +24,20 @@ LOWEST = np.float32(-1e30)
 
 
 @compiled()
-def _soften_row(scores_at: int, width: int, seen: int, row: int, highest: Any, total: Any) -> Any:
-    """Soften one row; return what everything summed before has to be multiplied with."""
+def _soften_row(
+    scores_at: int,
+    width: int,
+    seen: int,
+    more: int,
+    period: int,
+    highest: Any,
+    total: Any,
+    summed: Any,
+    row: int,
+) -> None:
+    """Soften one row, and fade what was summed for it before."""
+    scores_at += 2 * row * width
+    seen = min(seen + row % period * more, width)
     scores, unseen = halves(scores_at, seen), halves(scores_at + 2 * seen, width - seen)
     top = highest[row]
     for index in range(seen):
@@ -40,13 +52,9 @@ def _soften_row(scores_at: int, width: int, seen: int, row: int, highest: Any, t
     fading = exp2(highest[row] - top)
     highest[row] = top
     total[row] = total[row] * fading + added
-    return fading
-
-
-@compiled()
-def _fade(summed: Any, row: int, fading: Any) -> None:
-    for index in range(summed.shape[1]):
-        summed[row, index] *= fading
+    if fading < np.float32(1.0):
+        for index in range(summed.shape[1]):
+            summed[row, index] *= fading
 
 
 @compiled()
@@ -73,10 +81,7 @@ def soften(
         summed: The values summed so far by weight, float32 [rows, head dim]; they fade where there is a higher score.
     """
     for row in range(len(highest)):
-        at, here = scores_at + 2 * row * width, seen + row % period * more
-        fading = _soften_row(at, width, min(here, width), row, highest, total)
-        if fading < np.float32(1.0):
-            _fade(summed, row, fading)
+        _soften_row(scores_at, width, seen, more, period, highest, total, summed, row)
 
 
 @compiled(parallel=True)
@@ -92,10 +97,7 @@ def soften_parallel(
 ) -> None:
     """As `soften`, on all threads."""
     for row in numba.prange(len(highest)):
-        at, here = scores_at + 2 * row * width, seen + row % period * more
-        fading = _soften_row(at, width, min(here, width), row, highest, total)
-        if fading < np.float32(1.0):
-            _fade(summed, row, fading)
+        _soften_row(scores_at, width, seen, more, period, highest, total, summed, row)
 
 
 def warm_up(*, threads: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vsched_workers.make_checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vsched_workers.make_checkpoint import learnt_tokenizer, processor_settings
 from vsched_workers.training import samples
 from vsched_workers.training.drawing import COLOURS, SHAPES
 
@@ -75,34 +75,15 @@ class VisionBatch:
 
 def make_tokenizer() -> Any:
     """Make a byte-level tokenizer whose words are those of the questions; digits stand alone."""
-    import transformers
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    cut = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\d"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(_words(), trainer)
-    make: Any = transformers.PreTrainedTokenizerFast
-    wrapped = make(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",  # noqa: S106  # a token of text, not a secret
-        pad_token="<|endoftext|>",  # noqa: S106
-        additional_special_tokens=list(SPECIAL_TOKENS),
-        model_max_length=4096,
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    return learnt_tokenizer(_words(), cut, words=VOCABULARY, longest=4096)
 
 
 def _words() -> list[str]:
@@ -155,26 +136,8 @@ def write_front_end(directory: Path, tokenizer: Any) -> None:
     """Write tokenizer, chat template and processor settings."""
     tokenizer.save_pretrained(directory)
     least, most = (tokens * FACTOR * FACTOR for tokens in IMAGE_TOKENS)
-    settings: dict[str, Any] = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "patch_size": PATCH,
-        "temporal_patch_size": 2,
-        "merge_size": MERGE,
-        "size": {"shortest_edge": least, "longest_edge": most},
-    }
-    content = {
-        "processor_class": "Qwen2_5_VLProcessor",
-        "image_processor": settings,
-        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor"},
-    }
+    content = processor_settings((least, most), is_qwen3=False)
+    settings = content["image_processor"]
     for name, part in (("processor_config.json", content), ("preprocessor_config.json", settings)):
         (directory / name).write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
 
