@@ -41,6 +41,11 @@ TRAINING_FONTS: dict[str, tuple[str, ...]] = {
         *("HankenGrotesk-Regular.otf", "HankenGrotesk-Italic.otf", "HankenGrotesk-Medium.otf"),
         *("HankenGrotesk-Bold.otf", "HankenGrotesk-BoldItalic.otf"),
     ),
+    "font_roboto": (
+        *("Roboto-Light.ttf", "Roboto-Regular.ttf", "Roboto-Italic.ttf"),
+        *("Roboto-Medium.ttf", "Roboto-Bold.ttf", "Roboto-Black.ttf"),
+    ),
+    "font_fredoka_one": ("FredokaOne-Regular.ttf",),
 }
 HELD_OUT_FONTS: dict[str, tuple[str, ...]] = {
     BUILT_IN_FONT: ("",),

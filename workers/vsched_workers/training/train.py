@@ -36,9 +36,11 @@ from vsched_workers.training.model import (
     write_front_end,
     write_model,
 )
+from vsched_workers.training.muon import Muon
 from vsched_workers.training.samples import Sample, looking_samples, page_sample, train_sample
 
 STATE = "training-state.safetensors"
+_MOMENTS = (("step", "exp_avg", "exp_avg_sq"), ("momentum",))
 _DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
 _MARK_CLASSES = (
     *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
@@ -58,19 +60,22 @@ class Plan:
             pictures that are full of them: a digit seen costs a tenth, and no answer is right before digits are.
         cooling: Share of the steps, at the end, over which the learning rate falls.
         memory: How much of the averaged weights a step keeps.
+        peak: The highest learning rate, of all that is no matrix of a layer.
+        matrix_peak: That of the layers' matrices.
         threads: Torch's threads; sums come out differently, in the last bit, with another number.
     """
 
     seed: int = 0
-    steps: int = 8000
+    steps: int = 6500
     batch: int = 32
     threads: int = 2
     peak: float = 2e-3
+    matrix_peak: float = 3e-3
     warmup: int = 100
-    ramp: int = 1000
-    opening: int = 2800
-    looking: int = 2400
-    cooling: float = 0.3
+    ramp: int = 800
+    opening: int = 1600
+    looking: int = 1200
+    cooling: float = 0.4
     decay: float = 0.02
     clip: float = 1.0
     memory: float = 0.998
@@ -81,11 +86,11 @@ class Plan:
         return int(self.steps * (1 - self.cooling))
 
     def rate(self, step: int) -> float:
-        """Return the learning rate: a linear rise, a plateau, and a linear fall to nothing."""
+        """Return the share of the learning rates' peaks: a linear rise, a plateau, and a linear fall to nothing."""
         if step < min(self.warmup, self.plateau):
-            return self.peak * (step + 1) / self.warmup
+            return (step + 1) / self.warmup
         left = (self.steps - step) / max(1, self.steps - self.plateau)
-        return self.peak * max(0.0, min(1.0, left))
+        return max(0.0, min(1.0, left))
 
     def difficulty(self, step: int) -> float:
         """Return how hard the pictures are that a step may draw, 0 to 1."""
@@ -176,15 +181,7 @@ class Trainer:
         named |= {f"marks.{name}": value for name, value in self.marks.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = named
         self._average = {name: value.detach().clone() for name, value in named.items()}
-        self._optimiser = torch.optim.AdamW(
-            [
-                {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": plan.decay},
-                {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=plan.peak,
-            betas=(0.9, 0.98),
-            fused=True,
-        )
+        self._optimisers = optimisers(plan, named)
         if begun:
             self._load()
             # What was served may have been half written when the run was killed; its state never is.
@@ -198,8 +195,9 @@ class Trainer:
         """Learn from one batch; return the loss of the answers."""
         plan, step = self.plan, self.progress.step
         batch = self.batch_of(step)
-        for group in self._optimiser.param_groups:
-            group["lr"] = plan.rate(step)
+        for optimiser, peak in zip(self._optimisers, (plan.peak, plan.matrix_peak), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * plan.rate(step)
         embeddings = encode(self.model.model.visual, batch.vision)
         marks = marks_loss(self.marks(embeddings), batch)
         if plan.asks(step):
@@ -211,8 +209,9 @@ class Trainer:
             loss = self.progress.losses[-1][1]
         parameters = list(self._parameters.values())
         nn.utils.clip_grad_norm_(parameters, plan.clip)
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        for optimiser in self._optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         with torch.no_grad():
             memory = min(plan.memory, (step + 1) / (step + 10))
             for name, value in self._parameters.items():
@@ -248,8 +247,9 @@ class Trainer:
         tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
         tensors |= {f"average.{n}": v for n, v in self._average.items()}
         for name, value in self._parameters.items():
-            for key, moment in self._optimiser.state[value].items():
-                tensors[f"{key}.{name}"] = moment
+            for optimiser in self._optimisers:
+                for key, moment in optimiser.state.get(value, {}).items():
+                    tensors[f"{key}.{name}"] = moment
         about = {
             "plan": json.dumps(asdict(self.plan)),
             "progress": json.dumps(asdict(self.progress)),
@@ -269,22 +269,47 @@ class Trainer:
                     "Remedy: give the same options, or another directory; "
                     "the number of steps may change until the learning rate begins to fall."
                 )
+            kept = set(file.keys())
             with torch.no_grad():
                 for name, value in self._parameters.items():
                     value.copy_(file.get_tensor(f"now.{name}"))
                     self._average[name].copy_(file.get_tensor(f"average.{name}"))
-                    if not seen["step"]:
-                        continue  # no step, no moments
-                    self._optimiser.state[value] = {
-                        key: file.get_tensor(f"{key}.{name}")
-                        for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+                    for optimiser, keys in zip(self._optimisers, _MOMENTS, strict=True):
+                        found = [key for key in keys if f"{key}.{name}" in kept]
+                        if found:  # before the first step there are none
+                            optimiser.state[value] = {
+                                key: file.get_tensor(f"{key}.{name}") for key in found
+                            }
         self.progress = Progress(
             seen["step"],
             seen["seconds"],
             [tuple(row) for row in seen["losses"]],
             [(step, values) for step, values in seen["accuracies"]],
         )
+
+
+def optimisers(plan: Plan, named: Mapping[str, nn.Parameter]) -> tuple[torch.optim.AdamW, Muon]:
+    """Share the parameters out: the layers' matrices to Muon, all else to AdamW."""
+    outside = ("embed", "marks")
+    matrices = {
+        name: value
+        for name, value in named.items()
+        if value.ndim == 2 and not any(part in name for part in outside)
+    }
+    rest = [value for name, value in named.items() if name not in matrices]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim > 1], "weight_decay": plan.decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=plan.peak,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    # A projection to queries, keys and values is three matrices.
+    fused = {value: 3 for name, value in matrices.items() if name.endswith("qkv.weight")}
+    muon = Muon(matrices.values(), lr=plan.matrix_peak, weight_decay=plan.decay, fused=fused)
+    return adam, muon
 
 
 def load_front(directory: Path) -> QwenPreprocessor:
