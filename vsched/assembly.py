@@ -104,6 +104,7 @@ def kernel_sizes(
         batch_tokens=generate.max_batch_tokens,
         chunk_tokens=generate.chunk_tokens,
         step_target_ns=int(generate.step_target_ms * 1e6),
+        step_target_ratio=generate.step_target_ratio,
         context_tokens=context_tokens(config, info),
         page_rows=PAGE_ROWS,
         pages=arena_layout(config, info).pages,

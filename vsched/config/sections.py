@@ -208,10 +208,18 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="While requests decode, prefill is cut so that a step takes about so long, "
-            "or twice as long as without; 0 for no limit.",
+            description="While requests decode, prefill is cut so that a step takes about so long; "
+            "0 for no limit.",
         ),
     ] = 100.0
+    step_target_ratio: Annotated[
+        float,
+        Meta(
+            ge=1.5,
+            description="A step with prefill may always take so many times as long as one without; "
+            "it matters where a heavy model's decodes alone come near `step_target_ms`.",
+        ),
+    ] = 5.0
     slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
     max_waiting: Annotated[
         int, Meta(ge=1, description="Most requests that wait; further ones get a 429.")

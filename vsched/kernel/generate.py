@@ -56,7 +56,7 @@ class GenerateStage(Group):
         self._encode = encode
         self._faults = faults
         self.flight = Flight(0)
-        self.pace = Pace(sizes.step_target_ns, sizes.block_size)
+        self.pace = Pace(sizes.step_target_ns, sizes.step_target_ratio, sizes.block_size)
         self.counts = dict.fromkeys(COUNTED, 0)
         self.line = Line(sizes.block_size)
         self.load = Load()

@@ -24,11 +24,13 @@ _UNPLANNED = (False, 0, 0.0)
 class Pace:
     """Knows what decoding and prefill cost here; `target_ns` is how long a step with both may take, 0 for no limit.
 
-    Twice the time of decoding alone is always allowed, or a target below it would starve prefill.
+    `ratio` times the time of decoding alone is always allowed: a target near that time would starve prefill, and the
+    few requests that decode already would keep the others from joining them.
     """
 
-    def __init__(self, target_ns: int, block_size: int) -> None:
+    def __init__(self, target_ns: int, ratio: float, block_size: int) -> None:
         self._target_ns = target_ns
+        self._ratio = ratio
         self._block_size = block_size
         self._decode_ns = 0.0
         self._planned: dict[int, tuple[bool, int, float]] = {}
@@ -38,7 +40,8 @@ class Pace:
         """Return what a step may prefill that has room for so many tokens beside its decodes."""
         if not (self._target_ns and decodes):
             return StepBudget(self, tokens, math.inf)
-        return StepBudget(self, tokens, max(self._target_ns - self._decode_ns, self._decode_ns, 1))
+        left_ns = max(self._target_ns, self._ratio * self._decode_ns) - self._decode_ns
+        return StepBudget(self, tokens, max(left_ns, 1))
 
     def note(self, step: int, budget: StepBudget | None, *, decodes: bool) -> None:
         """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""

@@ -23,6 +23,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         batch_tokens: Most tokens of one generate step; at least `slots` + 1, so that prefill always progresses.
         chunk_tokens: Longest piece of one prompt in a step.
         step_target_ns: How long a step with prefill may take while others decode; 0 for no limit.
+        step_target_ratio: How many times the time of decoding alone it may always take.
         context_tokens: Longest prompt plus output.
         page_rows: Embedding rows of an arena page.
         pages: Arena pages for embeddings.
@@ -41,6 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int = 2048
     chunk_tokens: int = 512
     step_target_ns: int = 0
+    step_target_ratio: float = 5.0
     context_tokens: int
     page_rows: int = 64
     pages: int

@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,8 +75,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bo
     mapped.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapped, dtype=np.uint8)
     if touch:
-        array.fill(0)
+        _touch(array)
     return torch.from_numpy(array).view(dtype).reshape(shape)
+
+
+def _touch(array: npt.NDArray[np.uint8]) -> None:
+    """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
+            pass
 
 
 class KvCache:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
 
 MANY_ROWS = (16, 64, 128, 256)

@@ -20,8 +20,8 @@ def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: bool = 
     pace.learn(step, int(true_ns))
 
 
-def learned(target_ns: int) -> Pace:
-    pace = Pace(target_ns, block_size=16)
+def learned(target_ns: int, ratio: float = 2.0) -> Pace:
+    pace = Pace(target_ns, ratio, block_size=16)
     for step, start in enumerate([0, 0, 1000, 4000, 0, 9000]):
         run_step(pace, 2 * step, 0, 0)
         run_step(pace, 2 * step + 1, start, 64 + 16 * step)
@@ -49,10 +49,19 @@ def test_pace_does_not_bind_prefill_without_decodes_or_without_a_target() -> Non
     assert learned(0).start_step(5_000, decodes=True).tokens_at(16_000) == 5_000
 
 
-def test_pace_allows_as_much_again_as_decoding_takes_when_the_target_is_below_it() -> None:
-    tokens = learned(1).start_step(5_000, decodes=True).tokens_at(0)
-    assert tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS == pytest.approx(DECODE_NS, rel=0.25)
+@pytest.mark.parametrize("ratio", [2.0, 5.0])
+def test_pace_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(ratio: float) -> None:
+    tokens = learned(1, ratio).start_step(5_000, decodes=True).tokens_at(0)
+    step_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
+    assert step_ns == pytest.approx(ratio * DECODE_NS, rel=0.12)
     assert tokens >= 16
+
+
+def test_pace_keeps_a_target_that_is_above_that_multiple() -> None:
+    target_ns = 40_000_000
+    assert learned(target_ns, 8.0).start_step(5_000, decodes=True).tokens_at(0) == pytest.approx(
+        learned(target_ns, 2.0).start_step(5_000, decodes=True).tokens_at(0), abs=16
+    )
 
 
 def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
@@ -95,7 +104,7 @@ def test_pace_always_gives_something_whatever_it_was_told(
     steps: list[tuple[int, int, int, bool]], start: int
 ) -> None:
     """F5: noise and nonsense in the times never stop prefill."""
-    pace = Pace(1_000_000, block_size=16)
+    pace = Pace(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
         budget = pace.start_step(2_048, decodes=decodes)
         budget.take(at, tokens)
