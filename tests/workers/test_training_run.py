@@ -29,7 +29,7 @@ from vsched_workers.training.drawing import Mark  # noqa: E402
 from vsched_workers.training.samples import held_out  # noqa: E402
 from vsched_workers.training.train import BatchMaker, Plan, Trainer  # noqa: E402
 
-PLAN = Plan(steps=4, batch=2, threads=1, warmup=2, seed=5)
+PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +295,15 @@ def test_training_schedule_rises_and_falls() -> None:
     assert [plan.asks(step) for step in (0, 1, 4, plan.looking - 1, plan.looking)] == [
         *(True, False, True, False, True)
     ]
+
+
+def test_training_takes_a_second_round_that_varies_more() -> None:
+    plan = Plan(steps=1000, again=200)
+    assert plan.total == 1200
+    assert plan.rate(999) < 0.01 < plan.rate(1000) == plan.rewarmed
+    assert plan.rate(1100) == pytest.approx(plan.rewarmed / 2)
+    assert plan.rate(1199) < 0.01
+    assert plan.difficulty(999) == 1.0 < plan.difficulty(1000)
 
 
 def test_training_marks_name_the_token_and_its_quarter() -> None:

@@ -31,12 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vsched_workers.training", description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the checkpoint; a stopped run goes on")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many, resumably")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="length of the schedule")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="of the first round")
+    parser.add_argument("--again", type=int, default=Plan.again, help="steps of the second round")
     parser.add_argument("--seed", type=int, default=Plan.seed)
     parser.add_argument("--threads", type=int, default=Plan.threads)
     chosen = parser.parse_args(arguments)
     console = Console()
-    plan = Plan(seed=chosen.seed, steps=chosen.steps, threads=chosen.threads)
+    plan = Plan(seed=chosen.seed, steps=chosen.steps, again=chosen.again, threads=chosen.threads)
     try:
         trainer = Trainer(chosen.out, plan)
         with DrawnAhead(partial(BatchMaker, plan, chosen.out)) as trainer.batch_of:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[red]{error}[/red]")
         return 2
     if not complete:
-        console.print(f"Time is up at step {trainer.progress.step} of {plan.steps}; run again.")
+        console.print(f"Time is up at step {trainer.progress.step} of {plan.total}; run again.")
         return 3
     _finish(trainer, console)
     return 0
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(trainer: Trainer, console: Console, seconds: float) -> bool:
     """Take steps until the schedule or the time ends; return whether the schedule did."""
-    progress, steps = trainer.progress, trainer.plan.steps
+    progress, steps = trainer.progress, trainer.plan.total
     watched = {
         task: held_out_batches(held_out(task, QUICK_COUNT, seed=QUICK_SEED), trainer.front)
         for task in TASKS

@@ -125,7 +125,7 @@ class _Author:
         return choices[int(self.rng.integers(len(choices)))]
 
     def number(self, least: int) -> _Scene:
-        most = 2 + round((DIGITS_MAX - 2) * self.difficulty)
+        most = 2 + round((DIGITS_MAX - 2) * min(1.0, self.difficulty))
         length = int(self.rng.integers(min(least, most), most + 1))
         text = "".join(str(digit) for digit in self.rng.integers(0, 10, size=length))
         if length > 1 and text[0] == "0":
@@ -150,7 +150,7 @@ class _Author:
         return _Scene(picture, asked, {"shape": shape, "colour": colour})
 
     def things(self) -> _Scene:
-        most = 3 + round((OBJECTS_MAX - 3) * self.difficulty)
+        most = 3 + round((OBJECTS_MAX - 3) * min(1.0, self.difficulty))
         count = int(self.rng.integers(1, most + 1))
         shape, colour = self.pick(SHAPES), self.pick(tuple(COLOURS))
         alike = self.rng.random() < 0.5
@@ -218,7 +218,7 @@ class _Author:
 
 
 def train_sample(rng: np.random.Generator, difficulty: float) -> Sample:
-    """Write a conversation to train on; difficulty goes from 0 (short, large, plain) to 1."""
+    """Write a conversation to train on; difficulty goes from 0 (short, large, plain) to 1, or a little above it."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     kind = rng.random()
     if kind < 0.42:

@@ -58,7 +58,9 @@ class Plan:
         opening: Steps over which finding the marks loses weight.
         looking: Steps, from the first, of which only every fourth asks for answers. The others find marks alone, in
             pictures that are full of them: a digit seen costs a tenth, and no answer is right before digits are.
-        cooling: Share of the steps, at the end, over which the learning rate falls.
+        cooling: Share of the first round's steps, at its end, over which the learning rate falls.
+        again: Steps of a second round after them: the rate is up again, to `rewarmed` of its peak, and falls; the
+            pictures vary more than any that is held out. Both rounds together learn more than one as long.
         memory: How much of the averaged weights a step keeps.
         peak: The highest learning rate, of all that is no matrix of a layer.
         matrix_peak: That of the layers' matrices.
@@ -76,9 +78,17 @@ class Plan:
     opening: int = 1600
     looking: int = 1200
     cooling: float = 0.4
+    again: int = 1600
+    rewarmed: float = 0.4
+    varied: float = 1.1
     decay: float = 0.02
     clip: float = 1.0
     memory: float = 0.998
+
+    @property
+    def total(self) -> int:
+        """The steps of both rounds."""
+        return self.steps + self.again
 
     @property
     def plateau(self) -> int:
@@ -89,12 +99,14 @@ class Plan:
         """Return the share of the learning rates' peaks: a linear rise, a plateau, and a linear fall to nothing."""
         if step < min(self.warmup, self.plateau):
             return (step + 1) / self.warmup
+        if step >= self.steps:
+            return self.rewarmed * (1 - (step - self.steps) / self.again)
         left = (self.steps - step) / max(1, self.steps - self.plateau)
-        return max(0.0, min(1.0, left))
+        return min(1.0, left)
 
     def difficulty(self, step: int) -> float:
-        """Return how hard the pictures are that a step may draw, 0 to 1."""
-        return min(1.0, step / self.ramp)
+        """Return how hard the pictures are that a step may draw: 0 to 1, and `varied` in the second round."""
+        return self.varied if step >= self.steps else min(1.0, step / self.ramp)
 
     def mark_weight(self, step: int) -> float:
         """Return the weight of finding the marks: it opens the eyes, then fades."""
