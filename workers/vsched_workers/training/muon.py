@@ -1,8 +1,8 @@
 """Muon: a step of a matrix is its momentum with every singular value brought near one (Jordan et al., 2024).
 
-All of a layer's directions learn at the same rate, not just the few that are seen most. Half as many steps of AdamW's
-lead as far here. `torch.optim.Muon` is the same, matrix after matrix; those of a small model are of a few shapes, and
-stacked by shape they take a third of the time.
+All of a layer's directions learn at the same rate, not just the few that are seen most: here half as many steps lead
+as far as AdamW's. `torch.optim.Muon` is the same, matrix after matrix; those of a small model are of a few shapes, and
+stacked by shape they take half of the time.
 """
 
 from __future__ import annotations
