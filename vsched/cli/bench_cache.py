@@ -73,7 +73,12 @@ async def _measure(
         progress.update(task, description="31 decoders and 16 large images")
         mixed = await bench.measure_mixed(
             # Room for all its images at once: a request waits for none of its own.
-            [*settings, "generate.step_target_ms=40", "arena.pixel_bytes=1073741824"],
+            [
+                *settings,
+                "generate.step_target_ms=40",
+                "generate.step_target_ratio=2",
+                "arena.pixel_bytes=1073741824",
+            ],
             decoders=31,
             images=16,
             image_pixels=max(pixels),
