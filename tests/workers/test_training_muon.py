@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,18 +13,18 @@ from vsched_workers.training.muon import Muon, orthogonalised  # noqa: E402
 SHAPES = ((24, 16), (16, 24), (16, 24), (16, 16), (48, 16))
 
 
-def drawn(seed: int) -> list[torch.Tensor]:
+def drawn(seed: int) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def parameters() -> list[torch.nn.Parameter]:
+def parameters() -> list[Any]:
     return [torch.nn.Parameter(value) for value in drawn(0)]
 
 
 def test_muon_steps_as_the_library_does() -> None:
     ours, theirs = parameters(), parameters()
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
     library = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
     own = Muon(ours, **settings)
     for step in range(1, 4):

@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices, [count, rows, columns] with rows <= columns, with singular values of 0.7 to 1.2."""
     first, second, third = _SERIES
-    x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
+    x: torch.Tensor = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
     for _ in range(_ROUNDS):
         square = x @ x.mT
         series = torch.baddbmm(square, square, square, beta=second, alpha=third)

@@ -60,7 +60,7 @@ class Plan:
             pictures that are full of them: a digit seen costs a tenth, and no answer is right before digits are.
         cooling: Share of the first round's steps, at its end, over which the learning rate falls.
         again: Steps of a second round after them: the rate is up again, to `rewarmed` of its peak, and falls; the
-            pictures vary more than any that is held out. Both rounds together learn more than one as long.
+            pictures vary more than any that is held out (`docs/demo-model.md` says why).
         memory: How much of the averaged weights a step keeps.
         peak: The highest learning rate, of all that is no matrix of a layer.
         matrix_peak: That of the layers' matrices.
