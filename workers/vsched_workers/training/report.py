@@ -14,7 +14,8 @@ from rich.table import Table
 
 from vsched.bench.interval import Share, wilson_interval
 from vsched_workers.training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS, TRAINING_FONTS
-from vsched_workers.training.train import Plan, Progress
+from vsched_workers.training.plan import Plan
+from vsched_workers.training.train import Progress
 
 FINAL_COUNT = 500
 CURVE_POINTS = 200
