@@ -26,8 +26,8 @@ from vsched_workers.training import report, samples, train  # noqa: E402
 from vsched_workers.training.ahead import DrawnAhead  # noqa: E402
 from vsched_workers.training.batches import Batch, make_batch, placed  # noqa: E402
 from vsched_workers.training.drawing import Mark  # noqa: E402
-from vsched_workers.training.samples import held_out  # noqa: E402
 from vsched_workers.training.plan import Plan  # noqa: E402
+from vsched_workers.training.samples import held_out  # noqa: E402
 from vsched_workers.training.train import BatchMaker, Trainer  # noqa: E402
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)

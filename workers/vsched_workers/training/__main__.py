@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vsched.errors import VschedError
 from vsched_workers.training.ahead import DrawnAhead
 from vsched_workers.training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS
+from vsched_workers.training.plan import Plan
 from vsched_workers.training.report import FINAL_COUNT, accuracy_table, smoothed, write_report
 from vsched_workers.training.samples import TASKS, held_out
-from vsched_workers.training.plan import Plan
 from vsched_workers.training.train import BatchMaker, Trainer, held_out_batches
 
 MEASURED_EVERY = 250
