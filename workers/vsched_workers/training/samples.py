@@ -124,8 +124,12 @@ class _Author:
     def pick(self, choices: tuple[str, ...]) -> str:
         return choices[int(self.rng.integers(len(choices)))]
 
+    def grown(self, least: int, most: int) -> int:
+        """Return a limit that grows with the difficulty, up to 1."""
+        return least + round((most - least) * min(1.0, self.difficulty))
+
     def number(self, least: int) -> _Scene:
-        most = 2 + round((DIGITS_MAX - 2) * min(1.0, self.difficulty))
+        most = self.grown(2, DIGITS_MAX)
         length = int(self.rng.integers(min(least, most), most + 1))
         text = "".join(str(digit) for digit in self.rng.integers(0, 10, size=length))
         if length > 1 and text[0] == "0":
@@ -150,7 +154,7 @@ class _Author:
         return _Scene(picture, asked, {"shape": shape, "colour": colour})
 
     def things(self) -> _Scene:
-        most = 3 + round((OBJECTS_MAX - 3) * min(1.0, self.difficulty))
+        most = self.grown(3, OBJECTS_MAX)
         count = int(self.rng.integers(1, most + 1))
         shape, colour = self.pick(SHAPES), self.pick(tuple(COLOURS))
         alike = self.rng.random() < 0.5

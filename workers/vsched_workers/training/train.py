@@ -41,7 +41,7 @@ from vsched_workers.training.plan import Plan
 from vsched_workers.training.samples import Sample, looking_samples, page_sample, train_sample
 
 STATE = "training-state.safetensors"
-_MOMENTS = (("step", "exp_avg", "exp_avg_sq"), ("momentum",))
+_MOMENTS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 _DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
 _MARK_CLASSES = (
     *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
@@ -121,6 +121,12 @@ class Trainer:
         self._parameters: dict[str, nn.Parameter] = named
         self._average = {name: value.detach().clone() for name, value in named.items()}
         self._optimisers = optimisers(plan, named)
+        self._learnt_by = {
+            value: optimiser
+            for optimiser in self._optimisers
+            for group in optimiser.param_groups
+            for value in group["params"]
+        }
         if begun:
             self._load()
             # What was served may have been half written when the run was killed; its state never is.
@@ -186,9 +192,8 @@ class Trainer:
         tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
         tensors |= {f"average.{n}": v for n, v in self._average.items()}
         for name, value in self._parameters.items():
-            for optimiser in self._optimisers:
-                for key, moment in optimiser.state.get(value, {}).items():
-                    tensors[f"{key}.{name}"] = moment
+            for key, moment in self._learnt_by[value].state[value].items():
+                tensors[f"{key}.{name}"] = moment
         about = {
             "plan": json.dumps(asdict(self.plan)),
             "progress": json.dumps(asdict(self.progress)),
@@ -208,17 +213,16 @@ class Trainer:
                     "Remedy: give the same options, or another directory; "
                     "the number of steps may change until the learning rate begins to fall."
                 )
-            kept = set(file.keys())
             with torch.no_grad():
                 for name, value in self._parameters.items():
                     value.copy_(file.get_tensor(f"now.{name}"))
                     self._average[name].copy_(file.get_tensor(f"average.{name}"))
-                    for optimiser, keys in zip(self._optimisers, _MOMENTS, strict=True):
-                        found = [key for key in keys if f"{key}.{name}" in kept]
-                        if found:  # before the first step there are none
-                            optimiser.state[value] = {
-                                key: file.get_tensor(f"{key}.{name}") for key in found
-                            }
+                    if not seen["step"]:
+                        continue  # no step, no moments
+                    optimiser = self._learnt_by[value]
+                    optimiser.state[value] = {
+                        key: file.get_tensor(f"{key}.{name}") for key in _MOMENTS[type(optimiser)]
+                    }
         self.progress = Progress(
             seen["step"],
             seen["seconds"],
