@@ -22,13 +22,19 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.numba_basics import as_float, compiled, power_of_two
+from vsched_workers.numba_basics import (
+    LN_2,
+    LOWEST_POWER,
+    as_float,
+    compiled,
+    continued,
+    power_of_two,
+)
 
 _LOG2_E = np.float32(1.4426950408889634)
-_LN_2 = np.float32(0.6931471805599453)
 _SILENT = np.float32(-87.0)
 """Below it silu is less than 1e-35, and its exponential more than a float32 holds."""
-_LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
+_HIGHEST = np.float32(127.0)
 
 
 # Whole numbers of less than 64 bits become such in numba as soon as anything is done with them, which takes half the
@@ -83,18 +89,11 @@ def through(value: Any) -> Any:
 @compiled()
 def _exp(value: Any) -> Any:
     """exp(x) = 2**n * 2**f with n whole and 0 <= f < 1; 2**f by its series."""
-    power = min(max(value * _LOG2_E, _LOWEST), _HIGHEST)
+    power = min(max(value * _LOG2_E, LOWEST_POWER), _HIGHEST)
     whole = np.floor(power)
-    rest = (power - whole) * _LN_2
-    series = np.float32(1 / 5040)
-    series = series * rest + np.float32(1 / 720)
-    series = series * rest + np.float32(1 / 120)
-    series = series * rest + np.float32(1 / 24)
-    series = series * rest + np.float32(1 / 6)
-    series = series * rest + np.float32(0.5)
-    series = series * rest + np.float32(1.0)
-    series = series * rest + np.float32(1.0)
-    return series * power_of_two(whole)
+    rest = (power - whole) * LN_2
+    series = np.float32(1 / 5040) * rest + np.float32(1 / 720)
+    return continued(series, rest) * power_of_two(whole)
 
 
 @compiled()

@@ -22,8 +22,8 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-_LN_2 = np.float32(0.6931471805599453)
-_LOWEST = np.float32(-126.0)
+LN_2 = np.float32(0.6931471805599453)
+LOWEST_POWER = np.float32(-126.0)
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:
@@ -105,19 +105,23 @@ larger: Any = numba.extending.intrinsic(_choosing)
 
 
 @compiled()
-def exp2(value: Any) -> Any:
-    """2**x of x <= 0: 2**n, n whole, times the series of the rest, which lies within a half of zero."""
-    power = larger(value, _LOWEST)
-    whole = np.floor(power + np.float32(0.5))
-    rest = (power - whole) * _LN_2
-    series = np.float32(1 / 720)
+def continued(series: Any, rest: Any) -> Any:
+    """Go on with the series of exp(rest) from the term of its sixth power to the end."""
     series = series * rest + np.float32(1 / 120)
     series = series * rest + np.float32(1 / 24)
     series = series * rest + np.float32(1 / 6)
     series = series * rest + np.float32(0.5)
     series = series * rest + np.float32(1.0)
-    series = series * rest + np.float32(1.0)
-    return series * power_of_two(whole)
+    return series * rest + np.float32(1.0)
+
+
+@compiled()
+def exp2(value: Any) -> Any:
+    """2**x of x <= 0: 2**n, n whole, times the series of the rest, which lies within a half of zero."""
+    power = larger(value, LOWEST_POWER)
+    whole = np.floor(power + np.float32(0.5))
+    rest = (power - whole) * LN_2
+    return continued(np.float32(1 / 720), rest) * power_of_two(whole)
 
 
 def _prefetching(_context: Any, _address: Any) -> Any:
