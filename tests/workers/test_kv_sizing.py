@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vsched.aio.process import RANK_ENVIRONMENT
+from vsched.aio.process import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -112,7 +111,7 @@ for frugal in (True, True, False):
 def in_process(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env={**os.environ, **RANK_ENVIRONMENT},
+        env=rank_environment(threads=1),
         capture_output=True,
         text=True,
         timeout=60,

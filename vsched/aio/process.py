@@ -13,8 +13,16 @@ import msgspec
 
 from vsched.worker.spec import RankSpec
 
+RANK_DEFAULTS = {
+    # How many turns a thread looks before it sleeps while it waits for the others of its rank: about as long as being
+    # woken takes. Less, and a step of hundreds of products waits for wakers; more, and it takes the cores from a stage
+    # that works (docs/performance.md, "Waiting").
+    "GOMP_SPINCOUNT": "3000",
+}
+"""What holds for a rank unless the environment of the engine says otherwise."""
+
 RANK_ENVIRONMENT = {
-    # Threads that spin while they wait steal the cores from the stage that works.
+    # Without a number of turns of its own, a thread that waits sleeps at once.
     "OMP_WAIT_POLICY": "PASSIVE",
     # The C library keeps what a step frees for the next one, up to its own bound of 32 MiB a piece: fetching the same
     # pages from the system again in every step costs as much as the attention of a long prompt.
@@ -30,6 +38,12 @@ RANK_ENVIRONMENT = {
 RANK_COMMAND = ("-m", "vsched.rank")
 
 
+def rank_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a rank that computes with so many threads."""
+    own = {**RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    return {**RANK_DEFAULTS, **os.environ, **own}
+
+
 class RankProcess:
     """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself."""
 
@@ -42,7 +56,7 @@ class RankProcess:
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         """Start it; `command` are the arguments of the interpreter."""
-        environment = {**os.environ, **RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        environment = rank_environment(threads)
         self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
             [sys.executable, *command],
             stdin=subprocess.PIPE,

@@ -219,7 +219,7 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
             description="A step with prefill may always take so many times as long as one without; "
             "it matters where a heavy model's decodes alone come near `step_target_ms`.",
         ),
-    ] = 5.0
+    ] = 8.0
     slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
     max_waiting: Annotated[
         int, Meta(ge=1, description="Most requests that wait; further ones get a 429.")

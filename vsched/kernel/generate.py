@@ -127,7 +127,7 @@ class GenerateStage(Group):
             # The steady case: nothing but decodes, and no budget to share out.
             return self._send(step, len(running.decoding), grown) if running.decoding else None
         decoding = len(running.decoding)
-        budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding > 0)
+        budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding)
         draft = Draft(step, budget)
         for state in sorted(running.prefilling.values(), key=order_of):
             self._chunk(state, draft)
@@ -140,7 +140,7 @@ class GenerateStage(Group):
         self, step: int, decodes: int, grown: list[int], draft: Draft | None = None
     ) -> GenerateDecision:
         """Note a step as out, and return the decision that sends it there; without a draft, all it does is decode."""
-        self.pace.note(step, draft.budget if draft is not None else None, decodes=decodes > 0)
+        self.pace.note(step, draft.budget if draft is not None else None, decodes=decodes)
         self._front_first = False
         self.flight.planned = step
         self.counts["tokens_decoded"] += decodes

@@ -5,6 +5,9 @@ before it (attention): at 16,000 tokens of context, 64 tokens took 30 times what
 alone therefore either starves short prompts or stalls decoders beside long ones. So both parts are fitted to what ranks
 report, by least squares that forget, and a chunk is cut to the time that is left in its step.
 
+What decodes alone take is seen in steps without prefill, and while requests wait there are none, though ever more
+decode. So it is kept together with how many they were, and each one more counts as a prompt token.
+
 The times come in with events, so the kernel stays a function of its events.
 """
 
@@ -18,7 +21,7 @@ from vsched.kernel.decisions import ChunkPlan, Join
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
 
-_UNPLANNED = (False, 0, 0.0)
+_UNPLANNED = (0, 0, 0.0)
 
 
 class Pace:
@@ -32,18 +35,20 @@ class Pace:
         self._target_ns = target_ns
         self._ratio = ratio
         self._block_size = block_size
-        self._decode_ns = 0.0
-        self._planned: dict[int, tuple[bool, int, float]] = {}
+        self._known_decodes = 0.0
+        self._known_ns = 0.0
+        self._planned: dict[int, tuple[int, int, float]] = {}
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def start_step(self, tokens: int, *, decodes: bool) -> StepBudget:
-        """Return what a step may prefill that has room for so many tokens beside its decodes."""
+    def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
+        """Return what a step may prefill that has room for so many tokens beside so many decodes."""
         if not (self._target_ns and decodes):
             return StepBudget(self, tokens, math.inf)
-        left_ns = max(self._target_ns, self._ratio * self._decode_ns) - self._decode_ns
+        decode_ns = self.decode_ns(decodes)
+        left_ns = max(self._target_ns, self._ratio * decode_ns) - decode_ns
         return StepBudget(self, tokens, max(left_ns, 1))
 
-    def note(self, step: int, budget: StepBudget | None, *, decodes: bool) -> None:
+    def note(self, step: int, budget: StepBudget | None, *, decodes: int) -> None:
         """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""
         if not self._target_ns:
             return
@@ -59,12 +64,23 @@ class Pace:
             return
         if not tokens:
             if decodes:
-                known_ns = self._decode_ns
-                self._decode_ns += (busy_ns - known_ns) * ((1 - FORGET) if known_ns else 1)
+                part = (1 - FORGET) if self._known_ns else 1
+                self._known_decodes += (decodes - self._known_decodes) * part
+                self._known_ns += (busy_ns - self._known_ns) * part
             return
-        cost = max(busy_ns - self._decode_ns * decodes, 0.0)
-        new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * cost, pairs * cost)
+        known = min(decodes, self._known_decodes)
+        count = tokens + decodes - known
+        cost = max(busy_ns - self.decode_ns(known), 0.0)
+        new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+
+    def decode_ns(self, decodes: float) -> float:
+        """Return what so many decodes should take by themselves."""
+        token_ns, _ = self.costs()
+        if not (decodes and self._known_decodes):
+            return token_ns * decodes
+        mean_ns = self._known_ns / self._known_decodes
+        return self._known_ns + min(token_ns, mean_ns) * (decodes - self._known_decodes)
 
     def lose(self) -> None:
         """The steps that are out will not come back."""

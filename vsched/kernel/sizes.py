@@ -42,7 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int = 2048
     chunk_tokens: int = 512
     step_target_ns: int = 0
-    step_target_ratio: float = 5.0
+    step_target_ratio: float = 8.0
     context_tokens: int
     page_rows: int = 64
     pages: int

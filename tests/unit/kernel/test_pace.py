@@ -8,15 +8,20 @@ from hypothesis import strategies as st
 
 from vsched.kernel.pace import Pace, pairs_of
 
-DECODE_NS, TOKEN_NS, PAIR_NS = 5_000_000, 60_000, 40
+DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 
 
-def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: bool = True) -> None:
+def decodes_ns(decodes: int) -> int:
+    """What so many decodes take: a part that all share, and as much as a token each."""
+    return DECODE_NS + (decodes - DECODES) * TOKEN_NS if decodes else 0
+
+
+def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: int = DECODES) -> None:
     budget = pace.start_step(1_000_000, decodes=decodes)
     if tokens:
         budget.take(start, tokens)
-    pace.note(step, budget, decodes=decodes)
-    true_ns = tokens * TOKEN_NS + pairs_of(start, tokens) * PAIR_NS + DECODE_NS * decodes
+    pace.note(step, budget if tokens else None, decodes=decodes)
+    true_ns = tokens * TOKEN_NS + pairs_of(start, tokens) * PAIR_NS + decodes_ns(decodes)
     pace.learn(step, int(true_ns))
 
 
@@ -37,7 +42,7 @@ def test_pace_finds_both_costs() -> None:
 @pytest.mark.parametrize("start", [0, 2_000, 16_000])
 def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
     target_ns = 40_000_000
-    tokens = learned(target_ns).start_step(100_000, decodes=True).tokens_at(start)
+    tokens = learned(target_ns).start_step(100_000, decodes=DECODES).tokens_at(start)
     assert tokens % 16 == 0
     for count, fits in ((tokens, True), (tokens + 16, False)):
         step_ns = DECODE_NS + count * TOKEN_NS + pairs_of(start, count) * PAIR_NS
@@ -45,28 +50,54 @@ def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) 
 
 
 def test_pace_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
-    assert learned(25_000_000).start_step(5_000, decodes=False).tokens_at(16_000) == 5_000
-    assert learned(0).start_step(5_000, decodes=True).tokens_at(16_000) == 5_000
+    assert learned(25_000_000).start_step(5_000, decodes=0).tokens_at(16_000) == 5_000
+    assert learned(0).start_step(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
 
 
 @pytest.mark.parametrize("ratio", [2.0, 5.0])
 def test_pace_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(ratio: float) -> None:
-    tokens = learned(1, ratio).start_step(5_000, decodes=True).tokens_at(0)
+    tokens = learned(1, ratio).start_step(5_000, decodes=DECODES).tokens_at(0)
     step_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert step_ns == pytest.approx(ratio * DECODE_NS, rel=0.12)
     assert tokens >= 16
 
 
+@pytest.mark.parametrize("decodes", [1, 8, 32, 128])
+def test_pace_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes: int) -> None:
+    """While requests wait, every step has prefill: decodes by themselves are never seen at that number."""
+    pace = learned(1, 5.0)
+    for step in range(100, 110):
+        run_step(pace, step, 0, 64 + step, decodes=decodes)
+    assert pace.decode_ns(decodes) == pytest.approx(decodes_ns(decodes), rel=0.05)
+    assert pace.costs()[0] == pytest.approx(TOKEN_NS, rel=0.05)
+    tokens = pace.start_step(5_000, decodes=decodes).tokens_at(0)
+    prefill_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
+    assert prefill_ns == pytest.approx(4 * decodes_ns(decodes), rel=0.1)
+
+
+def test_pace_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> None:
+    """On a GPU a prompt token can cost what a decode does, and reading the weights is shared by all."""
+    pace = Pace(1, 2.0, block_size=16)
+    run_step(pace, 0, 0, 0)
+    for step in range(1, 10):
+        budget = pace.start_step(1_000_000, decodes=DECODES)
+        budget.take(0, 16)
+        pace.note(step, budget, decodes=DECODES)
+        pace.learn(step, 100 * DECODE_NS)
+    assert pace.costs()[0] > DECODE_NS
+    assert pace.decode_ns(2 * DECODES) <= 2 * DECODE_NS
+
+
 def test_pace_keeps_a_target_that_is_above_that_multiple() -> None:
     target_ns = 40_000_000
-    assert learned(target_ns, 8.0).start_step(5_000, decodes=True).tokens_at(0) == pytest.approx(
-        learned(target_ns, 2.0).start_step(5_000, decodes=True).tokens_at(0), abs=16
+    assert learned(target_ns, 8.0).start_step(5_000, decodes=DECODES).tokens_at(0) == pytest.approx(
+        learned(target_ns, 2.0).start_step(5_000, decodes=DECODES).tokens_at(0), abs=16
     )
 
 
 def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
     """F5: a target that nothing fits in must not stop prefill."""
-    budget = learned(6_000_000).start_step(5_000, decodes=True)
+    budget = learned(6_000_000).start_step(5_000, decodes=DECODES)
     assert budget.tokens_at(10_000_000) == 16
     budget.take(10_000_000, 16)
     assert budget.spent
@@ -74,7 +105,7 @@ def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> No
 
 
 def test_pace_shares_a_step_between_its_chunks() -> None:
-    budget = learned(40_000_000).start_step(5_000, decodes=True)
+    budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
     alone = budget.tokens_at(0)
     budget.take(0, 128)
     assert 0 < budget.tokens_at(0) < alone
@@ -82,26 +113,29 @@ def test_pace_shares_a_step_between_its_chunks() -> None:
 
 def test_pace_believes_new_times_after_some_steps() -> None:
     pace = learned(40_000_000)
-    before = pace.start_step(5_000, decodes=True).tokens_at(0)
+    before = pace.start_step(5_000, decodes=DECODES).tokens_at(0)
     for step in range(100, 140):
-        budget = pace.start_step(5_000, decodes=True)
+        budget = pace.start_step(5_000, decodes=DECODES)
         budget.take(0, 64)
-        pace.note(step, budget, decodes=True)
+        pace.note(step, budget, decodes=DECODES)
         pace.learn(step, DECODE_NS + 64 * TOKEN_NS * 4)
-    assert pace.start_step(5_000, decodes=True).tokens_at(0) < before / 2
+    assert pace.start_step(5_000, decodes=DECODES).tokens_at(0) < before / 2
 
 
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 20_000), st.integers(0, 512), st.integers(0, 10**10), st.booleans()
+            st.integers(0, 20_000),
+            st.integers(0, 512),
+            st.integers(0, 10**10),
+            st.integers(0, 64),
         ),
         max_size=30,
     ),
     st.integers(0, 20_000),
 )
 def test_pace_always_gives_something_whatever_it_was_told(
-    steps: list[tuple[int, int, int, bool]], start: int
+    steps: list[tuple[int, int, int, int]], start: int
 ) -> None:
     """F5: noise and nonsense in the times never stop prefill."""
     pace = Pace(1_000_000, 2.0, block_size=16)
@@ -111,4 +145,4 @@ def test_pace_always_gives_something_whatever_it_was_told(
         pace.note(step, budget, decodes=decodes)
         pace.learn(step, busy_ns)
     assert min(pace.costs()) >= 0
-    assert 16 <= pace.start_step(2_048, decodes=True).tokens_at(start) <= 2_048
+    assert 16 <= pace.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
