@@ -17,7 +17,7 @@ RANK_DEFAULTS = {
     # How many turns a thread looks before it sleeps while it waits for the others of its rank: about as long as being
     # woken takes. Less, and a step of hundreds of products waits for wakers; more, and it takes the cores from a stage
     # that works (docs/performance.md, "Waiting").
-    "GOMP_SPINCOUNT": "3000",
+    "GOMP_SPINCOUNT": "2000",
 }
 """What holds for a rank unless the environment of the engine says otherwise."""
 
