@@ -231,12 +231,14 @@ def context_line(machine: str, settings: str, runs: Sequence[Run]) -> str:
     """Return what the figures of some runs were taken on, and how busy others kept the machine."""
     others = sorted(run.figures.others for run in runs)
     client = max(run.figures.client_cpu for run in runs)
+    waiting = [run.figures.waiting for run in runs if run.figures.waiting is not None]
+    waited = f"the server whose turn it was not at most {max(waiting):.2f}; " if waiting else ""
     taken = sorted(run.taken for run in runs)
     versions = ", ".join(sorted({run.version for run in runs}))
     text = (
         f"{machine}; {versions}; {taken[0]} to {taken[-1]}; {settings}. "
         f"Other programs kept {others[len(others) // 2]:.2f} cores busy at the median, {others[-1]:.2f} at most; "
-        f"the client at most {client:.0%} of one."
+        f"{waited}the client at most {client:.0%} of one."
     )
     return textwrap.fill(text, LINE)
 

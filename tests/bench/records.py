@@ -34,6 +34,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         pieces_mean: Pieces of text an answer; fewer than tokens where a server joins tokens or shows nothing for one.
         client_cpu: CPU time of the client over wall time: near 1, the client is what was measured.
         others: Cores that other programs kept busy meanwhile.
+        waiting: Cores that the servers kept busy whose turn it was not; None where it was not looked at.
     """
 
     requests: int
@@ -52,6 +53,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     request_ms: Times | None
     client_cpu: float
     others: float = 0.0
+    waiting: float | None = None
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.bench import page, tables
+from tests.bench.compare import context_line
 from tests.bench.figures import NOT_ASKED, Answers, gaps, summarise, times
 from tests.bench.options import CHECKPOINTS, PEERS
 from tests.bench.options import PAGE as BENCHMARKS
@@ -313,3 +315,16 @@ def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
 def test_page_refuses_to_guess_a_place(text: str) -> None:
     with pytest.raises(ConfigError, match="bench: one"):
         page.replaced(text, "one", "new")
+
+
+def test_what_a_server_does_when_it_is_not_its_turn_is_told_where_it_was_looked_at() -> None:
+    """A peer that works while vsched is measured takes its cores, and is not among the others."""
+    old = run_of("vsched", 1)
+    figures = msgspec.structs.replace(old.figures, waiting=0.4)
+    told = "whose turn it was not at most 0.40"
+    for runs, expected in (
+        ([old], False),
+        ([old, msgspec.structs.replace(old, figures=figures)], True),
+    ):
+        line = " ".join(context_line("2 cores", "x=1", runs).split())
+        assert (told in line) == expected
