@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -49,6 +50,12 @@ def cpu_s(pids: Sequence[int]) -> float:
         if fields := _fields(pid):
             ticks += int(fields[_USER]) + int(fields[_SYSTEM])
     return ticks * TICK_S
+
+
+def busy_cores(pids: Sequence[int]) -> Callable[[], float]:
+    """Return what tells how many cores these processes have kept busy since now."""
+    began_s, spent_s = time.monotonic(), cpu_s(pids)
+    return lambda: round((cpu_s(pids) - spent_s) / (time.monotonic() - began_s), 4)
 
 
 def memory_mib(pids: Sequence[int]) -> dict[str, float]:

@@ -138,11 +138,9 @@ class Server:
 
     def idle_cores(self, seconds: float) -> float:
         """Return how many cores it keeps busy without a request."""
-        pids = self.pids()
-        began_s, spent_s = time.monotonic(), processes.cpu_s(pids)
+        busy = processes.busy_cores(self.pids())
         time.sleep(seconds)
-        spent_s = processes.cpu_s(pids) - spent_s
-        return round(spent_s / (time.monotonic() - began_s), 4)
+        return busy()
 
     def pause(self) -> None:
         """Stop it, if it may be: it is the other's turn."""

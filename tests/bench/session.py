@@ -160,13 +160,11 @@ class Session:
         server.check_alive()
         everyone = [server, *others]
         watch = Others(lambda: [pid for one in everyone for pid in one.pids()])
-        waiting = [pid for one in others for pid in one.pids()]
-        began_s, waited_s = time.monotonic(), processes.cpu_s(waiting)
+        waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
         work = run(drawn, server.spec, timeout_s=self._timeout_s, finished=advance)
         figures = self._runner.run(work)
         server.check_alive()  # what a server that is gone has failed says nothing about its speed
-        waited_s = (processes.cpu_s(waiting) - waited_s) / (time.monotonic() - began_s)
-        result = msgspec.structs.replace(figures, others=watch.cores(), waiting=round(waited_s, 4))
+        result = msgspec.structs.replace(figures, others=watch.cores(), waiting=waiting())
         for text in result.errors:
             self.console.print(f"{server.spec.side}, {drawn.plan.case}: {text}", markup=False)
         return result

@@ -17,12 +17,18 @@ def decodes_ns(decodes: int) -> int:
 
 
 def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: int = DECODES) -> None:
-    budget = pace.start_step(1_000_000, decodes=decodes)
-    if tokens:
-        budget.take(start, tokens)
-    pace.note(step, budget if tokens else None, decodes=decodes)
     true_ns = tokens * TOKEN_NS + pairs_of(start, tokens) * PAIR_NS + decodes_ns(decodes)
-    pace.learn(step, int(true_ns))
+    tell(pace, step, start, tokens, int(true_ns), decodes=decodes)
+
+
+def tell(
+    pace: Pace, step: int, start: int, tokens: int, busy_ns: int, *, decodes: int = DECODES
+) -> None:
+    """Have a step take so long."""
+    budget = pace.start_step(1_000_000, decodes=decodes)
+    budget.take(start, tokens)
+    pace.note(step, budget, decodes=decodes)
+    pace.learn(step, busy_ns)
 
 
 def learned(target_ns: int, ratio: float = 2.0) -> Pace:
@@ -80,10 +86,7 @@ def test_pace_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> None
     pace = Pace(1, 2.0, block_size=16)
     run_step(pace, 0, 0, 0)
     for step in range(1, 10):
-        budget = pace.start_step(1_000_000, decodes=DECODES)
-        budget.take(0, 16)
-        pace.note(step, budget, decodes=DECODES)
-        pace.learn(step, 100 * DECODE_NS)
+        tell(pace, step, 0, 16, 100 * DECODE_NS)
     assert pace.costs()[0] > DECODE_NS
     assert pace.decode_ns(2 * DECODES) <= 2 * DECODE_NS
 
@@ -115,10 +118,7 @@ def test_pace_believes_new_times_after_some_steps() -> None:
     pace = learned(40_000_000)
     before = pace.start_step(5_000, decodes=DECODES).tokens_at(0)
     for step in range(100, 140):
-        budget = pace.start_step(5_000, decodes=DECODES)
-        budget.take(0, 64)
-        pace.note(step, budget, decodes=DECODES)
-        pace.learn(step, DECODE_NS + 64 * TOKEN_NS * 4)
+        tell(pace, step, 0, 64, DECODE_NS + 64 * TOKEN_NS * 4)
     assert pace.start_step(5_000, decodes=DECODES).tokens_at(0) < before / 2
 
 
@@ -140,9 +140,6 @@ def test_pace_always_gives_something_whatever_it_was_told(
     """F5: noise and nonsense in the times never stop prefill."""
     pace = Pace(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
-        budget = pace.start_step(2_048, decodes=decodes)
-        budget.take(at, tokens)
-        pace.note(step, budget, decodes=decodes)
-        pace.learn(step, busy_ns)
+        tell(pace, step, at, tokens, busy_ns, decodes=decodes)
     assert min(pace.costs()) >= 0
     assert 16 <= pace.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
