@@ -11,70 +11,95 @@ from tests.unit.bench import idle_plugin
 from vsched.bench.profile import Profile, Row, profile
 from vsched.bench.profile_floors import MachineRates, Work, floors
 from vsched.bench.profile_load import LoadOrder
-from vsched.bench.profile_meter import OUTSIDE, Meter, Seam, Spent, read_cells
+from vsched.bench.profile_meter import OUTSIDE, Meter, Seam, read_cells
 from vsched.bench.shapes import Case
 from vsched.config import load_config
 
 MACHINE = MachineRates(bytes_s=1e9, operations_s=1e12, message_s=1e-5)
 
 
+class Clocks:
+    """A wall clock and a thread's CPU clock that only move when told to, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.wall_ns = self.cpu_ns = 0
+
+    def work(self, ms: int) -> None:
+        self.cpu_ns += ms * 10**6
+        self.wait(ms)
+
+    def wait(self, ms: int) -> None:
+        self.wall_ns += ms * 10**6
+
+
 class Parts:
     """Three functions, each the way into a component."""
 
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+
     def outer(self) -> int:
+        self._clocks.work(1)
         return 1 + self.inner()
 
     def inner(self) -> int:
-        _work()
+        self._clocks.work(2)
         return 1
 
     async def task(self) -> int:
-        _work()
-        await asyncio.sleep(0.02)
-        _work()
+        self._clocks.work(3)
+        await asyncio.sleep(0)
+        self._clocks.work(4)
         return self.inner()
 
 
-def _work() -> None:
-    until_ns = time.thread_time_ns() + 2_000_000
-    while time.thread_time_ns() < until_ns:
-        pass
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    """Return the clocks of every meter that this test makes."""
+    found = Clocks()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: found.wall_ns)
+    return found
 
 
-def _spent(meter: Meter) -> dict[str, Spent]:
-    return read_cells(meter.names, meter.cells())
-
-
-def _meter() -> tuple[Meter, list[Seam]]:
+def _meter(clocks: Clocks) -> tuple[Meter, list[Seam]]:
     names = ("outer", "inner", "task")
-    return Meter(names), [Seam(Parts, name, name) for name in names]
+    meter = Meter(names, cpu_clock=lambda: clocks.cpu_ns)
+    return meter, [Seam(Parts, name, name) for name in names]
 
 
-def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back() -> None:
+def _spent_ms(meter: Meter) -> dict[str, tuple[int, float, float]]:
+    """Return the calls, wall time and CPU time of each component."""
+    spent = read_cells(meter.names, meter.cells())
+    return {name: (one.calls, one.wall_ns / 1e6, one.cpu_ns / 1e6) for name, one in spent.items()}
+
+
+def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back(clocks: Clocks) -> None:
     plain = Parts.outer, Parts.inner, Parts.task
-    meter, seams = _meter()
+    meter, seams = _meter(clocks)
     with meter.at(seams):
-        assert Parts().outer() == 2
+        assert Parts(clocks).outer() == 2
     assert (Parts.outer, Parts.inner, Parts.task) == plain
-    spent = _spent(meter)
-    assert (spent["outer"].calls, spent["inner"].calls) == (1, 1)
-    assert spent["inner"].cpu_ns > 1.9e6 > spent["outer"].cpu_ns
+    nothing = (0, 0.0, 0.0)
+    spent = {OUTSIDE: nothing, "outer": (1, 1.0, 1.0), "inner": (1, 2.0, 2.0), "task": nothing}
+    assert _spent_ms(meter) == spent
 
 
-async def test_meter_counts_a_coroutine_while_it_runs() -> None:
-    """Twice two milliseconds, and none of the twenty that it waits; what is raised into it arrives."""
-    meter, seams = _meter()
+async def test_meter_counts_a_coroutine_while_it_runs(clocks: Clocks) -> None:
+    """Not while it waits; what is raised into it arrives."""
+    meter, seams = _meter(clocks)
     with meter.at(seams):
-        assert await Parts().task() == 1
-        task = asyncio.ensure_future(Parts().task())
-        await asyncio.sleep(0.01)
-        task.cancel()
+        assert await Parts(clocks).task() == 1
+        task = asyncio.ensure_future(Parts(clocks).task())
+        asyncio.get_running_loop().call_soon(clocks.wait, 20)
+        asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
-    spent = _spent(meter)
-    assert spent["task"].calls == 2
-    assert 3.9e6 < spent["task"].cpu_ns < 20e6
-    assert spent[OUTSIDE].wall_ns > 20e6
+    assert _spent_ms(meter) == {
+        OUTSIDE: (0, 20.0, 0.0),
+        "outer": (0, 0.0, 0.0),
+        "inner": (1, 2.0, 2.0),
+        "task": (2, 3.0 + 4.0 + 3.0, 3.0 + 4.0 + 3.0),
+    }
 
 
 def test_floors_are_bytes_over_bandwidth_and_operations_over_the_rate() -> None:
