@@ -18,8 +18,9 @@ from tests.workers.twins import WITHIN, Twins, run_twins
 from vsched.worker.contract import EncodeJob
 from vsched_workers import cpu_kernels, head_kernels
 from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
-from vsched_workers.fused_layers import Angles, FusedLanguage
+from vsched_workers.fused_layers import FusedLanguage
 from vsched_workers.fused_vision import FusedBlock
+from vsched_workers.rotary_angles import Angles
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
@@ -197,6 +198,30 @@ def test_fused_layers_multiply_with_few_numbers_of_rows(
 
 def test_filled_adds_blocks_and_a_rest() -> None:
     assert [filled(rows) for rows in (0, 1, 5, 256, 257, 520, 700)] == [0, 1, 6, 256, 257, 520, 704]
+
+
+def test_last_layer_attends_for_rows_that_are_asked_for(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle of a prompt yields no token: the last layer keeps its keys and values and goes no further."""
+    stage = stages("nano25", "auto", "bfloat16")
+    generator: Any = stage.generator
+    attended: dict[int, list[int]] = {}
+    kernel = generator._prefill
+
+    def watch(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        attended.setdefault(others[2], []).append(query.shape[1])
+        rows: torch.Tensor = kernel(query, *others)
+        return rows
+
+    monkeypatch.setattr(generator, "_prefill", watch)
+    Driver(stage, chunk=9).run(crowd()[:1])
+    last = max(attended)
+    assert last > 0
+    prompt = sum(attended[0])
+    assert all(sum(rows) == prompt for layer, rows in attended.items() if layer < last)
+    assert attended[last] == [1]
+    assert len(attended[0]) > 1
 
 
 def test_stress_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:

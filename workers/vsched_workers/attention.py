@@ -156,6 +156,17 @@ class Segment:
         self._slots: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
+    def end(self) -> Segment:
+        """Return the last row by itself, for a layer after which nobody asks for the others."""
+        return Segment(
+            self._table,
+            start=self.stop - 1,
+            first=self.context - 1,
+            last=self.context,
+            block_size=self._block_size,
+            device=self._device,
+        )
+
     def slots(self) -> torch.Tensor:
         """Return the cache slots of the whole context, int64 [context]."""
         if self._slots is not None:

@@ -25,14 +25,14 @@ from transformers.activations import SiLUActivation
 from vsched_workers import cpu_kernels, head_kernels
 from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled
 from vsched_workers.numba_attention import parts_of, use_threads
+from vsched_workers.rotary_angles import Angles, Halves
 from vsched_workers.slicing import SummedLinear
 
 if TYPE_CHECKING:
-    from vsched_workers.attention import PagedStep
+    from vsched_workers.attention import PagedStep, Segment
     from vsched_workers.packed_step import Images
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-Halves = npt.NDArray[np.uint16]
 
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
@@ -207,7 +207,10 @@ class FusedLanguage:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [rows, hidden]; what fills them up comes after them."""
+        """Return the normed hidden states of the wanted rows, [rows, hidden]; what fills them up comes after them.
+
+        Wanted are all decode rows, and the last rows of some chunks.
+        """
         count = len(token_ids)
         ids = functional.pad(token_ids, (0, filled(count) - count))
         hidden = functional.embedding(ids, self._model.embed_tokens.weight)
@@ -230,18 +233,30 @@ class FusedLanguage:
         select = torch.from_numpy(wanted) if len(wanted) < count else None
         self._add_norm(rows, None, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
-            self._attend(layer, rows, heads, step)
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
+                self._attend(layer, rows, heads, step, _ends(step, wanted))
                 rows, select = rows.only(select), None
+            else:
+                self._attend(layer, rows, heads, step, step.segments)
             self._feed_forward(layer, rows, following)
             if index < len(levels):
                 rows.hidden[places] += levels[index]
                 self._add_norm(rows, None, following)
         return rows.normed if select is None else rows.normed[select]
 
-    def _attend(self, layer: _Layer, rows: _Rows, heads: _Heads, step: PagedStep) -> None:
-        """Attend: from the normed rows to the attended ones, keys and values written into the cache."""
+    def _attend(
+        self,
+        layer: _Layer,
+        rows: _Rows,
+        heads: _Heads,
+        step: PagedStep,
+        segments: Sequence[Segment],
+    ) -> None:
+        """Attend: from the normed rows to the attended ones, keys and values written into the cache.
+
+        Of the rows of prefill, those of `segments` are attended for.
+        """
         attention = layer.attention
         keys, values = step.cache.arrays[attention.index]
         shared = (layer.query_weight, layer.key_weight, layer.head_eps)
@@ -292,7 +307,7 @@ class FusedLanguage:
         queries, seen, taken = heads.room.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
-        for segment in step.segments:
+        for segment in segments:
             part = slice(segment.start - decode_rows, segment.stop - decode_rows)
             own = queries[:, part], seen[:, part], taken[:, part]
             attended = step.prefill(*own, attention.index, segment, step, attention.scaling)
@@ -331,33 +346,6 @@ class FusedLanguage:
         return self._threads > 1 and values >= least
 
 
-class Angles:
-    """The angles by which heads are turned, for each row's positions on three axes."""
-
-    def __init__(self, rotary: Any) -> None:
-        self._rotary = rotary
-        self._half: int = len(rotary.inv_freq)
-        one = torch.eye(3, dtype=torch.int64)[:, None]
-        _, sin = rotary(torch.empty(0, dtype=torch.float32), one)
-        # Which axis a frequency belongs to shows where it turns with nothing else.
-        turned = sin[0, :, : self._half].ne(0)
-        self._axes = turned.int().argmax(0)
-        self._plain = rotary.rope_type == "default" and bool((turned.sum(0) == 1).all())
-
-    def __call__(self, positions: torch.Tensor) -> tuple[Halves, Halves]:
-        """Return cosines and sines [rows, head dim / 2] for positions [4, 1, rows], the first of which count text."""
-        if self._plain:
-            scaling = self._rotary.attention_scaling
-            angles = positions[1:, 0].t().float().index_select(1, self._axes)
-            angles *= self._rotary.inv_freq
-            pair = (angles.cos() * scaling).bfloat16(), (angles.sin() * scaling).bfloat16()
-        else:
-            cos, sin = self._rotary(positions.new_empty(0, dtype=torch.bfloat16), positions[1:])
-            pair = cos[0, :, : self._half].contiguous(), sin[0, :, : self._half].contiguous()
-        first, second = (each.view(torch.uint16).numpy() for each in pair)
-        return first, second
-
-
 def _layer_of(layer: Any) -> _Layer:
     attention: FusedAttention = layer.self_attn
     return _Layer(
@@ -373,6 +361,12 @@ def _layer_of(layer: Any) -> _Layer:
         head_eps=np.float32(getattr(attention.q_norm, "variance_epsilon", 0.0)),
         attention=attention,
     )
+
+
+def _ends(step: PagedStep, wanted: npt.NDArray[np.int64]) -> list[Segment]:
+    """Return the last rows of chunks that are wanted. No other rows of a chunk ever are: they yield no token."""
+    rows = set(wanted[step.decode_rows :].tolist())
+    return [segment.end() for segment in step.segments if segment.stop - 1 in rows]
 
 
 def product_of(module: nn.Module) -> Product:

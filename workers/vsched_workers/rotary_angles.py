@@ -1,0 +1,38 @@
+"""The angles by which the heads of a row are turned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Halves = npt.NDArray[np.uint16]
+
+
+class Angles:
+    """The angles by which heads are turned, for each row's positions on three axes."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._half: int = len(rotary.inv_freq)
+        one = torch.eye(3, dtype=torch.int64)[:, None]
+        _, sin = rotary(torch.empty(0, dtype=torch.float32), one)
+        # Which axis a frequency belongs to shows where it turns with nothing else.
+        turned = sin[0, :, : self._half].ne(0)
+        self._axes = turned.int().argmax(0)
+        self._plain = rotary.rope_type == "default" and bool((turned.sum(0) == 1).all())
+
+    def __call__(self, positions: torch.Tensor) -> tuple[Halves, Halves]:
+        """Return cosines and sines [rows, head dim / 2] for positions [4, 1, rows], the first of which count text."""
+        if self._plain:
+            scaling = self._rotary.attention_scaling
+            angles = positions[1:, 0].t().float().index_select(1, self._axes)
+            angles *= self._rotary.inv_freq
+            pair = (angles.cos() * scaling).bfloat16(), (angles.sin() * scaling).bfloat16()
+        else:
+            cos, sin = self._rotary(positions.new_empty(0, dtype=torch.bfloat16), positions[1:])
+            pair = cos[0, :, : self._half].contiguous(), sin[0, :, : self._half].contiguous()
+        first, second = (each.view(torch.uint16).numpy() for each in pair)
+        return first, second
