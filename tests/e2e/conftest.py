@@ -46,6 +46,8 @@ SETTINGS = (
     "media.threads=1",
     "server.port=0",
 )
+BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
+"""A step would take one image on a CPU: what is tested is batches of them, unless a test says otherwise."""
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +70,7 @@ def configure(checkpoints: Callable[[str], Path]) -> Callable[..., Config]:
 
     def config(size: str, *settings: str) -> Config:
         sets = [*SETTINGS, f"model.path={checkpoints(size)}", f"model.name={size}", *settings]
-        return load_config(None, sets=sets, environ={}).config
+        return load_config(None, sets=sets, environ=BATCHED).config
 
     return config
 

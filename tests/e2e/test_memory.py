@@ -29,6 +29,7 @@ SETTINGS = (
     "generate.max_batch_tokens=1024",
     "generate.slots=12",
     "generate.step_target_ms=0",
+    "encode.admission.max_items=4",
 )
 
 

@@ -73,7 +73,7 @@ def test_replicas_take_the_devices_behind_each_other(device: str, first_devices:
 
 def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     """A11: batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
-    config = config_of("encode.replicas=2")
+    config = config_of("encode.replicas=2", "encode.admission.max_items=8")
     policies = resolve_policies(config)
     plans = crew_plans(config, INFO, policies)
     assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]

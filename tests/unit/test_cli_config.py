@@ -53,7 +53,14 @@ def test_cli_config_keys_prints_the_documented_table() -> None:
 
 def test_cli_policies_lists_names_fields_and_defaults() -> None:
     output = run("policies")
-    for expected in ("token-budget", "max_items = 8", "mem_fraction = 0.95", "youngest", "(D1)"):
+    for expected in (
+        "token-budget",
+        "max_items = 8",
+        "look_ahead = 0",
+        "mem_fraction = 0.95",
+        "youngest",
+        "(D1)",
+    ):
         assert expected in output
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vsched.config import Config
+from vsched.config import Config, resolve_policies
 from vsched.config.sections import EncodeConfig, GenerateConfig
 from vsched.sim.cost import Machine
 from vsched.types import ModelInfo
@@ -78,6 +78,7 @@ def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machi
             "dtype": info.dtype,
             "placement": config.placement,
             "media_threads": config.media.threads,
+            "encode_items": resolve_policies(config).encode_items_max,
             **_stage("encode", config.encode, config.threads("encode")),
             **_stage("generate", config.generate, config.threads("generate")),
         },

@@ -22,7 +22,9 @@ from vsched.policy import (
 )
 
 ENCODE_ITEMS_MAX = 8
-"""Most items of an encoder step where the admission policy has no `max_items` of its own."""
+"""Most items of an encoder step where the admission policy sets no `max_items` of its own."""
+ENCODE_ITEMS_MAX_CPU = 1
+"""The same on a CPU: from 64 tokens on, a batch takes as long as its images one by one, and all would wait for it."""
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,9 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         for path, kind in POLICY_TABLES.items()
     }
     encode_admission = built["encode.admission"]
+    items_max = getattr(encode_admission, "max_items", None)
+    if items_max is None:
+        items_max = ENCODE_ITEMS_MAX_CPU if config.encode.device == "cpu" else ENCODE_ITEMS_MAX
     item_tokens_max = getattr(encode_admission, "max_tokens", 0)
     if item_tokens_max is None:
         item_tokens_max = config.generate.max_batch_tokens
@@ -84,9 +89,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
         routing=cast("RoutingPolicy", built["routing"]),
         item_tokens_max=item_tokens_max or None,
-        encode_items_max=items_per_replica(
-            getattr(encode_admission, "max_items", ENCODE_ITEMS_MAX), config.encode.replicas
-        ),
+        encode_items_max=items_per_replica(items_max, config.encode.replicas),
     )
 
 

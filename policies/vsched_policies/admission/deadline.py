@@ -17,14 +17,15 @@ class Deadline(AdmissionPolicy, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step.
+        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
+            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
         default_target_ms: Target of an entry without one, counted from its arrival.
         lead_ms: Least time from admission to the first token: with less than this left, a target is missed already.
         starvation_s: Waiting time after which an entry goes before all that wait for less.
     """
 
     max_tokens: Count | None = None
-    max_items: PositiveCount = 8
+    max_items: PositiveCount | None = None
     default_target_ms: Count = 1000
     lead_ms: Count = 0
     starvation_s: Seconds = 5.0

@@ -14,12 +14,13 @@ class Priority(AdmissionPolicy, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step.
+        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
+            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
         ageing_s: Waiting time that is worth a level; 0 for no ageing, which lets a low level starve.
     """
 
     max_tokens: Count | None = None
-    max_items: PositiveCount = 8
+    max_items: PositiveCount | None = None
     ageing_s: Seconds = 10.0
 
     def admit(self, view: AdmissionView) -> Admission:

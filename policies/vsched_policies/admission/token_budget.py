@@ -14,13 +14,14 @@ class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step.
+        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
+            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
         look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.
         starvation_s: Nothing passes an entry that has waited for so long.
     """
 
     max_tokens: Count | None = None
-    max_items: PositiveCount = 8
+    max_items: PositiveCount | None = None
     look_ahead: Count = 0
     starvation_s: Seconds = 5.0
 

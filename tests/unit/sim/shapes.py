@@ -80,6 +80,7 @@ SCARCE = (
     "generate.chunk_tokens=24",
     "generate.step_target_ms=0",
     "encode.admission.max_tokens=400",
+    "encode.admission.max_items=8",
     "arena.embedding_bytes=6144",
     'generate.memory={use="pinned", tokens=480}',
 )

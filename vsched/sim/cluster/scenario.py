@@ -147,6 +147,7 @@ def draw_config(rng: random.Random) -> Config:
             replicas=encoders,
             tensor_parallel=ranks,
             encoding={"use": rng.choice(["chunk-aware", "chunk-aware", "eager", "combined"])},
+            admission={"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
         ),
         generate=msgspec.structs.replace(base.generate, **generate),
         routing={"use": rng.choice(["least-loaded", "round-robin", "image-affinity"])},
