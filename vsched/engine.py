@@ -124,7 +124,7 @@ class Engine:
         layout = arena_layout(self.config, self.info)
         self._arena = Arena.create(layout)
         around = self._surroundings
-        self._launcher = around.make_launcher()
+        self._launcher = around.make_launcher(self.config)
         shell = self._shell = Shell(
             self._crews,
             size=lambda blocks: kernel_sizes(self.config, self.info, self._policies, blocks=blocks),

@@ -64,14 +64,15 @@ class Sizes:
 def thread_sets(threads: int, assignments: Sequence[str]) -> list[str]:
     """Return the settings that share the peer's threads out among the ranks of vsched, at least one for each.
 
-    Stages in one process take turns, and so each may have all of them. Separate stages have half each; where there are
-    more ranks than threads, the ranks share the cores that the peer's threads have to themselves.
+    Stages in one process take turns, and so each has all that its replica has. Separate stages have half each; where
+    there are more ranks than threads, the ranks share the cores that the peer's threads have to themselves.
 
     Raises:
         ConfigError: When separate stages would have to share one thread.
     """
     if _assigned("placement", assignments, "separate") == "together":
-        return [f"encode.threads={threads}", f"generate.threads={threads}"]
+        each = max(threads // _replicas(assignments), 1)
+        return [f"encode.threads={each}", f"generate.threads={each}"]
     if threads < 2:
         message = limit_message(
             "--threads: two ranks need a thread each",

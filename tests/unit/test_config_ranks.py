@@ -25,6 +25,7 @@ def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: in
         (["generate.replicas=2", "generate.tensor_parallel=3"], 16, (2, 2)),
         (["generate.threads=5"], 16, (8, 5)),
         (["encode.replicas=2", "generate.replicas=2"], 2, (1, 1)),
+        (["placement=together"], 2, (2, 2)),
     ],
 )
 def test_config_threads_default_to_the_share_of_a_rank(

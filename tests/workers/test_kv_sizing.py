@@ -111,7 +111,7 @@ for frugal in (True, True, False):
 def in_process(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env=rank_environment(threads=1),
+        env=rank_environment(threads=1, crowded=True),
         capture_output=True,
         text=True,
         timeout=60,

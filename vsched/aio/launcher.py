@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zmq
 
-from vsched.aio.process import RANK_COMMAND, RankProcess
+from vsched.aio.process import RANK_COMMAND, RankProcess, rank_environment
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.worker.spec import RankSpec
 
@@ -70,15 +70,23 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Ranks as child processes, and ZeroMQ over sockets in a folder of this host."""
 
-    def __init__(self, run_dir: str = "", *, command: Sequence[str] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        run_dir: str = "",
+        *,
+        crowded: bool = True,
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
 
-        `command` are the arguments with which the interpreter becomes a rank.
+        `crowded` says that the ranks have more threads than there are cores; `command` are the arguments with which
+        the interpreter becomes a rank.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
+        self.crowded = crowded
         self._command = command
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -90,7 +98,8 @@ class LocalLauncher:
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
         """Start a process."""
-        return RankProcess(spec, threads=threads, on_exit=on_exit, command=self._command)
+        environment = rank_environment(threads, crowded=self.crowded)
+        return RankProcess(spec, environment=environment, on_exit=on_exit, command=self._command)
 
     def close(self) -> None:
         """Close every socket and remove the folder."""

@@ -7,19 +7,19 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from vsched.worker.spec import RankSpec
 
-RANK_DEFAULTS = {
-    # How many turns a thread looks before it sleeps while it waits for the others of its rank: about as long as being
-    # woken takes. Less, and a step of hundreds of products waits for wakers; more, and it takes the cores from a stage
-    # that works (docs/performance.md, "Waiting").
-    "GOMP_SPINCOUNT": "2000",
-}
-"""What holds for a rank unless the environment of the engine says otherwise."""
+WAITING_TURNS, WAITING_TURNS_CROWDED = 50_000, 2_000
+"""How many turns a thread looks before it sleeps while it waits for the others of its rank.
+
+About a millisecond where each thread has a core: the next product comes sooner, and being woken for it takes longer.
+Where ranks have more threads than there are cores, about as long as being woken takes: more would take the cores from a
+rank that works (docs/performance.md, "Waiting").
+"""
 
 RANK_ENVIRONMENT = {
     # Without a number of turns of its own, a thread that waits sleeps at once.
@@ -38,10 +38,15 @@ RANK_ENVIRONMENT = {
 RANK_COMMAND = ("-m", "vsched.rank")
 
 
-def rank_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a rank that computes with so many threads."""
+def rank_environment(threads: int, *, crowded: bool) -> dict[str, str]:
+    """Return the environment of a rank that computes with so many threads.
+
+    `crowded` says that all ranks together have more threads than there are cores. What the environment of the engine
+    says of waiting goes first.
+    """
+    turns = WAITING_TURNS_CROWDED if crowded else WAITING_TURNS
     own = {**RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-    return {**RANK_DEFAULTS, **os.environ, **own}
+    return {"GOMP_SPINCOUNT": str(turns), **os.environ, **own}
 
 
 class RankProcess:
@@ -51,12 +56,11 @@ class RankProcess:
         self,
         spec: RankSpec,
         *,
-        threads: int,
+        environment: Mapping[str, str],
         on_exit: Callable[[int], None],
-        command: Sequence[str] = RANK_COMMAND,
+        command: Sequence[str],
     ) -> None:
-        """Start it; `command` are the arguments of the interpreter."""
-        environment = rank_environment(threads)
+        """Start it in an environment, that of `rank_environment`; `command` are the arguments of the interpreter."""
         self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
             [sys.executable, *command],
             stdin=subprocess.PIPE,

@@ -19,10 +19,9 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vsched.aio.crew import Crew
-from vsched.aio.launcher import LocalLauncher
 from vsched.aio.shell import Shell
 from vsched.aio.streams import StreamTable
-from vsched.aio.surroundings import Surroundings
+from vsched.aio.surroundings import Surroundings, local_launcher
 from vsched.api.completions import CompletionEndpoint
 from vsched.api.exchange import Exchange
 from vsched.api.server import running_server
@@ -145,7 +144,7 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
     with tempfile.TemporaryDirectory(prefix="vsched-profile-") as name:
         folder = Path(name)
         command = ("-m", "vsched.bench.profile_rank", name)
-        around = Surroundings(make_launcher=partial(LocalLauncher, command=command))
+        around = Surroundings(make_launcher=partial(local_launcher, command=command))
         with meter.at(SEAMS):
             async with running_server(
                 config, on_progress=on_progress, surroundings=around

@@ -1,9 +1,10 @@
 """Tries ways to share a machine's cores among ranks, and says which one serves most.
 
 What is fastest depends on the model: two replicas of one thread each serve a small model faster than one of two
-threads, which wait for one another thousands of times a second; a large model reads its weights twice then. A start
-does not measure it, since it would take a minute and could end otherwise the next time: this is a command, and what it
-finds is configuration.
+threads, which wait for one another thousands of times a second; a large model reads its weights twice then. Stages in
+processes of their own take the cores from each other; in one process, a step of one waits for that of the other. A
+start does not measure it, since it would take minutes and could end otherwise the next time: this is a command, and
+what it finds is configuration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -18,11 +20,11 @@ from vsched.api.server import running_server
 from vsched.bench.clients import ready_clients, run_clients
 from vsched.bench.profile_load import LoadOrder
 from vsched.bench.shapes import Case
-from vsched.config import Config
+from vsched.config import Config, toml_value
 from vsched.engine import Progress
 
 CLOSE = 0.03
-"""A way has to be better by this share than one with fewer replicas: each has weights and a KV cache of its own."""
+"""A way has to be better by this share than one before it: each replica has weights and a KV cache of its own."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -31,20 +33,33 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
     replicas: int
     threads: int
     encode_threads: int
+    placement: Literal["separate", "together"] = "separate"
+
+    def settings(self) -> dict[str, dict[str, int | str]]:
+        """Return it as configuration, by section; the first has no name."""
+        encode: dict[str, int | str] = {"threads": self.encode_threads}
+        if self.placement == "together":
+            encode["replicas"] = self.replicas
+        return {
+            "": {"placement": self.placement},
+            "generate": {"replicas": self.replicas, "threads": self.threads},
+            "encode": encode,
+        }
 
     def assignments(self) -> list[str]:
-        """Return it as configuration."""
+        """Return it as assignments of the command line."""
         return [
-            f"generate.replicas={self.replicas}",
-            f"generate.threads={self.threads}",
-            f"encode.threads={self.encode_threads}",
+            f"{section}.{key}={value}".removeprefix(".")
+            for section, keys in self.settings().items()
+            for key, value in keys.items()
         ]
 
     def toml(self) -> str:
         """Return it as a file of configuration, for `--config`."""
-        return (
-            f"[generate]\nreplicas = {self.replicas}\nthreads = {self.threads}\n\n"
-            f"[encode]\nthreads = {self.encode_threads}\n"
+        return "\n".join(
+            (f"[{section}]\n" if section else "")
+            + "".join(f"{key} = {toml_value(value)}\n" for key, value in keys.items())
+            for section, keys in self.settings().items()
         )
 
 
@@ -56,15 +71,23 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, list[float]]
 
 
-def placements(cores: int) -> list[Placement]:
-    """Return the ways to try on so many cores, those with fewer replicas first."""
+def placements(cores: int, *, together: bool) -> list[Placement]:
+    """Return the ways to try on so many cores, those with fewer replicas first.
+
+    `together` says whether one process can serve both stages.
+    """
     half = max(cores // 2, 1)
     found = {Placement(replicas=1, threads=half, encode_threads=half)}
     replicas = 1
     while replicas <= cores:
-        found.add(
-            Placement(replicas=replicas, threads=max(cores // replicas, 1), encode_threads=half)
-        )
+        each = max(cores // replicas, 1)
+        found.add(Placement(replicas=replicas, threads=each, encode_threads=half))
+        if together:
+            found.add(
+                Placement(
+                    replicas=replicas, threads=each, encode_threads=each, placement="together"
+                )
+            )
         replicas *= 2
     return sorted(found)
 
@@ -114,7 +137,7 @@ def _share(rates: Mapping[str, float], best: Mapping[str, float]) -> float:
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """Return the best, or one with fewer replicas that is as good but for noise."""
+    """Return the best, or one that is as good but for noise: with fewer replicas or threads, or separate."""
     found = shares(trials)
     enough = max(found) * (1 - CLOSE)
     pairs = zip(trials, found, strict=True)

@@ -38,7 +38,7 @@ def tune(
     ] = None,
     out: JsonOption = None,
 ) -> None:
-    """Serve text and images with several replicas and threads, and say which serve most here."""
+    """Serve text and images with several ways of sharing the cores, and say which serves most here."""
     import uvloop
     from rich.console import Console
 
@@ -48,7 +48,9 @@ def tune(
 
     console = Console()
     base = [*(assignments or ()), f"model.path={path}", "server.port=0"]
-    ways = bench.placements(len(os.sched_getaffinity(0)))
+    plain = load(config, base).config
+    together = plain.encode.tensor_parallel == plain.generate.tensor_parallel
+    ways = bench.placements(len(os.sched_getaffinity(0)), together=together)
     orders = bench.orders_of(CASES, clients)
     configs = [load(config, [*base, *way.assignments()]).config for way in ways]
     forgo_models(configs[0])
@@ -85,7 +87,15 @@ def _show(trials: Sequence[Trial], best: Trial, console: Console) -> None:
     from vsched.bench.tune import shares
 
     table = Table(caption="requests a second: median (least to most)")
-    for name in ("replicas", "threads each", "encode threads", *CASES, "of the best", ""):
+    for name in (
+        "replicas",
+        "threads each",
+        "encode threads",
+        "placement",
+        *CASES,
+        "of the best",
+        "",
+    ):
         table.add_column(name, justify="right")
     for one, share in zip(trials, shares(trials), strict=True):
         way = one.placement
@@ -95,6 +105,7 @@ def _show(trials: Sequence[Trial], best: Trial, console: Console) -> None:
         )
         table.add_row(
             *(str(way.replicas), str(way.threads), str(way.encode_threads)),
+            way.placement,
             *rates,
             f"{share:.0%}",
             "chosen" if one is best else "",

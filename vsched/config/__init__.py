@@ -1,6 +1,6 @@
 """The configuration: its sections, how it is loaded, the policies that it names, its documentation."""
 
-from vsched.config.document import config_schema, keys_table, to_toml
+from vsched.config.document import config_schema, keys_table, to_toml, toml_value
 from vsched.config.loading import LoadedConfig, load_config
 from vsched.config.policies import ConfiguredPolicies, resolve_policies
 from vsched.config.sections import (
@@ -32,4 +32,5 @@ __all__ = [
     "load_config",
     "resolve_policies",
     "to_toml",
+    "toml_value",
 ]

@@ -33,18 +33,19 @@ def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
             value = policy if policy is not None else loaded.config
             for part in [name] if policy is not None else key.split("."):
                 value = getattr(value, part)
-        text = f"{name} = {_toml_value(value)}" if value is not None else f"# {name} is not set"
+        text = f"{name} = {toml_value(value)}" if value is not None else f"# {name} is not set"
         lines.append(f"{text}  # {source}" if origin else text)
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """Return a value as TOML, on one line."""
     plain = msgspec.to_builtins(value)
     if isinstance(plain, dict):
-        fields = ", ".join(f"{key} = {_toml_value(item)}" for key, item in plain.items())
+        fields = ", ".join(f"{key} = {toml_value(item)}" for key, item in plain.items())
         return f"{{{fields}}}"
     if isinstance(plain, list | tuple):
-        return f"[{', '.join(map(_toml_value, plain))}]"
+        return f"[{', '.join(map(toml_value, plain))}]"
     # JSON's strings, numbers and booleans are TOML's too, but for one character.
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -102,7 +103,7 @@ def keys_table() -> str:
         default = field.default
         if default is msgspec.NODEFAULT:
             default = policy_table(Config(), path)
-        shown = f"`{_toml_value(default)}`" if default is not None else "not set"
+        shown = f"`{toml_value(default)}`" if default is not None else "not set"
         kind = "policy" if path in POLICY_TABLES else type_text(field.type).replace("'", "`")
         rows.append(f"| `{path}` | {kind} | {shown} | {_description(field.type)} |")
     return "\n".join(rows) + "\n"

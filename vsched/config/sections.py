@@ -145,7 +145,7 @@ MEMORY_LIMIT = (
     "share of one rank where that of one more is left over."
 )
 THREADS = (
-    "Threads that a rank computes with; by default the machine's, shared out among all ranks of both stages, "
+    "Threads that a rank computes with; by default the machine's, shared out among the processes of all ranks, "
     "at least 1."
 )
 
@@ -170,7 +170,8 @@ class EncodeConfig(Section, frozen=True, kw_only=True):
         PolicyTable,
         Meta(
             description="Which items join an encoder step. `max_tokens` is also the most tokens that one image "
-            "may have; by default it is `generate.max_batch_tokens`, and 0 switches both limits off."
+            "may have; by default it is `generate.max_batch_tokens`, and 0 switches both limits off. `max_items` is "
+            "by default 8, but 1 on a CPU, where a batch takes as long as its images one by one."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="token-budget"))
     encoding: Annotated[
@@ -315,13 +316,37 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def ranks(self) -> int:
         """The ranks of both stages, all replicas counted; one that serves both counts twice."""
-        stages = (self.encode, self.generate)
-        return sum(stage.replicas * stage.tensor_parallel for stage in stages)
+        return sum(self._ranks)
+
+    @property
+    def processes(self) -> int:
+        """The processes that the ranks of both stages run in."""
+        return self._all(*self._ranks)
 
     def threads(self, stage: Literal["encode", "generate"]) -> int:
         """Return the threads that a rank of a stage computes with."""
         given = self.encode.threads if stage == "encode" else self.generate.threads
-        return given or max(len(os.sched_getaffinity(0)) // self.ranks, 1)
+        return given or max(len(os.sched_getaffinity(0)) // self.processes, 1)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the ranks compute with more threads, all together, than there are cores."""
+        encode, generate = self._ranks
+        threads = self._all(encode * self.threads("encode"), generate * self.threads("generate"))
+        return threads > len(os.sched_getaffinity(0))
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """The ranks of each stage."""
+        encode, generate = self.encode, self.generate
+        return (
+            encode.replicas * encode.tensor_parallel,
+            generate.replicas * generate.tensor_parallel,
+        )
+
+    def _all(self, encode: int, generate: int) -> int:
+        """Return what the processes of both stages amount to; where they are the same, it counts once."""
+        return max(encode, generate) if self.placement == "together" else encode + generate
 
 
 POLICY_TABLES = {

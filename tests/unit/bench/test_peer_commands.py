@@ -105,6 +105,9 @@ def test_ranks_of_vsched_have_the_threads_of_the_peer_together(threads: int) -> 
     assert min(found) >= 1
     together = sides.thread_sets(threads, ["placement=together"])
     assert together == [f"encode.threads={threads}", f"generate.threads={threads}"]
+    halves = sides.thread_sets(threads, ["placement=together", "generate.replicas=2"])
+    each = max(threads // 2, 1)
+    assert halves == [f"encode.threads={each}", f"generate.threads={each}"]
 
 
 def test_replicas_of_vsched_share_its_threads_and_its_kv_cache() -> None:

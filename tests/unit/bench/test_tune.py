@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -20,14 +21,18 @@ def _trial(replicas: int, text: float, image: float) -> Trial:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 8])
 def test_placements_share_the_cores_and_hold_the_default(cores: int) -> None:
-    found = placements(cores)
+    found = placements(cores, together=True)
     assert len(found) == len(set(found))
     assert all(one.replicas * one.threads <= cores for one in found)
     assert (
         Placement(replicas=1, threads=max(cores // 2, 1), encode_threads=max(cores // 2, 1))
         in found
     )
-    assert {one.replicas for one in found} == {n for n in (1, 2, 4, 8) if n <= cores}
+    for placement in ("separate", "together"):
+        replicas = {one.replicas for one in found if one.placement == placement}
+        assert replicas == {n for n in (1, 2, 4, 8) if n <= cores}
+    apart = placements(cores, together=False)
+    assert apart == [one for one in found if one.placement == "separate"]
 
 
 def test_choice_weighs_cases_alike_and_needs_a_reason_for_replicas() -> None:
@@ -38,18 +43,19 @@ def test_choice_weighs_cases_alike_and_needs_a_reason_for_replicas() -> None:
     assert choose([_trial(2, 10.2, 10.2), one]) is one
 
 
-def test_placement_is_configuration(tmp_path: Path) -> None:
-    placement = Placement(replicas=4, threads=2, encode_threads=3)
+@pytest.mark.parametrize(("where", "encoders"), [("separate", 1), ("together", 4)])
+def test_placement_is_configuration(
+    tmp_path: Path, where: Literal["separate", "together"], encoders: int
+) -> None:
+    placement = Placement(replicas=4, threads=2, encode_threads=3, placement=where)
     written = tmp_path / "tuned.toml"
     written.write_text(placement.toml())
     by_file = load_config(written, sets=["model.path=."], environ={}).config
     by_sets = load_config(None, sets=["model.path=.", *placement.assignments()], environ={}).config
-    assert (by_file.generate, by_file.encode) == (by_sets.generate, by_sets.encode)
-    assert (by_sets.generate.replicas, by_sets.generate.threads, by_sets.encode.threads) == (
-        4,
-        2,
-        3,
-    )
+    assert by_file == by_sets
+    assert by_sets.placement == where
+    assert (by_sets.generate.replicas, by_sets.generate.threads) == (4, 2)
+    assert (by_sets.encode.replicas, by_sets.encode.threads) == (encoders, 3)
 
 
 async def test_trial_serves_every_load_as_often_as_asked() -> None:

@@ -95,7 +95,7 @@ async def watched_engine(
     )
     launcher = SimulatedLauncher(world)
     around = Surroundings(
-        make_launcher=lambda: launcher,
+        make_launcher=lambda _: launcher,
         make_media=media_of(world),
         open_record=lambda _config, _kernel: Accepted(world),
         now_ns=loop.now_ns,

@@ -126,7 +126,7 @@ class SimEngine:
         self.launcher = SimulatedLauncher(self.world)
         self._tasks_before = asyncio.all_tasks()
         surroundings = Surroundings(
-            make_launcher=lambda: self.launcher,
+            make_launcher=lambda _: self.launcher,
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,
