@@ -6,7 +6,8 @@ layers packing loses, and the result is not the same to the bit.
 
 oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
 lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
-numbers of rows only: blocks of the largest, and a rest that is filled up to the next one.
+numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows of a language model
+have a product of their own where there can be one (`panel_products.py`), which takes any number.
 
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
@@ -15,7 +16,7 @@ time.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +26,38 @@ from torch.nn import functional
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
 
+FEW_MAX = 128
+"""Most rows of a product of few: with 256, which leave the cache between two panels, oneDNN is as fast."""
+
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
 
-def filled(rows: int, sizes: Sequence[int] = FEW_ROWS) -> int:
-    """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes."""
+Product = Callable[[torch.Tensor], torch.Tensor]
+FewProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Product | None]
+"""Makes a product of few rows from a packed weight, the plain one and its bias, or None where there cannot be one."""
+
+
+def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, few: int = 0) -> int:
+    """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes.
+
+    A rest of at most `few` stays as it is.
+    """
     whole, rest = divmod(rows, sizes[-1])
-    return whole * sizes[-1] + (sizes[bisect.bisect_left(sizes, rest)] if rest else 0)
+    if rest > few:
+        rest = sizes[bisect.bisect_left(sizes, rest)]
+    return whole * sizes[-1] + rest
 
 
 class PackedWeight:
     """A weight [out, in] in the layout that oneDNN multiplies with."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int] = FEW_ROWS
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sizes: Sequence[int] = FEW_ROWS,
+        make_few: FewProduct | None = None,
     ) -> None:
         operations: Any = torch.ops.mkldnn
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
@@ -47,12 +65,16 @@ class PackedWeight:
         self._bias = bias
         self.size_bytes = weight.numel() * weight.element_size()
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
+        self._few = make_few(self._packed, weight, bias) if make_few is not None else None
+        self.few = FEW_MAX if self._few is not None else 0
         self._sizes = sizes
         self._exact = frozenset(sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         count, block = rows.numel() // self.shape[1], self._sizes[-1]
+        if self._few is not None and count <= FEW_MAX:
+            return self._few(rows)
         if count in self._exact:
             exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
             return exact
@@ -68,6 +90,8 @@ class PackedWeight:
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply at most a block of rows."""
         count = len(rows)
+        if self._few is not None and count <= FEW_MAX:
+            return self._few(rows)
         wanted = filled(count, self._sizes)
         if wanted > count:
             rows = functional.pad(rows, (0, 0, 0, wanted - count))
@@ -83,11 +107,16 @@ class PackedWeight:
 class PackedLinear(nn.Module):
     """A linear layer over a packed weight."""
 
-    def __init__(self, linear: nn.Linear, sizes: Sequence[int] = FEW_ROWS) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        sizes: Sequence[int] = FEW_ROWS,
+        make_few: FewProduct | None = None,
+    ) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = PackedWeight(linear.weight, linear.bias, sizes)
+        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_few)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -116,13 +145,15 @@ def packs(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
-def pack_linears(module: nn.Module, sizes: Sequence[int] = FEW_ROWS) -> int:
+def pack_linears(
+    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_few: FewProduct | None = None
+) -> int:
     """Pack every linear layer below a module; return the bytes of the packed weights."""
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
             if isinstance(linear, nn.Linear):
-                packed = PackedLinear(linear, sizes)
+                packed = PackedLinear(linear, sizes, make_few)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size

@@ -85,9 +85,10 @@ class LanguageWorker:
             fused = _fused_layers(settings)
             if fused is not None and not fused.fuse(model):
                 fused = None
-            packed_head = PackedWeight(head, None)
+            make_few = None if fused is None else fused.few_products(settings.threads)
+            packed_head = PackedWeight(head, None, make_few=make_few)
             self._head = packed_head
-            packed_bytes = pack_linears(model) + packed_head.size_bytes
+            packed_bytes = pack_linears(model, make_few=make_few) + packed_head.size_bytes
             warm_up(model, packed_head)
             if fused is not None:
                 self._fused = fused.FusedLanguage(model, settings.threads)

@@ -1,0 +1,115 @@
+"""The product of few rows: what oneDNN computes, for any number of rows, from the weight that oneDNN packed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from vsched_workers import panel_kernels
+from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedWeight, filled, packs
+from vsched_workers.panel_products import INPUTS_MAX, panel_product
+
+pytestmark = [
+    pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
+    pytest.mark.skipif(
+        not panel_kernels.can_multiply(), reason="the processor has no product of bfloat16"
+    ),
+    pytest.mark.slow,
+    pytest.mark.timeout(120),  # kernels are compiled where there is no cache of them yet
+]
+
+SHAPES = [(64, 32), (192, 96), (320, 256)]
+
+
+def _packed(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, threads: int = 1
+) -> PackedWeight:
+    make_few = functools.partial(panel_product, threads=threads)
+    return PackedWeight(weight, bias, make_few=make_few)
+
+
+def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = rows.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_panel_product_is_the_product_for_any_number_of_rows(
+    shape: tuple[int, int], threads: int
+) -> None:
+    """C14: every number of rows up to the most, each pass and each share of what is fetched ahead among them."""
+    torch.manual_seed(shape[0])
+    outputs, inputs = shape
+    for bias in (None, torch.randn(outputs).bfloat16()):
+        weight = torch.randn(outputs, inputs).bfloat16()
+        packed = _packed(weight, bias, threads)
+        assert packed.few == FEW_MAX
+        for count in (*range(20), 23, 24, 25, 31, 36, 100, FEW_MAX):
+            rows = torch.randn(count, inputs).bfloat16()
+            found = packed(rows)
+            assert found.shape == (count, outputs)
+            # A sum is rounded once, at the end.
+            wanted = _wanted(rows, weight, bias)
+            assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=2**-8)
+
+
+def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
+    """What a request is answered does not depend, to the bit, on how many decode beside it."""
+    torch.manual_seed(1)
+    packed = _packed(torch.randn(128, 514).bfloat16(), torch.randn(128).bfloat16())
+    rows = torch.randn(FEW_MAX, 514).bfloat16()
+    whole = packed(rows)
+    for count in (1, 2, 5, 7, 13, 40):
+        assert torch.equal(packed(rows[:count]), whole[:count])
+        assert torch.equal(packed(rows[-count:]), whole[-count:])
+
+
+def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
+    weight = torch.randn(64, 32).bfloat16()
+    rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
+    found = _packed(weight)(rows)
+    assert found.shape == (3, 5, 64)
+    assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
+
+
+def test_packed_weight_multiplies_the_rest_of_many_rows_as_few() -> None:
+    """The rest behind whole blocks is not filled up."""
+    weight = torch.randn(64, 32).bfloat16()
+    packed = _packed(weight)
+    seen: list[int] = []
+    few = packed._few
+    assert few is not None
+
+    def watch(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return few(rows)
+
+    packed._few = watch
+    rows = torch.randn(FEW_ROWS[-1] + 5, 32).bfloat16()
+    assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
+    assert seen == [5]
+    assert filled(FEW_ROWS[-1] + 5, few=FEW_MAX) == FEW_ROWS[-1] + 5
+    assert filled(FEW_ROWS[-1] + FEW_MAX + 1, few=FEW_MAX) == FEW_ROWS[-1] + 160
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (64, 33), (64, 34), (64, INPUTS_MAX + 32)])
+def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> None:
+    packed = _packed(torch.randn(*shape).bfloat16())
+    assert packed.few == 0
+
+
+def test_weight_that_lies_otherwise_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of oneDNN may pack in another way: what is not found where it is read is not read."""
+    weight = torch.randn(192, 64).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    assert panel_product(packed, weight, None, threads=1) is not None
+    other = weight.clone()
+    other[-1, -1] += 1
+    assert panel_product(packed, other, None, threads=1) is None
+    monkeypatch.setattr(panel_kernels, "can_multiply", lambda: False)
+    assert panel_product(packed, weight, None, threads=1) is None
