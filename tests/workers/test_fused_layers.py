@@ -17,9 +17,10 @@ from tests.workers.test_language import crowd
 from tests.workers.twins import WITHIN, Twins, run_twins
 from vsched.worker.contract import EncodeJob
 from vsched_workers import cpu_kernels, head_kernels
-from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
+from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.fused_layers import FusedLanguage
 from vsched_workers.fused_vision import FusedBlock
+from vsched_workers.numba_vectors import can_multiply
 from vsched_workers.rotary_angles import Angles
 
 pytestmark = [
@@ -153,6 +154,19 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=chunk, seed=chunk).run(crowd(), arrivals=2, preempts=7 * (chunk > 5))
+    twins.check()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_multiply(), reason="the processor has no product of bfloat16")
+def test_fused_layers_equal_the_modules_with_the_product_of_few_rows(stages: Stages) -> None:
+    """The weights of larger models lie in whole panels; rows are filled up no more."""
+    exact, fused = (stages("tiny25", kind, "bfloat16") for kind in ("exact", "auto"))
+    assert fused.generator._fused._few == FEW_MAX  # type: ignore[attr-defined]
+    assert exact.generator._head._few is None  # type: ignore[attr-defined]
+    twins = Twins(exact.generator, fused.generator)
+    stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
+    Driver(stage, chunk=300, seed=1).run(crowd(), arrivals=2)
     twins.check()
 
 

@@ -9,15 +9,14 @@ import torch
 
 pytest.importorskip("numba")
 
-from vsched_workers import panel_kernels
+from vsched_workers import panel_products
 from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedWeight, filled, packs
+from vsched_workers.numba_vectors import can_multiply
 from vsched_workers.panel_products import INPUTS_MAX, panel_product
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
-    pytest.mark.skipif(
-        not panel_kernels.can_multiply(), reason="the processor has no product of bfloat16"
-    ),
+    pytest.mark.skipif(not can_multiply(), reason="the processor has no product of bfloat16"),
     pytest.mark.slow,
     pytest.mark.timeout(120),  # kernels are compiled where there is no cache of them yet
 ]
@@ -111,5 +110,5 @@ def test_weight_that_lies_otherwise_is_left_to_onednn(monkeypatch: pytest.Monkey
     other = weight.clone()
     other[-1, -1] += 1
     assert panel_product(packed, other, None, threads=1) is None
-    monkeypatch.setattr(panel_kernels, "can_multiply", lambda: False)
+    monkeypatch.setattr(panel_products, "can_multiply", lambda: False)
     assert panel_product(packed, weight, None, threads=1) is None

@@ -16,8 +16,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from vsched_workers.attention_kernels import attend_row
 from vsched_workers.cpu_kernels import halves, rounded, through
-from vsched_workers.numba_attention import attend_scaled
 from vsched_workers.numba_basics import as_float, compiled
 
 
@@ -88,18 +88,13 @@ def _decode_row(
         _turn(at, keys.ctypes.data + place, cos, sin, row, key_weight, eps)
         _copy(at + kv_heads * size, values.ctypes.data + place, head_dim)
     first, count = kv_first * group, (kv_stop - kv_first) * group
-    query = np.empty((count, head_dim), dtype=np.float32)
     summed = np.zeros((count, head_dim), dtype=np.float32)
     # What attention makes lies where the turned queries lay.
     row_at += first * size
     to = out_at + (row * heads + first) * size
     for head in range(count):
-        at = head * size
-        _turn(row_at + at, to + at, cos, sin, row, query_weight, eps)
-        turned = halves(to + at, head_dim)
-        for index in range(head_dim):
-            query[head, index] = as_float(turned[index]) * scaling
-    attend_scaled(query, keys, values, table, kv_first, kv_stop, length, block_size, summed)
+        _turn(row_at + head * size, to + head * size, cos, sin, row, query_weight, eps)
+    attend_row(to, keys, values, table, kv_first, kv_stop, length, block_size, scaling, summed)
     for head in range(count):
         out = halves(to + head * size, head_dim)
         for index in range(head_dim):

@@ -24,21 +24,21 @@ from vsched_workers.numba_basics import as_float, compiled, exp2, larger, prefet
 if TYPE_CHECKING:
     from vsched_workers.attention import PagedStep
 
-_LOG2_E = np.float32(1.4426950408889634)
+LOG2_E = np.float32(1.4426950408889634)
 
 TASKS_MIN = 4
 """Fewer rows a thread are cut by heads too."""
 
 
 @compiled()
-def _softmax(scores: Any, head: int, length: int) -> None:
-    """Replace a head's scores by their softmax."""
+def softmax(scores: Any, head: int, length: int, factor: Any) -> None:
+    """Replace a head's scores by their softmax; powers of two of `factor` times the scores are weighed."""
     highest = scores[head, 0]
     for index in range(1, length):
         highest = larger(highest, scores[head, index])
     total = np.float32(0.0)
     for index in range(length):
-        weight = exp2((scores[head, index] - highest) * _LOG2_E)
+        weight = exp2((scores[head, index] - highest) * factor)
         scores[head, index] = weight
         total += weight
     share = np.float32(1.0) / total
@@ -47,7 +47,7 @@ def _softmax(scores: Any, head: int, length: int) -> None:
 
 
 @compiled()
-def _prefetch_head(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
+def prefetch_head(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
     """Fetch the heads of one slot: blocks lie anywhere, and a processor foresees nothing across pages."""
     size = cached.shape[2] * cached.itemsize
     start = cached.ctypes.data + (slot * cached.shape[1] + kv_first) * size
@@ -106,7 +106,7 @@ def _score(
         stop = min(first + block_size, length)
         for index in range(first, stop - 1, 2):
             for more in range(2):
-                _prefetch_head(keys, further + index + more, kv_first, kv_stop)
+                prefetch_head(keys, further + index + more, kv_first, kv_stop)
             for kv_head in range(kv_first, kv_stop):
                 head = (kv_head - kv_first) * group
                 last = head + group - 1
@@ -180,7 +180,7 @@ def _combine(
         stop = min(first + block_size, length)
         for index in range(first, stop - 3, 4):
             for more in range(4):
-                _prefetch_head(values, further + index + more, kv_first, kv_stop)
+                prefetch_head(values, further + index + more, kv_first, kv_stop)
             for kv_head in range(kv_first, kv_stop):
                 head = (kv_head - kv_first) * group
                 last = head + group - 1
@@ -214,7 +214,7 @@ def attend_scaled(
     scores = np.empty((heads, length), dtype=np.float32)
     _score(query, keys, table, kv_first, kv_stop, length, block_size, scores)
     for head in range(heads):
-        _softmax(scores, head, length)
+        softmax(scores, head, length, LOG2_E)
     _combine(scores, values, table, kv_first, kv_stop, length, block_size, summed)
 
 

@@ -5,8 +5,7 @@ in / 2, 64, 2]. It takes the rows a few at a time: the first few wait for a pane
 find it in the cache, so that a step of a large model takes the time of reading and that of multiplying, one after the
 other. Here each pass of rows over a panel fetches a part of the panel after it.
 
-The processor's own instruction multiplies: pairs of bfloat16, added up in float32. numba does not know it, nor vectors;
-so a pass is written for the compiler below it.
+The processor's own instruction multiplies (see `numba_vectors.py`): pairs of bfloat16, added up in float32.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -17,45 +16,29 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.numba_basics import compiled
+from vsched_workers.numba_vectors import (
+    HALVES,
+    LANES,
+    LINE,
+    LONG,
+    NOTHING,
+    PAIRS,
+    SINGLES,
+    WORD,
+    Loop,
+    Writer,
+)
 
 PANEL = 64
 """Outputs of a panel."""
 PASS_ROWS = 6
 """Rows of a pass: their sums, four vectors each, fill the registers but for those of four weights and one input."""
 _VECTORS = 4
-_LANES = 16
-_LINE = 64
-_PAIR_BYTES = PANEL * 2 * 2
-
-
-class _BrainFloat(ir.types.Type):  # type: ignore[misc]
-    """LLVM's bfloat16, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BrainFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BrainFloat)
-
-
-_WORD, _BYTE, _LONG = ir.IntType(32), ir.IntType(8), ir.IntType(64)
-_SINGLES = ir.VectorType(ir.FloatType(), _LANES)
-_PAIRS = ir.VectorType(_BrainFloat(), 2 * _LANES)
-_WORDS = ir.VectorType(_WORD, _LANES)
-_HALVES = ir.VectorType(_BrainFloat(), _LANES)
-
-
-def can_multiply() -> bool:
-    """Return whether this processor has the instruction, and numba compiles for this processor."""
-    limits: Any = numba.config
-    chosen = limits.CPU_NAME or limits.CPU_FEATURES
-    return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
+_PAIR = PANEL * 2 * 2
+"""Bytes of a pair of inputs in a panel."""
 
 
 class _Pass:
@@ -63,89 +46,48 @@ class _Pass:
 
     def __init__(self, builder: Any, rows: int, lines: int) -> None:
         self._builder = builder
+        self._writer = Writer(builder)
         self._rows = rows
         self._lines = lines
 
     def write(self, arguments: Any) -> None:
         """Write it where the builder is, and leave that at the end of it."""
         rows_at, row_bytes, panel_at, pairs, bias_at, out_at, out_bytes, ahead_at = arguments
-        builder = self._builder
-        before = builder.block
-        loop, done = (builder.append_basic_block(name) for name in ("pairs", "sums"))
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        index = builder.phi(_LONG)
-        sums = [[builder.phi(_SINGLES) for _ in range(_VECTORS)] for _ in range(self._rows)]
-        added = self._pair(index, sums, rows_at, row_bytes, panel_at)
+        moved = self._writer.moved
+        loop = Loop(self._builder, [NOTHING] * (self._rows * _VECTORS))
+        inputs_at = moved(rows_at, loop.index, 4)
+        sums = self._pair(loop.carried, inputs_at, row_bytes, moved(panel_at, loop.index, _PAIR))
         for line in range(self._lines):
-            self._fetch(self._moved(ahead_at, index, self._lines * _LINE, line * _LINE))
-        following = builder.add(index, ir.Constant(_LONG, 1))
-        self._continue(index, ir.Constant(_LONG, 0), before, following, loop)
-        for row, row_added in zip(sums, added, strict=True):
-            for vector, vector_added in zip(row, row_added, strict=True):
-                self._continue(vector, ir.Constant(_SINGLES, None), before, vector_added, loop)
-        builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
-        builder.position_at_end(done)
-        self._store(added, bias_at, out_at, out_bytes)
+            self._writer.fetch(moved(ahead_at, loop.index, self._lines * LINE, line * LINE))
+        loop.end(sums, pairs)
+        self._store(sums, bias_at, out_at, out_bytes)
 
-    @staticmethod
-    def _continue(phi: Any, first: Any, before: Any, later: Any, loop: Any) -> None:
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, loop)
-
-    def _pair(self, index: Any, sums: Any, rows_at: Any, row_bytes: Any, panel_at: Any) -> Any:
-        """Add the products of one pair of inputs to the sums of all rows; return the new ones."""
-        builder = self._builder
+    def _pair(self, sums: Any, inputs_at: Any, row_bytes: Any, panel_at: Any) -> Any:
+        """Add the products of one pair of inputs to the sums of all rows, a row's behind those of the one before."""
+        writer, one = self._writer, ir.Constant(LONG, 1)
         weights = [
-            self._load(self._moved(panel_at, index, _PAIR_BYTES, vector * _LINE), _PAIRS, _LINE)
+            writer.load(writer.moved(panel_at, one, vector * LINE), PAIRS, LINE)
             for vector in range(_VECTORS)
         ]
-        declared = ir.FunctionType(_SINGLES, [_SINGLES, _PAIRS, _PAIRS])
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        multiply = builder.module.globals.get(name) or ir.Function(builder.module, declared, name)
-        inputs_at = self._moved(rows_at, index, 4, 0)
         added = []
-        for row, row_sums in enumerate(sums):
-            word = self._load(self._moved(inputs_at, row_bytes, row, 0), _WORD, 4)
-            inputs = builder.bitcast(self._repeated(word), _PAIRS)
-            pairs = zip(row_sums, weights, strict=True)
-            added.append([builder.call(multiply, [total, inputs, each]) for total, each in pairs])
+        for row in range(self._rows):
+            word = writer.load(writer.moved(inputs_at, row_bytes, row), WORD, 4)
+            inputs = self._builder.bitcast(writer.repeated(word), PAIRS)
+            totals = sums[row * _VECTORS : (row + 1) * _VECTORS]
+            pairs = zip(totals, weights, strict=True)
+            added += [writer.multiply(total, inputs, each) for total, each in pairs]
         return added
 
     def _store(self, sums: Any, bias_at: Any, out_at: Any, out_bytes: Any) -> None:
         """Add the bias to the sums, round them, and write them."""
-        builder = self._builder
+        builder, writer = self._builder, self._writer
         for vector in range(_VECTORS):
-            offset = vector * _LANES * 2
-            at = builder.add(bias_at, ir.Constant(_LONG, offset))
-            bias = builder.fpext(self._load(at, _HALVES, 2), _SINGLES)
-            for row, row_sums in enumerate(sums):
-                rounded = builder.fptrunc(builder.fadd(row_sums[vector], bias), _HALVES)
-                at = self._moved(out_at, out_bytes, row, offset)
-                builder.store(rounded, builder.inttoptr(at, _HALVES.as_pointer()), align=2)
-
-    def _fetch(self, at: Any) -> None:
-        """Have a line of memory brought into the second cache; it is read a panel later."""
-        pointer = _BYTE.as_pointer()
-        declared = ir.FunctionType(ir.VoidType(), [pointer, _WORD, _WORD, _WORD])
-        fetch = self._builder.module.declare_intrinsic("llvm.prefetch", [pointer], declared)
-        options = [ir.Constant(_WORD, value) for value in (0, 2, 1)]
-        self._builder.call(fetch, [self._builder.inttoptr(at, pointer), *options])
-
-    def _repeated(self, word: Any) -> Any:
-        """Return a vector of the same word everywhere."""
-        builder, nothing = self._builder, ir.Constant(_WORDS, ir.Undefined)
-        first = builder.insert_element(nothing, word, ir.Constant(_WORD, 0))
-        return builder.shuffle_vector(first, nothing, ir.Constant(_WORDS, None))
-
-    def _moved(self, at: Any, count: Any, size: int, offset: int) -> Any:
-        """Return an address that lies `count` times `size` bytes, and some, further."""
-        builder = self._builder
-        further = builder.mul(count, ir.Constant(_LONG, size))
-        return builder.add(builder.add(at, further), ir.Constant(_LONG, offset))
-
-    def _load(self, at: Any, kind: Any, align: int) -> Any:
-        return self._builder.load(self._builder.inttoptr(at, kind.as_pointer()), align=align)
+            offset = ir.Constant(LONG, vector * LANES * 2)
+            bias = builder.fpext(writer.load(builder.add(bias_at, offset), HALVES), SINGLES)
+            for row in range(self._rows):
+                whole = builder.fadd(sums[row * _VECTORS + vector], bias)
+                at = builder.add(writer.moved(out_at, out_bytes, row), offset)
+                writer.store(builder.fptrunc(whole, HALVES), at)
 
 
 def _passing(
@@ -167,12 +109,12 @@ def _passing(
         rows, lines, *others = arguments
         end = builder.append_basic_block("end")
         # The number of a pass: its lines in the lower three bits, its rows above.
-        number = builder.add(builder.mul(rows, ir.Constant(_LONG, 8)), lines)
+        number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
         switch = builder.switch(number, end)
         for row_count in range(1, PASS_ROWS + 1):
             for line_count in (0, 1, 2, 4):
                 block = builder.append_basic_block("pass")
-                switch.add_case(ir.Constant(_LONG, row_count * 8 + line_count), block)
+                switch.add_case(ir.Constant(LONG, row_count * 8 + line_count), block)
                 builder.position_at_end(block)
                 _Pass(builder, row_count, line_count).write(others)
                 builder.branch(end)
@@ -212,7 +154,7 @@ def _multiply_panel(
             bias_at,
             out_at + row * out_bytes,
             out_bytes,
-            panel_at + pairs * (_PAIR_BYTES + index * fetched * _LINE),
+            panel_at + pairs * (_PAIR + index * fetched * LINE),
         )
         row += count
 
@@ -234,7 +176,7 @@ def _multiply_panels(
             rows_at,
             rows,
             pairs,
-            weight_at + panel * pairs * _PAIR_BYTES,
+            weight_at + panel * pairs * _PAIR,
             bias_at + panel * PANEL * 2,
             out_at + panel * PANEL * 2,
             out_bytes,

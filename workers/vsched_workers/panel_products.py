@@ -12,6 +12,7 @@ import torch
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
+from vsched_workers.numba_vectors import can_multiply
 from vsched_workers.panel_kernels import PANEL
 
 INPUTS_MAX = 4096
@@ -58,7 +59,7 @@ def panel_product(
     """
     outputs, inputs = weight.shape
     fits = outputs % PANEL == 0 and inputs % 2 == 0 and inputs <= INPUTS_MAX
-    if not fits or not panel_kernels.can_multiply():
+    if not fits or not can_multiply():
         return None
     operations: Any = torch.ops.mkldnn
     if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001  # torch offers it under this name only
