@@ -62,7 +62,6 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, P
     return cache, step
 
 
-@pytest.mark.timeout(120)  # the first run on a machine compiles
 @pytest.mark.parametrize("kernel", ["exact", "numba"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])

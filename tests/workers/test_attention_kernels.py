@@ -14,10 +14,7 @@ import numpy as np
 from vsched_workers import attention_kernels
 from vsched_workers.numba_vectors import can_multiply
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(120),  # kernels are compiled where there is no cache of them yet
-]
+pytestmark = pytest.mark.slow
 
 PAIRS = pytest.param(
     attention_kernels._attend_pairs,

@@ -23,10 +23,9 @@ from vsched_workers.fused_vision import FusedBlock
 from vsched_workers.numba_vectors import can_multiply
 from vsched_workers.rotary_angles import Angles
 
-pytestmark = [
-    pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
-    pytest.mark.timeout(180),  # the first run on a machine compiles
-]
+pytestmark = pytest.mark.skipif(
+    not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"
+)
 
 Stages = Callable[..., Stage]
 EPS = 1e-6

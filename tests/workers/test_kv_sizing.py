@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def in_process(script: str, *arguments: str) -> list[str]:
         env=rank_environment(threads=1, crowded=True),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert not done.returncode, done.stderr
@@ -163,6 +164,20 @@ for room in map(int, sys.argv[3:]):  # MiB above what was held before: the stres
     sizing.blocks = 0
 print(sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=0, probe=True)).outcome)
 """
+
+
+def test_kv_cache_is_touched_where_no_thread_can_start(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C16: near the limit there may be no room for a thread's stack, which is no reason to stop."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker, info = load_language(checkpoints("nano25"))
+    sizing = KvSizing(worker, info, LOAD)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=0)).outcome == "fits"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
     pytest.mark.skipif(not can_multiply(), reason="the processor has no product of bfloat16"),
     pytest.mark.slow,
-    pytest.mark.timeout(120),  # kernels are compiled where there is no cache of them yet
 ]
 
 SHAPES = [(64, 32), (192, 96), (320, 256)]

@@ -82,9 +82,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bo
 def _touch(array: npt.NDArray[np.uint8]) -> None:
     """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(cores) as pool:
-        for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
-            pass
+    try:
+        with ThreadPoolExecutor(cores) as pool:
+            for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
+                pass
+    except RuntimeError:  # near a limit there may be no room for a thread's stack
+        array.fill(0)
 
 
 class KvCache:

@@ -12,7 +12,7 @@ import torch
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
-from vsched_workers.numba_vectors import can_multiply
+from vsched_workers.numba_vectors import LINE, can_multiply
 from vsched_workers.panel_kernels import PANEL
 
 INPUTS_MAX = 4096
@@ -65,7 +65,7 @@ def panel_product(
     if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001  # torch offers it under this name only
         return None
     address: int = operations.data_ptr(packed)
-    if not _lies_in_panels(address, weight):
+    if address % LINE or not _lies_in_panels(address, weight):
         return None
     return PanelProduct(address, weight.shape, bias, threads)
 
