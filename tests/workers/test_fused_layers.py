@@ -20,7 +20,7 @@ from vsched_workers import cpu_kernels, head_kernels
 from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.fused_layers import FusedLanguage
 from vsched_workers.fused_vision import FusedBlock
-from vsched_workers.numba_vectors import can_multiply
+from vsched_workers.panel_products import pays_here
 from vsched_workers.rotary_angles import Angles
 
 pytestmark = pytest.mark.skipif(
@@ -157,7 +157,7 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_multiply(), reason="the processor has no product of bfloat16")
+@pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor")
 def test_fused_layers_equal_the_modules_with_the_product_of_few_rows(stages: Stages) -> None:
     """The weights of larger models lie in whole panels; rows are filled up no more."""
     exact, fused = (stages("tiny25", kind, "bfloat16") for kind in ("exact", "auto"))

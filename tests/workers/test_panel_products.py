@@ -11,12 +11,11 @@ pytest.importorskip("numba")
 
 from vsched_workers import panel_products
 from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedWeight, filled, packs
-from vsched_workers.numba_vectors import can_multiply
-from vsched_workers.panel_products import INPUTS_MAX, panel_product
+from vsched_workers.panel_products import INPUTS_MAX, panel_product, pays_here
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
-    pytest.mark.skipif(not can_multiply(), reason="the processor has no product of bfloat16"),
+    pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor"),
     pytest.mark.slow,
 ]
 
@@ -101,7 +100,7 @@ def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> N
     assert packed.few == 0
 
 
-def test_weight_that_lies_otherwise_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_that_lies_otherwise_is_left_to_onednn() -> None:
     """A release of oneDNN may pack in another way: what is not found where it is read is not read."""
     weight = torch.randn(192, 64).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -109,5 +108,14 @@ def test_weight_that_lies_otherwise_is_left_to_onednn(monkeypatch: pytest.Monkey
     other = weight.clone()
     other[-1, -1] += 1
     assert panel_product(packed, other, None, threads=1) is None
-    monkeypatch.setattr(panel_products, "can_multiply", lambda: False)
+
+
+@pytest.mark.parametrize(("asked", "answer"), [("can_multiply", False), ("multiplies_tiles", True)])
+def test_processors_with_less_or_more_are_left_to_onednn(
+    asked: str, *, answer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the instruction there is no product of pairs; with tiles of it, oneDNN is far ahead."""
+    weight = torch.randn(192, 64).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    monkeypatch.setattr(panel_products, asked, lambda: answer)
     assert panel_product(packed, weight, None, threads=1) is None

@@ -45,6 +45,11 @@ def can_multiply() -> bool:
     return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
+def multiplies_tiles() -> bool:
+    """Return whether this processor multiplies whole tiles of bfloat16 (AMX), many times as fast as pairs."""
+    return bool(binding.get_host_cpu_features().get("amx-bf16"))
+
+
 class Writer:
     """Writes instructions where its builder is. Addresses are whole numbers."""
 

@@ -12,7 +12,7 @@ import torch
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
-from vsched_workers.numba_vectors import LINE, can_multiply
+from vsched_workers.numba_vectors import LINE, can_multiply, multiplies_tiles
 from vsched_workers.panel_kernels import PANEL
 
 INPUTS_MAX = 4096
@@ -50,16 +50,21 @@ class PanelProduct:
         return result
 
 
+def pays_here() -> bool:
+    """Return whether this processor has the instruction, and none that oneDNN is faster with."""
+    return can_multiply() and not multiplies_tiles()
+
+
 def panel_product(
     packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
 ) -> PanelProduct | None:
     """Return what multiplies by a packed weight, which has to outlive it.
 
-    None where this processor lacks the instruction, or the weight does not lie in panels or is too large.
+    None where it does not pay, or the weight does not lie in panels or is too large.
     """
     outputs, inputs = weight.shape
     fits = outputs % PANEL == 0 and inputs % 2 == 0 and inputs <= INPUTS_MAX
-    if not fits or not can_multiply():
+    if not fits or not pays_here():
         return None
     operations: Any = torch.ops.mkldnn
     if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001  # torch offers it under this name only
