@@ -21,7 +21,7 @@ from tests.workers.reference import Reference  # noqa: E402
 from vsched_workers.make_checkpoint import make_checkpoint  # noqa: E402
 
 SIZES = ("nano25", "nano3")
-COMPILING_S = 120
+COMPILING_S = 180
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,8 +58,9 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
 def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """What a request is answered does not depend, to the bit, on how many decode beside it."""
     torch.manual_seed(1)
-    packed = _packed(torch.randn(128, 514).bfloat16(), torch.randn(128).bfloat16())
-    rows = torch.randn(FEW_MAX, 514).bfloat16()
+    packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
+    assert packed.few == FEW_MAX
+    rows = torch.randn(FEW_MAX, 544).bfloat16()
     whole = packed(rows)
     for count in (1, 2, 5, 7, 13, 40):
         assert torch.equal(packed(rows[:count]), whole[:count])
@@ -69,7 +70,9 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
 def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
-    found = _packed(weight)(rows)
+    packed = _packed(weight)
+    assert packed.few == FEW_MAX
+    found = packed(rows)
     assert found.shape == (3, 5, 64)
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
 

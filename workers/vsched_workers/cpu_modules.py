@@ -100,7 +100,9 @@ class PackedWeight:
 
     def warm_up(self) -> None:
         """Compile all that will ever be needed."""
-        for count in self._sizes:
+        # The product of few rows is one kernel for any number of them.
+        counts = [size for size in self._sizes if size > self.few]
+        for count in [1, *counts] if self.few else counts:
             self._product(torch.zeros(count, self.shape[1], dtype=self._packed.dtype))
 
 

@@ -30,7 +30,7 @@ class _BrainFloat(ir.types.Type):  # type: ignore[misc]
         return hash(_BrainFloat)
 
 
-BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+BYTE, WORD, LONG = (ir.IntType(bits) for bits in (8, 32, 64))
 SINGLES = ir.VectorType(ir.FloatType(), LANES)
 HALVES = ir.VectorType(_BrainFloat(), LANES)
 PAIRS = ir.VectorType(_BrainFloat(), 2 * LANES)
