@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,28 @@ import torch
 from tests.workers.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import softmax_kernels, tiled_attention
+from vsched_workers import paired_attention, panel_products, softmax_kernels, tiled_attention
 from vsched_workers.attention import (
     KvCache,
     PagedStep,
+    PatchKernel,
     PrefillKernel,
     Segment,
     context_slots,
     decode_by_gather,
     prefill_by_gather,
 )
-from vsched_workers.kernel_choice import choose_decode, choose_prefill
+from vsched_workers.kernel_choice import choose_decode, choose_patches, choose_prefill
+from vsched_workers.numba_vectors import can_multiply
+from vsched_workers.paired_attention import prefill_by_pairs
 from vsched_workers.tiled_attention import prefill_by_tiles
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
+
+needs_pairs = pytest.mark.skipif(
+    not can_multiply(), reason="the processor has no product of bfloat16"
+)
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
@@ -158,9 +166,12 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
         (prefill_by_tiles, torch.bfloat16, 4e-2),
+        pytest.param(prefill_by_pairs, torch.bfloat16, 4e-2, marks=needs_pairs),
     ],
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128), (4, 4, 112)]
+)
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
 def test_prefill_equals_attention_written_out(
     kernel: PrefillKernel,
@@ -254,26 +265,106 @@ def test_soften_keeps_an_online_softmax(soften: Any) -> None:
     np.testing.assert_allclose(highest, scores.amax(-1).float())
 
 
+@pytest.mark.parametrize(
+    "attend_all",
+    [tiled_attention.attend_all, pytest.param(paired_attention.attend_all, marks=needs_pairs)],
+)
+@pytest.mark.parametrize("head_dim", [16, 40, 80])
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])
 def test_attend_all_equals_attention_written_out(
-    sequences: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    sequences: int,
+    rows: int,
+    head_dim: int,
+    attend_all: PatchKernel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows many at a time, an image block by block and tile by tile: no row sees another sequence or filling."""
     monkeypatch.setattr(tiled_attention, "IMAGE_KEYS", 128)
     monkeypatch.setattr(tiled_attention, "IMAGE_KEYS_PART", 48)
-    heads, head_dim = 3, 16
+    heads = 3
     chance = torch.Generator().manual_seed(rows)
     inputs = torch.randn(3, heads, sequences, rows, head_dim, generator=chance).bfloat16()
     out = torch.full((sequences, rows, heads, head_dim), torch.nan, dtype=torch.bfloat16)
     query, key, value = inputs
-    tiled_attention.attend_all(query, key, value, 0.4, out)
-    weights = (query.double() @ key.double().transpose(-1, -2) * 0.4).softmax(-1)
+    scaling = 1.6 * head_dim**-0.5
+    attend_all(query, key, value, scaling, out)
+    weights = (query.double() @ key.double().transpose(-1, -2) * scaling).softmax(-1)
     expected = (weights @ value.double()).permute(1, 2, 0, 3)
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
-def test_choose_prefill_takes_tiles_for_bfloat16_on_the_cpu_only() -> None:
+@needs_pairs
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(threads: int) -> None:
+    """Whatever chunks a prompt comes in, and through whatever blocks, to the last bit."""
+    heads, kv_heads, head_dim, length = 4, 2, 48, 200
+    chance = torch.Generator().manual_seed(7)
+    query, keys, values = (
+        torch.randn(length, count, head_dim, generator=chance).bfloat16()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = _in_chunks(query, keys, values, [length], block_size=16)
+        cut = _in_chunks(query, keys, values, [1, 62, 1, 70, 66], block_size=5)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole, cut)
+
+
+def _in_chunks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: list[int],
+    *,
+    block_size: int,
+) -> torch.Tensor:
+    """Return what `prefill_by_pairs` makes of a prompt in chunks, [rows, heads, head dim]."""
+    length, kv_heads, head_dim = keys.shape
+    blocks = -(-length // block_size)
+    cache = KvCache(
+        layers=1,
+        blocks=blocks,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    table = np.random.default_rng(1).permutation(blocks).astype(np.int32)
+    slots = torch.from_numpy(context_slots(table, length, block_size))
+    cache.keys[0][slots], cache.values[0][slots] = keys, values
+    step: Any = SimpleNamespace(cache=cache)
+    parts = []
+    first = 0
+    for rows in lengths:
+        last = first + rows
+        segment = Segment(
+            table, start=0, first=first, last=last, block_size=block_size, device="cpu"
+        )
+        queries, *own = (each[first:last].transpose(0, 1) for each in (query, keys, values))
+        made = prefill_by_pairs(queries, own[0], own[1], 0, segment, step, 0.2)
+        parts.append(made.transpose(0, 1))
+        first = last
+    return torch.cat(parts)
+
+
+def test_choose_prefill_takes_pairs_or_tiles_for_bfloat16_on_the_cpu_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(panel_products, "pays_here", lambda: False)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_tiles
+    assert choose_patches(1) is tiled_attention.attend_all
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert choose_prefill(WorkerSettings(device="cuda:0"), torch.bfloat16) is prefill_by_gather
+    assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
+
+
+@needs_pairs
+def test_pairs_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_products, "pays_here", lambda: True)
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_pairs
+    assert choose_patches(1) is paired_attention.attend_all
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

@@ -62,6 +62,22 @@ class PrefillKernel(Protocol):
         ...
 
 
+class PatchKernel(Protocol):
+    """Attention within each of some sequences of one length, every row to all rows of its own."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        out: torch.Tensor,
+        /,
+    ) -> None:
+        """Take [heads, sequences, rows, head dim] each; write to [sequences, rows, heads, head dim]."""
+        ...
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bool) -> torch.Tensor:
     """Allocate memory that reads as zeros.
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from vsched_workers import cpu_kernels, head_kernels, softmax_kernels
+from vsched_workers import cpu_kernels, head_kernels
+from vsched_workers.attention import PatchKernel
 from vsched_workers.cpu_modules import MANY_ROWS
 from vsched_workers.fused_layers import PARALLEL_VALUES_MIN, Norm, product_of
+from vsched_workers.kernel_choice import choose_patches
 from vsched_workers.numba_attention import use_threads
-from vsched_workers.tiled_attention import attend_all
 
 BLOCK = MANY_ROWS[-1]
 
@@ -32,9 +33,9 @@ def fuse_blocks(tower: Any, threads: int) -> bool:
     use_threads(threads)
     cpu_kernels.warm_up(threads=threads)
     head_kernels.warm_up_patches(threads=threads)
-    softmax_kernels.warm_up(threads=threads)
+    attend = choose_patches(threads)
     for index, block in enumerate(tower.blocks):
-        tower.blocks[index] = FusedBlock(block, threads)
+        tower.blocks[index] = FusedBlock(block, threads, attend)
     return True
 
 
@@ -50,10 +51,11 @@ def _is_known(block: Any) -> bool:
 class FusedBlock(nn.Module):
     """One block: takes and returns what transformers' own does."""
 
-    def __init__(self, block: Any, threads: int) -> None:
+    def __init__(self, block: Any, threads: int, attend: PatchKernel) -> None:
         super().__init__()
         self.block = block
         self._threads = threads
+        self._attend_within = attend
         self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
         self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
         mlp = block.mlp
@@ -117,7 +119,8 @@ class FusedBlock(nn.Module):
                 each[:, part].unflatten(1, (number, length)) for each in (query, key, value)
             )
             scale: float = self.block.attn.scaling
-            attend_all(queries, keys, values, scale, attended[part].unflatten(0, (number, length)))
+            to = attended[part].unflatten(0, (number, length))
+            self._attend_within(queries, keys, values, scale, to)
             start = part.stop
         return attended.flatten(1)
 

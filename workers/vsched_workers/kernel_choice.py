@@ -22,6 +22,7 @@ from vsched_workers.attention import (
     DecodeKernel,
     KvCache,
     PagedStep,
+    PatchKernel,
     PrefillKernel,
     Segment,
     decode_by_gather,
@@ -73,17 +74,34 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
 
 
 def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
-    """Return the prefill kernel: tiles where they are faster, and torch's own where `exact` is asked for."""
-    tiles = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
-    if not tiles:
+    """Return the prefill kernel: pairs or tiles where they are faster, and torch's own where `exact` is asked for."""
+    here = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
+    if not here:
         return prefill_by_gather
     try:
-        from vsched_workers import softmax_kernels
+        from vsched_workers.paired_attention import prefill_by_pairs
         from vsched_workers.tiled_attention import prefill_by_tiles
     except ImportError:
         return prefill_by_gather
-    softmax_kernels.warm_up(threads=settings.threads)
-    return prefill_by_tiles
+    return prefill_by_pairs if warm_up_rows(settings.threads) else prefill_by_tiles
+
+
+def choose_patches(threads: int) -> PatchKernel:
+    """Return the kernel for the patches of images, in bfloat16 on a CPU."""
+    from vsched_workers import paired_attention, tiled_attention
+
+    return paired_attention.attend_all if warm_up_rows(threads) else tiled_attention.attend_all
+
+
+def warm_up_rows(threads: int) -> bool:
+    """Compile what attends for many rows of bfloat16 here; tell whether pairs do, which fall back to tiles."""
+    from vsched_workers import paired_kernels, softmax_kernels
+    from vsched_workers.panel_products import pays_here
+
+    softmax_kernels.warm_up(threads=threads)
+    if pays_here():
+        paired_kernels.warm_up(threads=threads)
+    return pays_here()
 
 
 def _on_cuda(settings: WorkerSettings) -> bool:

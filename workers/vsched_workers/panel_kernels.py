@@ -41,22 +41,34 @@ _PAIR = PANEL * 2 * 2
 """Bytes of a pair of inputs in a panel."""
 
 
-class _Pass:
-    """Writes one pass: so many rows, and so many lines fetched for each pair of inputs."""
+class Pass:
+    """Writes one pass: rows times a panel of so many vectors, and so many lines fetched for each pair of inputs."""
 
-    def __init__(self, builder: Any, rows: int, lines: int) -> None:
+    def __init__(self, builder: Any, rows: int, lines: int = 0, vectors: int = _VECTORS) -> None:
         self._builder = builder
         self._writer = Writer(builder)
         self._rows = rows
         self._lines = lines
+        self._vectors = vectors
 
-    def write(self, arguments: Any) -> None:
+    def write(
+        self,
+        rows_at: Any,
+        row_bytes: Any,
+        panel_at: Any,
+        pairs: Any,
+        out_at: Any,
+        out_bytes: Any,
+        *,
+        bias_at: Any = None,
+        ahead_at: Any = None,
+    ) -> None:
         """Write it where the builder is, and leave that at the end of it."""
-        rows_at, row_bytes, panel_at, pairs, bias_at, out_at, out_bytes, ahead_at = arguments
         moved = self._writer.moved
-        loop = Loop(self._builder, [NOTHING] * (self._rows * _VECTORS))
+        loop = Loop(self._builder, [NOTHING] * (self._rows * self._vectors))
         inputs_at = moved(rows_at, loop.index, 4)
-        sums = self._pair(loop.carried, inputs_at, row_bytes, moved(panel_at, loop.index, _PAIR))
+        weights_at = moved(panel_at, loop.index, self._vectors * LINE)
+        sums = self._pair(loop.carried, inputs_at, row_bytes, weights_at)
         for line in range(self._lines):
             self._writer.fetch(moved(ahead_at, loop.index, self._lines * LINE, line * LINE))
         loop.end(sums, pairs)
@@ -67,25 +79,29 @@ class _Pass:
         writer, one = self._writer, ir.Constant(LONG, 1)
         weights = [
             writer.load(writer.moved(panel_at, one, vector * LINE), PAIRS, LINE)
-            for vector in range(_VECTORS)
+            for vector in range(self._vectors)
         ]
         added = []
         for row in range(self._rows):
             word = writer.load(writer.moved(inputs_at, row_bytes, row), WORD, 4)
             inputs = self._builder.bitcast(writer.repeated(word), PAIRS)
-            totals = sums[row * _VECTORS : (row + 1) * _VECTORS]
+            totals = sums[row * self._vectors : (row + 1) * self._vectors]
             pairs = zip(totals, weights, strict=True)
             added += [writer.multiply(total, inputs, each) for total, each in pairs]
         return added
 
     def _store(self, sums: Any, bias_at: Any, out_at: Any, out_bytes: Any) -> None:
-        """Add the bias to the sums, round them, and write them."""
+        """Add the bias to the sums if there is one, round them, and write them."""
         builder, writer = self._builder, self._writer
-        for vector in range(_VECTORS):
+        for vector in range(self._vectors):
             offset = ir.Constant(LONG, vector * LANES * 2)
-            bias = builder.fpext(writer.load(builder.add(bias_at, offset), HALVES), SINGLES)
+            bias = NOTHING
+            if bias_at is not None:
+                bias = builder.fpext(writer.load(builder.add(bias_at, offset), HALVES), SINGLES)
             for row in range(self._rows):
-                whole = builder.fadd(sums[row * _VECTORS + vector], bias)
+                whole = sums[row * self._vectors + vector]
+                if bias_at is not None:
+                    whole = builder.fadd(whole, bias)
                 at = builder.add(writer.moved(out_at, out_bytes, row), offset)
                 writer.store(builder.fptrunc(whole, HALVES), at)
 
@@ -98,15 +114,15 @@ def _passing(
     _row_bytes: Any,
     _panel_at: Any,
     _pairs: Any,
-    _bias_at: Any,
     _out_at: Any,
     _out_bytes: Any,
+    _bias_at: Any,
     _ahead_at: Any,
 ) -> Any:
     """Multiply 1 to 6 rows with a panel, fetching 0, 1, 2 or 4 lines of what lies ahead for each pair of inputs."""
 
     def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        rows, lines, *others = arguments
+        rows, lines, *others, bias_at, ahead_at = arguments
         end = builder.append_basic_block("end")
         # The number of a pass: its lines in the lower three bits, its rows above.
         number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
@@ -116,7 +132,8 @@ def _passing(
                 block = builder.append_basic_block("pass")
                 switch.add_case(ir.Constant(LONG, row_count * 8 + line_count), block)
                 builder.position_at_end(block)
-                _Pass(builder, row_count, line_count).write(others)
+                one = Pass(builder, row_count, line_count)
+                one.write(*others, bias_at=bias_at, ahead_at=ahead_at)
                 builder.branch(end)
         builder.position_at_end(end)
 
@@ -151,9 +168,9 @@ def _multiply_panel(
             pairs * 4,
             panel_at,
             pairs,
-            bias_at,
             out_at + row * out_bytes,
             out_bytes,
+            bias_at,
             panel_at + pairs * (_PAIR + index * fetched * LINE),
         )
         row += count
