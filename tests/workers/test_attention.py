@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tests.workers.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import paired_attention, panel_products, softmax_kernels, tiled_attention
+from vsched_workers import operand_choice, paired_attention, softmax_kernels, tiled_attention
 from vsched_workers.attention import (
     KvCache,
     PagedStep,
@@ -27,6 +28,7 @@ from vsched_workers.attention import (
 )
 from vsched_workers.kernel_choice import choose_decode, choose_patches, choose_prefill
 from vsched_workers.numba_vectors import can_multiply
+from vsched_workers.operand_choice import PAIR, SINGLE
 from vsched_workers.paired_attention import prefill_by_pairs
 from vsched_workers.tiled_attention import prefill_by_tiles
 
@@ -36,6 +38,17 @@ CONTEXTS = [1, 4, 5, 37]
 needs_pairs = pytest.mark.skipif(
     not can_multiply(), reason="the processor has no product of bfloat16"
 )
+
+
+def with_operand(operand: npt.NDArray[Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that multiplies this, whatever is faster here."""
+
+    def call(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paired_attention, "operand", lambda: operand)
+            return kernel(*arguments)
+
+    return call
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
@@ -166,7 +179,10 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
         (prefill_by_tiles, torch.bfloat16, 4e-2),
-        pytest.param(prefill_by_pairs, torch.bfloat16, 4e-2, marks=needs_pairs),
+        pytest.param(with_operand(PAIR, prefill_by_pairs), torch.bfloat16, 4e-2, marks=needs_pairs),
+        pytest.param(
+            with_operand(SINGLE, prefill_by_pairs), torch.bfloat16, 1e-2, marks=needs_pairs
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -267,7 +283,13 @@ def test_soften_keeps_an_online_softmax(soften: Any) -> None:
 
 @pytest.mark.parametrize(
     "attend_all",
-    [tiled_attention.attend_all, pytest.param(paired_attention.attend_all, marks=needs_pairs)],
+    [
+        tiled_attention.attend_all,
+        *(
+            pytest.param(with_operand(each, paired_attention.attend_all), marks=needs_pairs)
+            for each in (PAIR, SINGLE)
+        ),
+    ],
 )
 @pytest.mark.parametrize("head_dim", [16, 40, 80])
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])
@@ -294,8 +316,11 @@ def test_attend_all_equals_attention_written_out(
 
 
 @needs_pairs
+@pytest.mark.parametrize("operand", [PAIR, SINGLE], ids=["pairs", "float32"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(threads: int) -> None:
+def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(
+    threads: int, operand: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever chunks a prompt comes in, and through whatever blocks, to the last bit."""
     heads, kv_heads, head_dim, length = 4, 2, 48, 200
     chance = torch.Generator().manual_seed(7)
@@ -303,6 +328,7 @@ def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(threads: int) -> No
         torch.randn(length, count, head_dim, generator=chance).bfloat16()
         for count in (heads, kv_heads, kv_heads)
     )
+    monkeypatch.setattr(paired_attention, "operand", lambda: operand)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -354,7 +380,7 @@ def _in_chunks(
 def test_choose_prefill_takes_pairs_or_tiles_for_bfloat16_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(panel_products, "pays_here", lambda: False)
+    monkeypatch.setattr(operand_choice, "pays_here", lambda: False)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_tiles
     assert choose_patches(1) is tiled_attention.attend_all
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
@@ -364,7 +390,7 @@ def test_choose_prefill_takes_pairs_or_tiles_for_bfloat16_on_the_cpu_only(
 
 @needs_pairs
 def test_pairs_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel_products, "pays_here", lambda: True)
+    monkeypatch.setattr(operand_choice, "pays_here", lambda: True)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_pairs
     assert choose_patches(1) is paired_attention.attend_all
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

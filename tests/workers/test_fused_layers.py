@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.nn import functional
@@ -16,11 +17,12 @@ from tests.workers.ranks import Ranks
 from tests.workers.test_language import crowd
 from tests.workers.twins import WITHIN, Twins, run_twins
 from vsched.worker.contract import EncodeJob
-from vsched_workers import cpu_kernels, head_kernels
-from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedLinear, filled, packs
+from vsched_workers import cpu_kernels, head_kernels, paired_attention, panel_products
+from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.fused_layers import FusedLanguage
 from vsched_workers.fused_vision import FusedBlock
-from vsched_workers.panel_products import pays_here
+from vsched_workers.operand_choice import PAIR, SINGLE, pays_here
+from vsched_workers.panel_products import PAIR_ROWS_MAX
 from vsched_workers.rotary_angles import Angles
 
 pytestmark = pytest.mark.skipif(
@@ -158,15 +160,26 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor")
-def test_fused_layers_equal_the_modules_with_the_product_of_few_rows(stages: Stages) -> None:
-    """The weights of larger models lie in whole panels; rows are filled up no more."""
-    exact, fused = (stages("tiny25", kind, "bfloat16") for kind in ("exact", "auto"))
-    assert fused.generator._fused._few == FEW_MAX  # type: ignore[attr-defined]
-    assert exact.generator._head._few is None  # type: ignore[attr-defined]
+@pytest.mark.parametrize("chosen", [PAIR, SINGLE], ids=["pairs", "float32"])
+def test_fused_layers_equal_the_modules_with_our_own_product(
+    checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of larger models lie in whole panels; rows are filled up no more. Images, too."""
+    monkeypatch.setattr(panel_products, "operand", lambda: chosen)
+    monkeypatch.setattr(paired_attention, "operand", lambda: chosen)
+    exact, fused = _exact_and_fused(checkpoints("tiny25"))
+    assert fused.generator._fused._own >= PAIR_ROWS_MAX  # type: ignore[attr-defined]
+    assert exact.generator._head._own is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=300, seed=1).run(crowd(), arrivals=2)
     twins.check()
+    _check_images(exact, fused, [(90, 60), (448, 448)])
+
+
+def _exact_and_fused(checkpoint: Path) -> list[Stage]:
+    kinds = ("exact", "auto")
+    return [Stage.load(str(checkpoint), attention=kind, dtype="bfloat16") for kind in kinds]
 
 
 @pytest.mark.slow
@@ -271,6 +284,11 @@ def test_fused_blocks_equal_the_modules(stages: Stages, sizes: list[tuple[int, i
     """Windows of several sizes, one or more images at once: the same rows but for rounding."""
     exact, fused = (stages("nano25", kind, "bfloat16") for kind in ("exact", "auto"))
     assert _fused_blocks(fused)
+    _check_images(exact, fused, sizes)
+
+
+def _check_images(exact: Stage, fused: Stage, sizes: list[tuple[int, int]]) -> None:
+    """Encode images with both, and compare their rows."""
     images = [drawn_image(seed, *size) for seed, size in enumerate(sizes)]
     plans = [exact.preprocessor.plan_image(*image.size) for image in images]
     pages = iter(range(1000))

@@ -1,17 +1,20 @@
-"""The product of few rows: what oneDNN computes, for any number of rows, from the weight that oneDNN packed."""
+"""Our own product: what oneDNN computes, for any number of rows, from the weight that oneDNN packed."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
-from vsched_workers import panel_products
-from vsched_workers.cpu_modules import FEW_MAX, FEW_ROWS, PackedWeight, filled, packs
-from vsched_workers.panel_products import INPUTS_MAX, panel_product, pays_here
+from vsched_workers import operand_choice, panel_products
+from vsched_workers.cpu_modules import FEW_ROWS, PackedWeight, filled, packs
+from vsched_workers.operand_choice import PAIR, SINGLE, operand, pays_here
+from vsched_workers.panel_products import INPUTS_MAX, PAIR_ROWS_MAX, panel_product
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
@@ -19,14 +22,24 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+OPERANDS = [pytest.param(PAIR, id="pairs"), pytest.param(SINGLE, id="float32")]
+Operand = npt.NDArray[Any]
 SHAPES = [(64, 32), (192, 96), (320, 256)]
+
+
+@pytest.fixture(params=OPERANDS, autouse=True)
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operand:
+    """Multiply this, whatever is faster here."""
+    found: Operand = request.param
+    monkeypatch.setattr(panel_products, "operand", lambda: found)
+    return found
 
 
 def _packed(
     weight: torch.Tensor, bias: torch.Tensor | None = None, threads: int = 1
 ) -> PackedWeight:
-    make_few = functools.partial(panel_product, threads=threads)
-    return PackedWeight(weight, bias, make_few=make_few)
+    make_own = functools.partial(panel_product, threads=threads)
+    return PackedWeight(weight, bias, make_own=make_own)
 
 
 def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -45,8 +58,8 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
     for bias in (None, torch.randn(outputs).bfloat16()):
         weight = torch.randn(outputs, inputs).bfloat16()
         packed = _packed(weight, bias, threads)
-        assert packed.few == FEW_MAX
-        for count in (*range(20), 23, 24, 25, 31, 36, 100, FEW_MAX):
+        assert packed.own_rows_max >= PAIR_ROWS_MAX
+        for count in (*range(20), 23, 24, 25, 31, 36, 100, PAIR_ROWS_MAX, 257):
             rows = torch.randn(count, inputs).bfloat16()
             found = packed(rows)
             assert found.shape == (count, outputs)
@@ -59,8 +72,8 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """What a request is answered does not depend, to the bit, on how many decode beside it."""
     torch.manual_seed(1)
     packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
-    assert packed.few == FEW_MAX
-    rows = torch.randn(FEW_MAX, 544).bfloat16()
+    assert packed.own_rows_max >= PAIR_ROWS_MAX
+    rows = torch.randn(PAIR_ROWS_MAX, 544).bfloat16()
     whole = packed(rows)
     for count in (1, 2, 5, 7, 13, 40):
         assert torch.equal(packed(rows[:count]), whole[:count])
@@ -71,36 +84,40 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
     packed = _packed(weight)
-    assert packed.few == FEW_MAX
+    assert packed.own_rows_max >= PAIR_ROWS_MAX
     found = packed(rows)
     assert found.shape == (3, 5, 64)
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
 
 
-def test_packed_weight_multiplies_the_rest_of_many_rows_as_few() -> None:
-    """The rest behind whole blocks is not filled up."""
+def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) -> None:
+    """Pairs are as fast as oneDNN with many rows; float32, where it is faster at all, is so with any number."""
     weight = torch.randn(64, 32).bfloat16()
     packed = _packed(weight)
     seen: list[int] = []
-    few = packed._few
-    assert few is not None
+    own: Any = packed._own
+    assert own is not None
 
     def watch(rows: torch.Tensor) -> torch.Tensor:
         seen.append(len(rows))
-        return few(rows)
+        found: torch.Tensor = own(rows)
+        return found
 
-    packed._few = watch
-    rows = torch.randn(FEW_ROWS[-1] + 5, 32).bfloat16()
+    packed._own = watch  # type: ignore[assignment]
+    block = FEW_ROWS[-1]
+    rows = torch.randn(block + 5, 32).bfloat16()
     assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
-    assert seen == [5]
-    assert filled(FEW_ROWS[-1] + 5, few=FEW_MAX) == FEW_ROWS[-1] + 5
-    assert filled(FEW_ROWS[-1] + FEW_MAX + 1, few=FEW_MAX) == FEW_ROWS[-1] + 160
+    assert seen == ([5] if chosen is PAIR else [block, 5])
+    most = packed.own_rows_max
+    assert filled(block + 5, own=most) == block + 5
+    rest = PAIR_ROWS_MAX + 1
+    assert filled(block + rest, own=most) == block + (160 if chosen is PAIR else rest)
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (64, 33), (64, 34), (64, INPUTS_MAX + 32)])
 def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> None:
     packed = _packed(torch.randn(*shape).bfloat16())
-    assert packed.few == 0
+    assert packed.own_rows_max == 0
 
 
 def test_weight_that_lies_otherwise_is_left_to_onednn() -> None:
@@ -120,5 +137,20 @@ def test_processors_with_less_or_more_are_left_to_onednn(
     """Without the instruction there is no product of pairs; with tiles of it, oneDNN is far ahead."""
     weight = torch.randn(192, 64).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    monkeypatch.setattr(panel_products, asked, lambda: answer)
+    monkeypatch.setattr(operand_choice, asked, lambda: answer)
     assert panel_product(packed, weight, None, threads=1) is None
+
+
+@pytest.mark.parametrize(("single_s", "wanted"), [(0.5, SINGLE), (0.95, PAIR), (2.0, PAIR)])
+def test_operand_is_what_takes_less_time(
+    single_s: float, wanted: Operand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of several rounds counts, and float32 must win by more than widening costs."""
+    taken = {PAIR.dtype: iter([9.0, 1.0] * 8), SINGLE.dtype: iter([single_s, 9.0] * 8)}
+    monkeypatch.setattr(operand_choice, "_seconds", lambda kind: next(taken[kind.dtype]))
+    assert operand.__wrapped__() is wanted
+
+
+def test_operands_are_timed_by_what_they_take() -> None:
+    assert operand_choice._seconds(PAIR) > 0 < operand_choice._seconds(SINGLE)
+    assert operand() in (PAIR, SINGLE)

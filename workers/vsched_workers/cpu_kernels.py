@@ -29,6 +29,7 @@ from vsched_workers.numba_basics import (
     compiled,
     continued,
     power_of_two,
+    rounded_bits,
 )
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -55,11 +56,7 @@ def _rounding(_context: Any, _value: Any) -> Any:
     """Return the bfloat16 next to a float32; of two as near, the even one."""
 
     def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        bits = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
-        return builder.trunc(builder.lshr(bits, ir.Constant(word, 16)), ir.IntType(16))
+        return rounded_bits(builder, arguments[0])
 
     return numba.uint16(numba.float32), make
 

@@ -6,8 +6,8 @@ layers packing loses, and the result is not the same to the bit.
 
 oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
 lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
-numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows of a language model
-have a product of their own where there can be one (`panel_products.py`), which takes any number.
+numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows, or all where that
+is faster, have a product of our own where there can be one (`panel_products.py`), which takes any number.
 
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,25 +26,38 @@ from torch.nn import functional
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
 
-FEW_MAX = 128
-"""Most rows of a product of few: with 256, which leave the cache between two panels, oneDNN is as fast."""
-
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-FewProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Product | None]
-"""Makes a product of few rows from a packed weight, the plain one and its bias, or None where there cannot be one."""
 
 
-def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, few: int = 0) -> int:
+class OwnProduct(Protocol):
+    """A product that takes any number of rows.
+
+    Attributes:
+        rows_max: Most rows that it is worth using for.
+    """
+
+    rows_max: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out]."""
+        ...
+
+
+MakeOwn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], OwnProduct | None]
+"""Makes a product from a packed weight, the plain one and its bias, or None where there cannot be one."""
+
+
+def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
     """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes.
 
-    A rest of at most `few` stays as it is.
+    A rest of at most `own`, the rows that a product of our own takes, stays as it is.
     """
     whole, rest = divmod(rows, sizes[-1])
-    if rest > few:
+    if rest > own:
         rest = sizes[bisect.bisect_left(sizes, rest)]
     return whole * sizes[-1] + rest
 
@@ -57,7 +70,7 @@ class PackedWeight:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         sizes: Sequence[int] = FEW_ROWS,
-        make_few: FewProduct | None = None,
+        make_own: MakeOwn | None = None,
     ) -> None:
         operations: Any = torch.ops.mkldnn
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
@@ -65,16 +78,16 @@ class PackedWeight:
         self._bias = bias
         self.size_bytes = weight.numel() * weight.element_size()
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
-        self._few = make_few(self._packed, weight, bias) if make_few is not None else None
-        self.few = FEW_MAX if self._few is not None else 0
+        self._own = make_own(self._packed, weight, bias) if make_own is not None else None
+        self.own_rows_max = 0 if self._own is None else self._own.rows_max
         self._sizes = sizes
         self._exact = frozenset(sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         count, block = rows.numel() // self.shape[1], self._sizes[-1]
-        if self._few is not None and count <= FEW_MAX:
-            return self._few(rows)
+        if self._own is not None and count <= min(self.own_rows_max, block):
+            return self._own(rows)
         if count in self._exact:
             exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
             return exact
@@ -90,8 +103,8 @@ class PackedWeight:
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply at most a block of rows."""
         count = len(rows)
-        if self._few is not None and count <= FEW_MAX:
-            return self._few(rows)
+        if self._own is not None and count <= self.own_rows_max:
+            return self._own(rows)
         wanted = filled(count, self._sizes)
         if wanted > count:
             rows = functional.pad(rows, (0, 0, 0, wanted - count))
@@ -100,9 +113,9 @@ class PackedWeight:
 
     def warm_up(self) -> None:
         """Compile all that will ever be needed."""
-        # The product of few rows is one kernel for any number of them.
-        counts = [size for size in self._sizes if size > self.few]
-        for count in [1, *counts] if self.few else counts:
+        # A product of our own is one kernel for any number of rows.
+        counts = [size for size in self._sizes if size > self.own_rows_max]
+        for count in [1, *counts] if self.own_rows_max else counts:
             self._product(torch.zeros(count, self.shape[1], dtype=self._packed.dtype))
 
 
@@ -113,12 +126,12 @@ class PackedLinear(nn.Module):
         self,
         linear: nn.Linear,
         sizes: Sequence[int] = FEW_ROWS,
-        make_few: FewProduct | None = None,
+        make_own: MakeOwn | None = None,
     ) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_few)
+        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_own)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -127,12 +140,12 @@ class PackedLinear(nn.Module):
 class FlatPatches(nn.Module):
     """The patch embedding as a matrix product, in place of a convolution."""
 
-    def __init__(self, convolution: nn.Conv3d) -> None:
+    def __init__(self, convolution: nn.Conv3d, make_own: MakeOwn | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
         self.bias = convolution.bias
         here = packs(self.weight.device.type, self.weight.dtype)
-        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS) if here else None
+        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_own) if here else None
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
@@ -148,14 +161,14 @@ def packs(device: str, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(
-    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_few: FewProduct | None = None
+    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_own: MakeOwn | None = None
 ) -> int:
     """Pack every linear layer below a module; return the bytes of the packed weights."""
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
             if isinstance(linear, nn.Linear):
-                packed = PackedLinear(linear, sizes, make_few)
+                packed = PackedLinear(linear, sizes, make_own)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size
@@ -173,7 +186,7 @@ def warm_up(module: nn.Module, *others: PackedWeight) -> None:
         weight.warm_up()
 
 
-def flatten_patches(tower: nn.Module) -> None:
+def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None) -> None:
     """Replace the patch embedding's convolution where it is nothing but a matrix product."""
     embedding: Any = getattr(tower, "patch_embed", None)
     convolution = getattr(embedding, "proj", None)
@@ -183,4 +196,4 @@ def flatten_patches(tower: nn.Module) -> None:
         and convolution.groups == 1
         and not any(convolution.padding)
     ):
-        embedding.proj = FlatPatches(convolution)
+        embedding.proj = FlatPatches(convolution, make_own)

@@ -11,7 +11,6 @@ transformers' modules.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,8 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from vsched_workers import cpu_kernels, head_kernels
-from vsched_workers.cpu_modules import FEW_ROWS, FewProduct, PackedLinear, Product, filled
+from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, Product, filled
 from vsched_workers.numba_attention import parts_of, use_threads
-from vsched_workers.panel_products import panel_product
 from vsched_workers.rotary_angles import Angles, Halves
 from vsched_workers.slicing import SummedLinear
 
@@ -77,11 +75,6 @@ def fuse(model: Any) -> bool:
     for layer in model.layers:
         layer.self_attn = FusedAttention(layer.self_attn)
     return True
-
-
-def few_products(threads: int) -> FewProduct:
-    """Return what makes the products of few rows."""
-    return functools.partial(panel_product, threads=threads)
 
 
 def _is_known(layer: Any) -> bool:
@@ -153,10 +146,10 @@ class _Rows:
             for start in range(0, len(hidden), size)
         ]
 
-    def only(self, wanted: torch.Tensor, few: int) -> _Rows:
+    def only(self, wanted: torch.Tensor, own: int) -> _Rows:
         """Return some of the rows, and filling; their norms are lost."""
         count = len(wanted)
-        wanted = functional.pad(wanted, (0, filled(count, few=few) - count))
+        wanted = functional.pad(wanted, (0, filled(count, own=own) - count))
         return _Rows(self.hidden[wanted], self.attended[wanted], count)
 
 
@@ -201,7 +194,7 @@ class FusedLanguage:
         self._angles = Angles(model.rotary_emb)
         self._last = Norm.of(model.norm)
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
-        self._few = min((weight.few for weight in packed), default=0)
+        self._own = min((weight.own_rows_max for weight in packed), default=0)
         use_threads(threads)
         cpu_kernels.warm_up(threads=threads)
         head_kernels.warm_up(threads=threads)
@@ -219,7 +212,7 @@ class FusedLanguage:
         Wanted are all decode rows, and the last rows of some chunks.
         """
         count = len(token_ids)
-        ids = functional.pad(token_ids, (0, filled(count, few=self._few) - count))
+        ids = functional.pad(token_ids, (0, filled(count, own=self._own) - count))
         hidden = functional.embedding(ids, self._model.embed_tokens.weight)
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
@@ -243,7 +236,7 @@ class FusedLanguage:
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
                 self._attend(layer, rows, heads, step, _ends(step, wanted))
-                rows, select = rows.only(select, self._few), None
+                rows, select = rows.only(select, self._own), None
             else:
                 self._attend(layer, rows, heads, step, step.segments)
             self._feed_forward(layer, rows, following)

@@ -28,6 +28,7 @@ from vsched_workers.attention import (
     decode_by_gather,
     prefill_by_gather,
 )
+from vsched_workers.cpu_modules import MakeOwn
 from vsched_workers.device_memory import typed_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -93,15 +94,26 @@ def choose_patches(threads: int) -> PatchKernel:
     return paired_attention.attend_all if warm_up_rows(threads) else tiled_attention.attend_all
 
 
+def choose_products(settings: WorkerSettings) -> MakeOwn | None:
+    """Return what makes the products of packed weights, in bfloat16 on a CPU, that are not oneDNN's; None for none."""
+    if settings.attention == "exact":
+        return None
+    try:
+        from vsched_workers.panel_products import panel_product
+    except ImportError:
+        return None
+    return functools.partial(panel_product, threads=settings.threads)
+
+
 def warm_up_rows(threads: int) -> bool:
     """Compile what attends for many rows of bfloat16 here; tell whether pairs do, which fall back to tiles."""
-    from vsched_workers import paired_kernels, softmax_kernels
-    from vsched_workers.panel_products import pays_here
+    from vsched_workers import operand_choice, paired_kernels, softmax_kernels
 
     softmax_kernels.warm_up(threads=threads)
-    if pays_here():
-        paired_kernels.warm_up(threads=threads)
-    return pays_here()
+    if not operand_choice.pays_here():
+        return False
+    paired_kernels.warm_up(operand_choice.operand(), threads=threads)
+    return True
 
 
 def _on_cuda(settings: WorkerSettings) -> bool:

@@ -26,7 +26,7 @@ from vsched_workers.device_memory import (
     typed_out_of_memory,
 )
 from vsched_workers.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
-from vsched_workers.kernel_choice import choose_decode, choose_prefill, try_kernels
+from vsched_workers.kernel_choice import choose_decode, choose_prefill, choose_products, try_kernels
 from vsched_workers.packed_step import Images, fetch_images, pack, send
 from vsched_workers.row_copies import open_copies
 from vsched_workers.sampling import sample
@@ -85,10 +85,10 @@ class LanguageWorker:
             fused = _fused_layers(settings)
             if fused is not None and not fused.fuse(model):
                 fused = None
-            make_few = None if fused is None else fused.few_products(settings.threads)
-            packed_head = PackedWeight(head, None, make_few=make_few)
+            make_own = choose_products(settings)
+            packed_head = PackedWeight(head, None, make_own=make_own)
             self._head = packed_head
-            packed_bytes = pack_linears(model, make_few=make_few) + packed_head.size_bytes
+            packed_bytes = pack_linears(model, make_own=make_own) + packed_head.size_bytes
             warm_up(model, packed_head)
             if fused is not None:
                 self._fused = fused.FusedLanguage(model, settings.threads)

@@ -77,6 +77,27 @@ def _widening(_context: Any, value: Any) -> Any:
 as_float: Any = numba.extending.intrinsic(_widening)
 
 
+def rounded_bits(builder: Any, value: Any) -> Any:
+    """Write the rounding of a float32 where the builder is; returns the bits of a bfloat16."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+    bits = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
+    return builder.trunc(builder.lshr(bits, ir.Constant(word, 16)), ir.IntType(16))
+
+
+def _narrowing(_context: Any, kind: Any, _value: Any) -> Any:
+    """Return a float32 as it is, or rounded to bfloat16, whichever `kind` is a value of."""
+    if isinstance(kind, numba.types.Float):
+        return kind(kind, numba.float32), lambda _context, _builder, _signature, given: given[1]
+    return kind(kind, numba.float32), lambda _context, builder, _signature, given: rounded_bits(
+        builder, given[1]
+    )
+
+
+as_kind: Any = numba.extending.intrinsic(_narrowing)
+
+
 def _raising(_context: Any, _value: Any) -> Any:
     """Return two to the power of a whole float32, by writing the bits of its exponent."""
 

@@ -34,7 +34,7 @@ BYTE, WORD, LONG = (ir.IntType(bits) for bits in (8, 32, 64))
 SINGLES = ir.VectorType(ir.FloatType(), LANES)
 HALVES = ir.VectorType(_BrainFloat(), LANES)
 PAIRS = ir.VectorType(_BrainFloat(), 2 * LANES)
-_WORDS = ir.VectorType(WORD, LANES)
+WORDS = ir.VectorType(WORD, LANES)
 NOTHING = ir.Constant(SINGLES, None)
 
 
@@ -82,7 +82,7 @@ class Writer:
         kind = ir.VectorType(value.type, LANES)
         nothing = ir.Constant(kind, ir.Undefined)
         first = self.builder.insert_element(nothing, value, ir.Constant(WORD, 0))
-        return self.builder.shuffle_vector(first, nothing, ir.Constant(_WORDS, None))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(WORDS, None))
 
     def fetch(self, at: Any) -> None:
         """Have a line of memory brought into the second cache."""

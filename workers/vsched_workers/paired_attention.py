@@ -14,6 +14,7 @@ import torch
 
 from vsched_workers import tiled_attention
 from vsched_workers.numba_vectors import LANES
+from vsched_workers.operand_choice import operand
 from vsched_workers.paired_kernels import Work, attend, attend_parallel
 from vsched_workers.panel_kernels import PANEL
 
@@ -104,5 +105,6 @@ def _attend(
         more=more,
         factor=np.float32(scaling * _LOG2_E),
         out_at=out.data_ptr(),
+        like=operand(),
     )
     (attend_parallel if many else attend)(work)

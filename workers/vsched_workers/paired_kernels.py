@@ -5,7 +5,8 @@ Keys and values are laid out once, straight from the paged cache, as panels that
 are in the cache, and multiplied with the values. Nothing is compiled for a shape, and little is filled up: keys to a
 panel, rows to a pass. What a row gets depends neither on how its prompt is cut nor on the rows beside it.
 
-Scores are rounded to bfloat16 before the softmax, and weights after it, as transformers' own eager attention does.
+Where pairs are multiplied, scores are rounded to bfloat16 before the softmax, and weights after it, as transformers'
+own eager attention does. Where float32 is, nothing is but the result.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -20,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.cpu_kernels import halves, rounded
-from vsched_workers.numba_basics import as_float, compiled, exp2, larger
+from vsched_workers.cpu_kernels import halves
+from vsched_workers.numba_basics import as_float, as_kind, compiled, exp2, larger
 from vsched_workers.numba_vectors import LANES, LINE, LONG, WORD, Writer
 from vsched_workers.panel_kernels import PANEL, PASS_ROWS, Pass
 
@@ -51,6 +52,7 @@ class Work(NamedTuple):
         more: 1 has the last row see all keys, and each row one less than the next; 0 has all rows see all keys.
         factor: Scores times this, float32, are powers of two.
         out_at: The result, [sequences, rows, heads, head dim].
+        like: An array of the type that is multiplied: float32, or uint16 for pairs of bfloat16.
     """
 
     query_at: int
@@ -70,6 +72,7 @@ class Work(NamedTuple):
     more: int
     factor: np.float32
     out_at: int
+    like: npt.NDArray[Any]
 
 
 # --- what is written for the compiler below numba ---
@@ -77,6 +80,8 @@ class Work(NamedTuple):
 
 def _multiplying(
     _context: Any,
+    kind: Any,
+    out_kind: Any,
     _vectors: Any,
     _rows_at: Any,
     _row_bytes: Any,
@@ -85,21 +90,24 @@ def _multiplying(
     _out_at: Any,
     _out_bytes: Any,
 ) -> Any:
-    """Multiply six rows with a panel of 1, 2 or 4 vectors."""
+    """Multiply six rows with a panel of 1, 2 or 4 vectors; rows and results are of the types of the kinds."""
+    single, single_out = (isinstance(each, numba.types.Float) for each in (kind, out_kind))
 
     def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        vectors, *others = arguments
+        _, _, vectors, rows_at, row_bytes, panel_at, pairs, *out = arguments
         end = builder.append_basic_block("end")
         switch = builder.switch(vectors, end)
         for count in (1, 2, 4):
             block = builder.append_basic_block("pass")
             switch.add_case(ir.Constant(LONG, count), block)
             builder.position_at_end(block)
-            Pass(builder, PASS_ROWS, vectors=count).write(*others)
+            one = Pass(builder, PASS_ROWS, vectors=count, single=single)
+            sums = one.sums(rows_at, row_bytes, panel_at, pairs)
+            one.store(sums, *out, single=single_out)
             builder.branch(end)
         builder.position_at_end(end)
 
-    return numba.void(*[numba.intp] * 7), make
+    return numba.void(kind, out_kind, *[numba.intp] * 7), make
 
 
 def _pairing(_context: Any, _first_at: Any, _second_at: Any, _to_at: Any) -> Any:
@@ -193,9 +201,9 @@ def _lay_panel(work: Work, task: int) -> None:
 
 
 @compiled()
-def _soften(scores_at: int, seen: int, width: int, factor: Any, weights: Any) -> None:
+def _soften(scores: Any, seen: int, width: int, factor: Any, weights: Any) -> None:
     """Replace the scores that a row sees by their softmax, of powers of two of `factor` times them; others by zero."""
-    scores, unseen = halves(scores_at, seen), halves(scores_at + 2 * seen, width - seen)
+    kind = scores[0]
     highest = as_float(scores[0])
     for index in range(seen):
         highest = larger(highest, as_float(scores[index]))
@@ -206,8 +214,9 @@ def _soften(scores_at: int, seen: int, width: int, factor: Any, weights: Any) ->
         total += weight
     share = np.float32(1.0) / total
     for index in range(seen):
-        scores[index] = rounded(weights[index] * share)
-    for index in range(width - seen):
+        scores[index] = as_kind(kind, weights[index] * share)
+    unseen = scores[seen:width]
+    for index in range(len(unseen)):
         unseen[index] = 0
 
 
@@ -215,17 +224,19 @@ def _soften(scores_at: int, seen: int, width: int, factor: Any, weights: Any) ->
 def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
     """Write the products of queries, whole passes of them, with so many keys."""
     filled, head_dim = queries.shape
-    size, score_bytes = 2 * head_dim, 2 * scores.shape[1]
+    kind, key_bytes = queries[0, 0], 2 * head_dim
     for key in range(0, width, PANEL):
         for row in range(0, filled, PASS_ROWS):
             _multiply(
+                kind,
+                kind,
                 PANEL // LANES,
-                queries.ctypes.data + row * size,
-                size,
-                keys_at + key * size,
+                queries[row].ctypes.data,
+                queries.strides[0],
+                keys_at + key * key_bytes,
                 head_dim // 2,
-                scores.ctypes.data + row * score_bytes + 2 * key,
-                score_bytes,
+                scores[row].ctypes.data + key * scores.itemsize,
+                scores.strides[0],
             )
 
 
@@ -233,21 +244,34 @@ def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
 def _combine(weights: Any, width: int, values_at: int, padded: int, made: Any) -> None:
     """Write the products of weights, whole passes of them, with the values of so many keys."""
     filled, head_dim = made.shape
-    size, weight_bytes = 2 * head_dim, 2 * weights.shape[1]
     column = 0
     while column < head_dim:
         vectors = _vectors_of(head_dim - column)
         for row in range(0, filled, PASS_ROWS):
             _multiply(
+                weights[0, 0],
+                made[0, 0],
                 vectors,
-                weights.ctypes.data + row * weight_bytes,
-                weight_bytes,
+                weights[row].ctypes.data,
+                weights.strides[0],
                 values_at + padded * column * 2,
                 width // 2,
-                made.ctypes.data + row * size + column * 2,
-                size,
+                made[row].ctypes.data + column * 2,
+                made.strides[0],
             )
         column += vectors * LANES
+
+
+@compiled()
+def _whole_passes(rows_at: int, rows: int, head_dim: int, like: Any) -> Any:
+    """Return rows of bfloat16 in the type of `like`, and zeros below them: [whole passes, head dim]."""
+    filled = (rows + PASS_ROWS - 1) // PASS_ROWS * PASS_ROWS
+    copied = np.zeros((filled, head_dim), dtype=like.dtype)
+    for row in range(rows):
+        source, target = halves(rows_at + row * 2 * head_dim, head_dim), copied[row]
+        for index in range(head_dim):
+            target[index] = as_kind(copied[0, 0], as_float(source[index]))
+    return copied
 
 
 @compiled()
@@ -262,31 +286,20 @@ def _attend_block(work: Work, task: int) -> None:
     width = (seen + (rows - 1) * work.more + PANEL - 1) // PANEL * PANEL
     laid = head // (work.heads // work.kv_heads) * work.sequences + sequence
     keys_at = work.laid_at + laid * 2 * work.padded * size
-    queries = _whole_passes(
-        work.query_at + head * work.query_head_bytes + start * size, rows, head_dim
-    )
+    query_at = work.query_at + head * work.query_head_bytes + start * size
+    queries = _whole_passes(query_at, rows, head_dim, work.like)
     # A vector apart, or the rows of a pass would lie where the cache has few places for them.
-    scores = np.empty((len(queries), width + LANES), dtype=np.uint16)
+    scores = np.empty((len(queries), width + LANES), dtype=work.like.dtype)
     _score(queries, keys_at, width, scores)
     weights = np.empty(width, dtype=np.float32)
     for row in range(rows):
-        at = scores.ctypes.data + row * 2 * scores.shape[1]
-        _soften(at, seen + row * work.more, width, work.factor, weights)
-    _combine(scores, width, keys_at + work.padded * size, work.padded, queries)
+        _soften(scores[row], seen + row * work.more, width, work.factor, weights)
+    made = np.empty((len(queries), head_dim), dtype=np.uint16)
+    _combine(scores, width, keys_at + work.padded * size, work.padded, made)
     for row in range(rows):
         out = halves(work.out_at + ((start + row) * work.heads + head) * size, head_dim)
         for index in range(head_dim):
-            out[index] = queries[row, index]
-
-
-@compiled()
-def _whole_passes(rows_at: int, rows: int, head_dim: int) -> Any:
-    """Return rows and zeros below them, [whole passes, head dim]."""
-    copied = np.zeros(((rows + PASS_ROWS - 1) // PASS_ROWS * PASS_ROWS, head_dim), dtype=np.uint16)
-    source, target = halves(rows_at, rows * head_dim), copied.reshape(-1)
-    for index in range(rows * head_dim):
-        target[index] = source[index]
-    return copied
+            out[index] = made[row, index]
 
 
 @compiled()
@@ -307,8 +320,8 @@ def attend_parallel(work: Work) -> None:
         _attend_block(work, task)
 
 
-def warm_up(*, threads: int) -> None:
-    """Compile, so that the first request does not wait for it."""
+def warm_up(like: npt.NDArray[Any], *, threads: int) -> None:
+    """Compile for the type of `like`, so that the first request does not wait for it."""
     work = Work(
         query_at=0,
         query_head_bytes=0,
@@ -327,6 +340,7 @@ def warm_up(*, threads: int) -> None:
         more=0,
         factor=np.float32(1.0),
         out_at=0,
+        like=like,
     )
     for kernel in (attend, attend_parallel)[: 1 + (threads > 1)]:
         kernel(work)

@@ -1,9 +1,10 @@
-"""What multiplies few rows by a weight that oneDNN has packed, where it lies as `panel_kernels.py` reads it."""
+"""What multiplies rows by a weight that oneDNN has packed, where it lies as `panel_kernels.py` reads it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,27 +13,37 @@ import torch
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
-from vsched_workers.numba_vectors import LINE, can_multiply, multiplies_tiles
+from vsched_workers.numba_vectors import LINE
+from vsched_workers.operand_choice import SINGLE, operand, pays_here
 from vsched_workers.panel_kernels import PANEL
 
 INPUTS_MAX = 4096
 """Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
 
+PAIR_ROWS_MAX = 128
+"""Most rows that are multiplied by pairs: with 256, which leave the cache between two panels, oneDNN is as fast."""
+
 
 class PanelProduct:
-    """Multiplies by a packed weight [out, in] in place; the result does not depend on how many rows there are."""
+    """Multiplies by a packed weight [out, in] in place; the result does not depend on how many rows there are.
+
+    Attributes:
+        rows_max: Most rows that it is worth using for.
+    """
 
     def __init__(
         self, address: int, shape: torch.Size, bias: torch.Tensor | None, threads: int
     ) -> None:
+        self.rows_max = sys.maxsize if operand() is SINGLE else PAIR_ROWS_MAX
         self._address = address
         self._out, self._in = shape
         self._bias = torch.zeros(self._out, dtype=torch.bfloat16) if bias is None else bias
         self._bias_at = self._bias.data_ptr()
-        self._multiply = panel_kernels.multiply
+        # By place: numba takes microseconds to sort out names.
+        self._multiply = functools.partial(panel_kernels.multiply, operand())
         if threads > 1:
             use_threads(threads)
-            self._multiply = functools.partial(panel_kernels.multiply_parallel, threads=threads)
+            self._multiply = functools.partial(panel_kernels.multiply_parallel, threads, operand())
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
@@ -48,11 +59,6 @@ class PanelProduct:
             result.data_ptr(),
         )
         return result
-
-
-def pays_here() -> bool:
-    """Return whether this processor has the instruction, and none that oneDNN is faster with."""
-    return can_multiply() and not multiplies_tiles()
 
 
 def panel_product(

@@ -148,6 +148,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         warm_up,
     )
     from vsched_workers.families import FAMILIES
+    from vsched_workers.kernel_choice import choose_products
     from vsched_workers.slicing import slice_module, sum_rows
     from vsched_workers.tensor_parallel import RankGroup
     from vsched_workers.weights import WeightIndex, fill_module
@@ -176,10 +177,12 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     group = RankGroup(settings, "encode")
     sum_rows(tower, sharing, group)
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
+    packing = packs(settings.device, getattr(torch, info.dtype))
+    make_own = choose_products(settings) if packing else None
     if settings.device == "cpu":
-        flatten_patches(tower)
-    if packs(settings.device, getattr(torch, info.dtype)):
-        pack_linears(tower, MANY_ROWS)
+        flatten_patches(tower, make_own)
+    if packing:
+        pack_linears(tower, MANY_ROWS, make_own)
         warm_up(tower)
         if settings.attention != "exact":
             with contextlib.suppress(ImportError):  # nothing compiles the kernels here
