@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from vsched_workers import attention_kernels
+from vsched_workers.attention_kernels import suits
 from vsched_workers.numba_vectors import can_multiply
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,9 @@ def _halves(tensor: torch.Tensor) -> Any:
 def test_row_attends_to_the_tokens_of_its_blocks(
     attend: Any, length: int, group: int, head_dim: int, block_size: int
 ) -> None:
-    """Blocks lie anywhere; what lies behind the last token is not read, whatever it is; odd sizes go the plain way."""
+    """Blocks lie anywhere; what lies behind the last token is not read, whatever it is."""
+    if attend is attention_kernels._attend_pairs and not suits(head_dim, block_size):
+        pytest.skip("such sizes go the plain way")
     torch.manual_seed(length)
     kv_heads, blocks, scaling = 3, 40, head_dim**-0.5
     first, stop = 1, 3
@@ -69,3 +72,14 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     weights = (query.double()[:, None] @ seen.transpose(1, 2) * scaling).softmax(-1)
     wanted = (weights @ taken)[:, 0]
     assert torch.allclose(torch.from_numpy(summed).double(), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_sizes_that_fill_vectors_suit_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of whole vectors of keys, and heads of whole panels of columns; elsewhere the plain way is compiled."""
+    monkeypatch.setattr(attention_kernels, "can_multiply", lambda: True)
+    assert suits(64, 16)
+    assert suits(128, 32)
+    assert not suits(32, 16)
+    assert not suits(64, 8)
+    monkeypatch.setattr(attention_kernels, "can_multiply", lambda: False)
+    assert not suits(64, 16)

@@ -144,6 +144,111 @@ _score: Any = numba.extending.intrinsic(_scoring)
 _combine: Any = numba.extending.intrinsic(_combining)
 
 
+def suits(head_dim: int, block_size: int) -> bool:
+    """Return whether heads and blocks of these sizes are scored and added up in pairs here."""
+    return can_multiply() and not head_dim % COLUMNS and not block_size % KEYS
+
+
+@compiled()
+def _slot_of(table: Any, token: int, block_size: int) -> int:
+    """Return where a token lies; the others of its vector of keys lie behind it."""
+    slot: int = table[token // block_size] * block_size + token % block_size
+    return slot
+
+
+@compiled()
+def _prefetch_next(
+    cached: Any, table: Any, first: int, length: int, block_size: int, kv_first: int, kv_stop: int
+) -> None:
+    """Fetch what comes after some keys or values."""
+    following = first + KEYS
+    if following < length:
+        slot = _slot_of(table, following, block_size)
+        for index in range(min(KEYS, length - following)):
+            prefetch_head(cached, slot + index, kv_first, kv_stop)
+
+
+@compiled()
+def _score_all(
+    query_at: int,
+    keys: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    scores: Any,
+) -> None:
+    """Write the products of queries with all keys to `scores` [heads, whole vectors of keys]."""
+    heads, size = len(scores), 2 * keys.shape[2]
+    group, slot_bytes = heads // (kv_stop - kv_first), keys.shape[1] * size
+    for first in range(0, length, KEYS):
+        at = keys.ctypes.data + _slot_of(table, first, block_size) * slot_bytes + kv_first * size
+        _prefetch_next(keys, table, first, length, block_size, kv_first, kv_stop)
+        for head in range(heads):
+            to = scores.ctypes.data + (head * scores.shape[1] + first) * 4
+            key_at = at + head // group * size
+            _score(query_at + head * size, key_at, slot_bytes, size // LINE, to)
+
+
+@compiled()
+def _combine_all(
+    weights: Any,
+    values: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    summed: Any,
+) -> None:
+    """Add all values, times the weights [heads, whole vectors of keys], to `summed` [heads, head dim]."""
+    heads, head_dim = summed.shape
+    size, weight_bytes = 2 * head_dim, 4 * weights.shape[1]
+    group, slot_bytes = heads // (kv_stop - kv_first), values.shape[1] * size
+    for first in range(0, length, KEYS):
+        at = values.ctypes.data + _slot_of(table, first, block_size) * slot_bytes + kv_first * size
+        _prefetch_next(values, table, first, length, block_size, kv_first, kv_stop)
+        count = min(KEYS, length - first)
+        head = 0
+        while head < heads:
+            left = group - head % group
+            take = 4 if left >= 4 else 2 if left >= 2 else 1
+            for column in range(0, head_dim, COLUMNS):
+                _combine(
+                    take,
+                    weights.ctypes.data + head * weight_bytes + first * 4,
+                    weight_bytes,
+                    at + head // group * size + column * 2,
+                    slot_bytes,
+                    count,
+                    summed.ctypes.data + (head * head_dim + column) * 4,
+                    head_dim * 4,
+                )
+            head += take
+
+
+@compiled()
+def _attend_pairs(
+    query_at: int,
+    keys: Any,
+    values: Any,
+    table: Any,
+    kv_first: int,
+    kv_stop: int,
+    length: int,
+    block_size: int,
+    scaling: Any,
+    summed: Any,
+) -> None:
+    # What is scored behind the last token of a block is nobody's, and left out of the softmax.
+    scores = np.empty((len(summed), (length + KEYS - 1) // KEYS * KEYS), dtype=np.float32)
+    _score_all(query_at, keys, table, kv_first, kv_stop, length, block_size, scores)
+    for head in range(len(summed)):
+        softmax(scores, head, length, scaling * LOG2_E)
+    _combine_all(scores, values, table, kv_first, kv_stop, length, block_size, summed)
+
+
 @compiled()
 def _attend_plain(
     query_at: int,
@@ -166,8 +271,8 @@ def _attend_plain(
     attend_scaled(query, keys, values, table, kv_first, kv_stop, length, block_size, summed)
 
 
-@compiled()
-def _attend_pairs(
+def attend_row(
+    like: Any,
     query_at: int,
     keys: Any,
     values: Any,
@@ -179,72 +284,46 @@ def _attend_pairs(
     scaling: Any,
     summed: Any,
 ) -> None:
-    heads, head_dim = summed.shape
-    if head_dim % COLUMNS or block_size % KEYS:
-        _attend_plain(
-            query_at,
-            keys,
-            values,
-            table,
-            kv_first,
-            kv_stop,
-            length,
-            block_size,
-            scaling,
-            summed,
+    """Attend for queries [heads, head dim] at an address to the first `length` tokens of the blocks in `table`.
+
+    They are those of the key heads from `kv_first` to `kv_stop`. Adds to `summed`, float32 [heads, head dim]. `like` is
+    an array of the type that is multiplied: uint16 for pairs, where `suits` allows them, or float32. Only what is asked
+    for is compiled.
+    """
+    raise NotImplementedError
+
+
+@numba.extending.overload(attend_row, inline="always")
+def _choose(
+    like: Any,
+    query_at: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    kv_first: Any,
+    kv_stop: Any,
+    length: Any,
+    block_size: Any,
+    scaling: Any,
+    summed: Any,
+) -> Any:
+    chosen = _attend_plain if isinstance(like.dtype, numba.types.Float) else _attend_pairs
+
+    def attend(
+        like: Any,
+        query_at: Any,
+        keys: Any,
+        values: Any,
+        table: Any,
+        kv_first: Any,
+        kv_stop: Any,
+        length: Any,
+        block_size: Any,
+        scaling: Any,
+        summed: Any,
+    ) -> None:
+        chosen(
+            query_at, keys, values, table, kv_first, kv_stop, length, block_size, scaling, summed
         )
-        return
-    group = heads // (kv_stop - kv_first)
-    size, slot_bytes = 2 * head_dim, 2 * head_dim * keys.shape[1]
-    # What is scored behind the last token of a block is nobody's, and left out of the softmax.
-    room = (length + KEYS - 1) // KEYS * KEYS
-    scores = np.empty((heads, room), dtype=np.float32)
-    for first in range(0, length, KEYS):
-        slot = table[first // block_size] * block_size + first % block_size
-        _prefetch_next(keys, table, first, length, block_size, kv_first, kv_stop)
-        at = keys.ctypes.data + slot * slot_bytes + kv_first * size
-        for head in range(heads):
-            to = scores.ctypes.data + (head * room + first) * 4
-            _score(
-                query_at + head * size, at + head // group * size, slot_bytes, head_dim // 32, to
-            )
-    for head in range(heads):
-        softmax(scores, head, length, scaling * LOG2_E)
-    for first in range(0, length, KEYS):
-        slot = table[first // block_size] * block_size + first % block_size
-        _prefetch_next(values, table, first, length, block_size, kv_first, kv_stop)
-        at = values.ctypes.data + slot * slot_bytes + kv_first * size
-        count = min(KEYS, length - first)
-        for kv_head in range(kv_stop - kv_first):
-            head, stop = kv_head * group, (kv_head + 1) * group
-            while head < stop:
-                take = 4 if stop - head >= 4 else 2 if stop - head >= 2 else 1
-                for column in range(0, head_dim, COLUMNS):
-                    _combine(
-                        take,
-                        scores.ctypes.data + (head * room + first) * 4,
-                        room * 4,
-                        at + kv_head * size + column * 2,
-                        slot_bytes,
-                        count,
-                        summed.ctypes.data + (head * head_dim + column) * 4,
-                        head_dim * 4,
-                    )
-                head += take
 
-
-@compiled()
-def _prefetch_next(
-    cached: Any, table: Any, first: int, length: int, block_size: int, kv_first: int, kv_stop: int
-) -> None:
-    """Fetch what comes after some keys or values."""
-    following = first + KEYS
-    if following < length:
-        slot = table[following // block_size] * block_size + following % block_size
-        for index in range(min(KEYS, length - following)):
-            prefetch_head(cached, slot + index, kv_first, kv_stop)
-
-
-attend_row: Any = _attend_pairs if can_multiply() else _attend_plain
-"""Attends for queries [heads, head dim] at an address, those of the key heads from `kv_first` to `kv_stop`, to the
-first `length` tokens of the blocks in `table`. Adds to `summed`, float32 [heads, head dim]."""
+    return attend

@@ -23,8 +23,10 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from vsched_workers import cpu_kernels, head_kernels
+from vsched_workers.attention_kernels import suits
 from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, Product, filled
 from vsched_workers.numba_attention import parts_of, use_threads
+from vsched_workers.operand_choice import PAIR, SINGLE
 from vsched_workers.rotary_angles import Angles, Halves
 from vsched_workers.slicing import SummedLinear
 
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
+
+USUAL_BLOCK = 16
+"""Kernels for blocks of such a size are compiled at once, others by the stress."""
 
 DECODE_VALUES_MIN = 1 << 18
 """The same for attention, in products of a query and a key."""
@@ -197,7 +202,7 @@ class FusedLanguage:
         self._own = min((weight.own_rows_max for weight in packed), default=0)
         use_threads(threads)
         cpu_kernels.warm_up(threads=threads)
-        head_kernels.warm_up(threads=threads)
+        head_kernels.warm_up(self._scored(USUAL_BLOCK), threads=threads)
 
     def __call__(
         self,
@@ -288,6 +293,7 @@ class FusedLanguage:
                     parts_of(
                         middle - start, attention.kv_heads, self._threads if heads.many else 1
                     ),
+                    self._scored(step.cache.block_size),
                 )
             if middle < stop:
                 part = slice(middle, stop)
@@ -314,6 +320,11 @@ class FusedLanguage:
             rows.attended[segment.start : segment.stop].view(
                 -1, attention.heads, attention.head_dim
             ).copy_(attended.transpose(0, 1))
+
+    def _scored(self, block_size: int) -> npt.NDArray[Any]:
+        """Return of which type keys of blocks of this size are scored."""
+        head_dim = self._layers[0].attention.head_dim
+        return PAIR if suits(head_dim, block_size) else SINGLE
 
     def _feed_forward(self, layer: _Layer, rows: _Rows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""

@@ -77,6 +77,7 @@ def _decode_row(
     eps: Any,
     scaling: Any,
     out_at: int,
+    like: Any,
 ) -> None:
     """Write some of a row's keys and values into the cache, and attend for the queries that share them."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
@@ -94,7 +95,9 @@ def _decode_row(
     to = out_at + (row * heads + first) * size
     for head in range(count):
         _turn(row_at + head * size, to + head * size, cos, sin, row, query_weight, eps)
-    attend_row(to, keys, values, table, kv_first, kv_stop, length, block_size, scaling, summed)
+    attend_row(
+        like, to, keys, values, table, kv_first, kv_stop, length, block_size, scaling, summed
+    )
     for head in range(count):
         out = halves(to + head * size, head_dim)
         for index in range(head_dim):
@@ -120,8 +123,12 @@ def decode(
     scaling: Any,
     out_at: int,
     parts: int,
+    like: Any,
 ) -> None:
-    """Attend for decode rows: from what the merged product made of them to what the output product takes."""
+    """Attend for decode rows: from what the merged product made of them to what the output product takes.
+
+    See `attend_row` for `like`.
+    """
     share = keys.shape[1] // parts
     for task in range(rows * parts):
         row, first = task // parts, task % parts * share
@@ -144,6 +151,7 @@ def decode(
             eps,
             scaling,
             out_at,
+            like,
         )
 
 
@@ -166,6 +174,7 @@ def decode_parallel(
     scaling: Any,
     out_at: int,
     parts: int,
+    like: Any,
 ) -> None:
     """As `decode`, on all threads."""
     share = keys.shape[1] // parts
@@ -190,6 +199,7 @@ def decode_parallel(
             eps,
             scaling,
             out_at,
+            like,
         )
 
 
@@ -336,8 +346,11 @@ def turn_patches_parallel(
         _turn_patch(qkv_at, first + index, heads, cos, sin, out_at)
 
 
-def warm_up(*, threads: int) -> None:
-    """Compile what a language model needs, so that the first request does not wait for it."""
+def warm_up(like: Any, *, threads: int) -> None:
+    """Compile what a language model needs, so that the first request does not wait for it.
+
+    Decode attention multiplies the type of `like`, see `attention_kernels.py`.
+    """
     halves_of = functools.partial(np.empty, dtype=np.uint16)
     one = np.float32(1.0)
     angles = halves_of((0, 1)), halves_of((0, 1))
@@ -346,7 +359,7 @@ def warm_up(*, threads: int) -> None:
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
     norms = halves_of(0), halves_of(0), one
     for attend in (decode, decode_parallel)[: 1 + (threads > 1)]:
-        attend(0, 0, 1, *shared, tables, contexts, 1, *norms, one, 0, 1)
+        attend(0, 0, 1, *shared, tables, contexts, 1, *norms, one, 0, 1, like)
     for write in (turn, turn_parallel)[: 1 + (threads > 1)]:
         write(0, 0, 1, *shared, *norms, 0, 0)
 
