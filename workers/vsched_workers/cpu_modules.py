@@ -38,17 +38,21 @@ class OwnProduct(Protocol):
 
     Attributes:
         rows_max: Most rows that it is worth using for.
+        packed: The weight as oneDNN packs it, for more rows than that; None where there are never more.
+        size_bytes: Bytes of the weight.
     """
 
     rows_max: int
+    packed: torch.Tensor | None
+    size_bytes: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         ...
 
 
-MakeOwn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], OwnProduct | None]
-"""Makes a product from a packed weight, the plain one and its bias, or None where there cannot be one."""
+MakeOwn = Callable[[torch.Tensor, torch.Tensor | None], OwnProduct | None]
+"""Makes a product from a weight and its bias, or None where there cannot be one."""
 
 
 def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
@@ -63,7 +67,7 @@ def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
 
 
 class PackedWeight:
-    """A weight [out, in] in the layout that oneDNN multiplies with."""
+    """A weight [out, in] in the layout that it is multiplied with."""
 
     def __init__(
         self,
@@ -74,12 +78,16 @@ class PackedWeight:
     ) -> None:
         operations: Any = torch.ops.mkldnn
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
-        self._packed: torch.Tensor = operations._reorder_linear_weight(weight)  # noqa: SLF001
         self._bias = bias
-        self.size_bytes = weight.numel() * weight.element_size()
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
-        self._own = make_own(self._packed, weight, bias) if make_own is not None else None
-        self.own_rows_max = 0 if self._own is None else self._own.rows_max
+        self._own = make_own(weight, bias) if make_own is not None else None
+        if self._own is None:
+            self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
+            self.own_rows_max, self.size_bytes = 0, weight.nbytes
+        else:
+            self._packed = self._own.packed
+            self.own_rows_max, self.size_bytes = self._own.rows_max, self._own.size_bytes
+        self._type = weight.dtype
         self._sizes = sizes
         self._exact = frozenset(sizes)
 
@@ -116,7 +124,7 @@ class PackedWeight:
         # A product of our own is one kernel for any number of rows.
         counts = [size for size in self._sizes if size > self.own_rows_max]
         for count in [1, *counts] if self.own_rows_max else counts:
-            self._product(torch.zeros(count, self.shape[1], dtype=self._packed.dtype))
+            self._product(torch.zeros(count, self.shape[1], dtype=self._type))
 
 
 class PackedLinear(nn.Module):

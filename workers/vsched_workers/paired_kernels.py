@@ -5,8 +5,8 @@ Keys and values are laid out once, straight from the paged cache, as panels that
 are in the cache, and multiplied with the values. Nothing is compiled for a shape, and little is filled up: keys to a
 panel, rows to a pass. What a row gets depends neither on how its prompt is cut nor on the rows beside it.
 
-Where pairs are multiplied, scores are rounded to bfloat16 before the softmax, and weights after it, as transformers'
-own eager attention does. Where float32 is, nothing is but the result.
+Where pairs are multiplied, scores and weights are rounded to bfloat16, as transformers' own eager attention does. Where
+float32 is, nothing is but the result.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.cpu_kernels import halves
+from vsched_workers.cpu_kernels import halves, rounded
 from vsched_workers.numba_basics import as_float, as_kind, compiled, exp2, larger
 from vsched_workers.numba_vectors import LANES, LINE, LONG, WORD, Writer
 from vsched_workers.panel_kernels import PANEL, PASS_ROWS, Pass
@@ -201,23 +201,23 @@ def _lay_panel(work: Work, task: int) -> None:
 
 
 @compiled()
-def _soften(scores: Any, seen: int, width: int, factor: Any, weights: Any) -> None:
-    """Replace the scores that a row sees by their softmax, of powers of two of `factor` times them; others by zero."""
-    kind = scores[0]
+def _soften(scores: Any, seen: int, width: int, factor: Any) -> Any:
+    """Replace the scores that a row sees by weights, powers of two of `factor` times them, the highest of which is 1.
+
+    The others become zero. Returns what the weights are to be divided by.
+    """
     highest = as_float(scores[0])
     for index in range(seen):
         highest = larger(highest, as_float(scores[index]))
     total = np.float32(0.0)
     for index in range(seen):
         weight = exp2((as_float(scores[index]) - highest) * factor)
-        weights[index] = weight
+        scores[index] = as_kind(scores[0], weight)
         total += weight
-    share = np.float32(1.0) / total
-    for index in range(seen):
-        scores[index] = as_kind(kind, weights[index] * share)
     unseen = scores[seen:width]
     for index in range(len(unseen)):
         unseen[index] = 0
+    return total
 
 
 @compiled()
@@ -256,7 +256,7 @@ def _combine(weights: Any, width: int, values_at: int, padded: int, made: Any) -
                 weights.strides[0],
                 values_at + padded * column * 2,
                 width // 2,
-                made[row].ctypes.data + column * 2,
+                made[row].ctypes.data + column * made.itemsize,
                 made.strides[0],
             )
         column += vectors * LANES
@@ -291,15 +291,16 @@ def _attend_block(work: Work, task: int) -> None:
     # A vector apart, or the rows of a pass would lie where the cache has few places for them.
     scores = np.empty((len(queries), width + LANES), dtype=work.like.dtype)
     _score(queries, keys_at, width, scores)
-    weights = np.empty(width, dtype=np.float32)
+    totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
-        _soften(scores[row], seen + row * work.more, width, work.factor, weights)
-    made = np.empty((len(queries), head_dim), dtype=np.uint16)
+        totals[row] = _soften(scores[row], seen + row * work.more, width, work.factor)
+    made = np.empty((len(queries), head_dim), dtype=np.float32)
     _combine(scores, width, keys_at + work.padded * size, work.padded, made)
     for row in range(rows):
         out = halves(work.out_at + ((start + row) * work.heads + head) * size, head_dim)
+        own, share = made[row], np.float32(1.0) / totals[row]
         for index in range(head_dim):
-            out[index] = made[row, index]
+            out[index] = rounded(own[index] * share)
 
 
 @compiled()

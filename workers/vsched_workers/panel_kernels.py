@@ -1,9 +1,9 @@
 """The product of rows and a packed weight in bfloat16, which reads the next weights while it multiplies.
 
-oneDNN keeps a weight [out, in] as panels of 64 outputs, in which what belongs to two inputs lies together: [out / 64,
-in / 2, 64, 2]. It takes the rows a few at a time: the first few wait for a panel to come from memory, and the others
-find it in the cache, so that a step of a large model takes the time of reading and that of multiplying, one after the
-other. Here each pass of rows over a panel fetches a part of the panel after it.
+A weight [out, in] lies in panels of 64 outputs, in which what belongs to two inputs lies together: [out / 64, in / 2,
+64, 2]. That is how oneDNN packs it, too. It takes the rows a few at a time: the first few wait for a panel to come from
+memory, and the others find it in the cache, so that a step of a large model takes the time of reading and that of
+multiplying, one after the other. Here each pass of rows over a panel fetches a part of the panel after it.
 
 The processor's own instruction multiplies (see `numba_vectors.py`): pairs of bfloat16, added up in float32. Some
 processors multiply float32 faster than that. There rows are widened first, and weights in registers: the products are
@@ -225,17 +225,25 @@ def _multiply_panel(
 
 @compiled()
 def _multiply_panels(
-    first: int, stop: int, inputs: Any, weight_at: int, bias_at: int, out_at: int, out_bytes: int
+    first: int, stop: int, inputs: Any, weight_at: int, outputs: int, bias_at: int, out_at: int
 ) -> None:
+    """Multiply all rows with some panels; of the last panel of all, only so many outputs count that there are."""
+    out_bytes = 2 * outputs
     for panel in range(first, stop):
-        _multiply_panel(
-            inputs,
-            weight_at + panel * inputs.shape[1] * _PAIR // 2,
-            bias_at + panel * PANEL * 2,
-            out_at + panel * PANEL * 2,
-            out_bytes,
-            panel + 1 < stop,
-        )
+        panel_at = weight_at + panel * inputs.shape[1] * _PAIR // 2
+        column = panel * PANEL
+        fetches = panel + 1 < stop
+        at = out_at + 2 * column
+        if column + PANEL <= outputs:
+            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, fetches)
+            continue
+        part = np.empty((len(inputs), PANEL), dtype=np.uint16)
+        part_at, part_bytes = part.ctypes.data, 2 * PANEL
+        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, fetches)
+        for row in range(len(inputs)):
+            target, source = halves(at + row * out_bytes, outputs - column), part[row]
+            for index in range(len(target)):
+                target[index] = source[index]
 
 
 @compiled()
@@ -253,19 +261,20 @@ def multiply(
     rows: int,
     pairs: int,
     weight_at: int,
-    panels: int,
+    outputs: int,
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Write the products of rows [rows, 2 * pairs] and a weight of so many panels, and the bias, to [rows, out].
+    """Write the products of rows [rows, 2 * pairs] and a weight of so many outputs, and the bias, to [rows, outputs].
 
-    `like` is an array of the type that is multiplied: float32, or uint16 for pairs of bfloat16.
+    `like` is an array of the type that is multiplied: float32, or uint16 for pairs of bfloat16. Weight and bias are
+    filled up to whole panels.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
     for row in range(rows):
         _take(rows_at + row * pairs * 4, inputs[row])
-    out_bytes = panels * PANEL * 2
-    _multiply_panels(0, panels, inputs, weight_at, bias_at, out_at, out_bytes)
+    panels = (outputs + PANEL - 1) // PANEL
+    _multiply_panels(0, panels, inputs, weight_at, outputs, bias_at, out_at)
 
 
 @compiled(parallel=True)
@@ -276,7 +285,7 @@ def multiply_parallel(
     rows: int,
     pairs: int,
     weight_at: int,
-    panels: int,
+    outputs: int,
     bias_at: int,
     out_at: int,
 ) -> None:
@@ -284,7 +293,7 @@ def multiply_parallel(
     inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
     for row in numba.prange(rows):
         _take(rows_at + row * pairs * 4, inputs[row])
-    out_bytes = panels * PANEL * 2
+    panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads
-        _multiply_panels(first, stop, inputs, weight_at, bias_at, out_at, out_bytes)
+        _multiply_panels(first, stop, inputs, weight_at, outputs, bias_at, out_at)

@@ -1,4 +1,8 @@
-"""What multiplies rows by a weight that oneDNN has packed, where it lies as `panel_kernels.py` reads it."""
+"""What multiplies rows by a weight that lies in panels, as `panel_kernels.py` reads it.
+
+Where pairs are multiplied, oneDNN takes over from some number of rows on. So there is one copy of the weight, which
+oneDNN has packed, and it is read there. Where float32 is faster, oneDNN is not needed, and the weight is laid out here.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
@@ -23,21 +28,39 @@ INPUTS_MAX = 4096
 PAIR_ROWS_MAX = 128
 """Most rows that are multiplied by pairs: with 256, which leave the cache between two panels, oneDNN is as fast."""
 
+FILLED_SHARE_MAX = 1 / 8
+"""Most of a weight that its last panel may be filled up with: it is read and multiplied as the rest is."""
+
 
 class PanelProduct:
-    """Multiplies by a packed weight [out, in] in place; the result does not depend on how many rows there are.
+    """Multiplies by a weight [out, in] in panels; the result does not depend on how many rows there are.
 
     Attributes:
         rows_max: Most rows that it is worth using for.
+        packed: What oneDNN multiplies more rows with.
+        size_bytes: Bytes of the weight as it lies.
     """
 
     def __init__(
-        self, address: int, shape: torch.Size, bias: torch.Tensor | None, threads: int
+        self,
+        panels: torch.Tensor,
+        address: int,
+        shape: torch.Size,
+        bias: torch.Tensor | None,
+        threads: int,
     ) -> None:
-        self.rows_max = sys.maxsize if operand() is SINGLE else PAIR_ROWS_MAX
+        """Take a weight of this shape, whose panels lie at an address in memory that `panels` owns."""
+        single = operand() is SINGLE
+        self.rows_max = sys.maxsize if single else PAIR_ROWS_MAX
+        self.packed = None if single else panels
+        self._panels = panels
         self._address = address
         self._out, self._in = shape
-        self._bias = torch.zeros(self._out, dtype=torch.bfloat16) if bias is None else bias
+        whole = -(-self._out // PANEL) * PANEL
+        self.size_bytes = whole * self._in * 2
+        self._bias = torch.zeros(whole, dtype=torch.bfloat16)
+        if bias is not None:
+            self._bias[: self._out] = bias
         self._bias_at = self._bias.data_ptr()
         # By place: numba takes microseconds to sort out names.
         self._multiply = functools.partial(panel_kernels.multiply, operand())
@@ -54,7 +77,7 @@ class PanelProduct:
             rows.numel() // self._in,
             self._in // 2,
             self._address,
-            self._out // PANEL,
+            self._out,
             self._bias_at,
             result.data_ptr(),
         )
@@ -62,23 +85,41 @@ class PanelProduct:
 
 
 def panel_product(
-    packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
+    weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
 ) -> PanelProduct | None:
-    """Return what multiplies by a packed weight, which has to outlive it.
+    """Return what multiplies by a weight, of which it holds a copy.
 
-    None where it does not pay, or the weight does not lie in panels or is too large.
+    None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
-    outputs, inputs = weight.shape
-    fits = outputs % PANEL == 0 and inputs % 2 == 0 and inputs <= INPUTS_MAX
-    if not fits or not pays_here():
+    inputs = weight.shape[1]
+    if inputs % 2 or inputs > INPUTS_MAX or not pays_here():
         return None
+    found = _laid_out(weight) if operand() is SINGLE else _packed(weight)
+    return None if found is None else PanelProduct(*found, weight.shape, bias, threads)
+
+
+def _laid_out(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight in panels, the last one filled up with zeros, and their address."""
+    outputs, inputs = weight.shape
+    missing = -outputs % PANEL
+    if missing > FILLED_SHARE_MAX * outputs:
+        return None
+    whole = functional.pad(weight.detach(), (0, 0, 0, missing)).view(-1, PANEL, inputs // 2, 2)
+    panels = whole.transpose(1, 2).contiguous()
+    address = panels.data_ptr()
+    return None if address % LINE else (panels, address)
+
+
+def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight as oneDNN packs it, and the address of its panels, if that is how it packs."""
     operations: Any = torch.ops.mkldnn
-    if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001  # torch offers it under this name only
+    if weight.shape[0] % PANEL:
+        return None
+    packed = operations._reorder_linear_weight(weight)  # noqa: SLF001  # torch offers it under this name only
+    if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001
         return None
     address: int = operations.data_ptr(packed)
-    if address % LINE or not _lies_in_panels(address, weight):
-        return None
-    return PanelProduct(address, weight.shape, bias, threads)
+    return None if address % LINE or not _lies_in_panels(address, weight) else (packed, address)
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
