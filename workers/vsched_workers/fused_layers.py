@@ -24,9 +24,10 @@ from transformers.activations import SiLUActivation
 
 from vsched_workers import cpu_kernels, head_kernels
 from vsched_workers.attention_kernels import suits
-from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, Product, filled
+from vsched_workers.cpu_modules import PackedLinear, Product, filled
 from vsched_workers.numba_attention import parts_of, use_threads
 from vsched_workers.operand_choice import PAIR, SINGLE
+from vsched_workers.row_blocks import Block, Rows
 from vsched_workers.rotary_angles import Angles, Halves
 from vsched_workers.slicing import SummedLinear
 
@@ -131,50 +132,6 @@ class _Layer:
     attention: FusedAttention
 
 
-class _Rows:
-    """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
-
-    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]; `count` rows count, the rest is filling.
-    """
-
-    def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
-        self.hidden = hidden
-        self.attended = attended
-        self.normed = torch.empty_like(hidden)
-        self.count = count
-        attended[count:] = 0
-        size = FEW_ROWS[-1]
-        self.blocks = [
-            _Block(
-                start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
-            )
-            for start in range(0, len(hidden), size)
-        ]
-
-    def only(self, wanted: torch.Tensor, own: int) -> _Rows:
-        """Return some of the rows, and filling; their norms are lost."""
-        count = len(wanted)
-        wanted = functional.pad(wanted, (0, filled(count, own=own) - count))
-        return _Rows(self.hidden[wanted], self.attended[wanted], count)
-
-
-class _Block:
-    """Part of the rows, from `start` on, and where in memory it lies."""
-
-    __slots__ = ("attended", "hidden_at", "normed", "normed_at", "rows", "start", "stop")
-
-    def __init__(
-        self, start: int, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
-    ) -> None:
-        self.start = start
-        self.rows = len(hidden)
-        self.stop = start + self.rows
-        self.normed = normed
-        self.attended = attended
-        self.hidden_at = hidden.data_ptr()
-        self.normed_at = normed.data_ptr()
-
-
 @dataclass(slots=True)
 class _Heads:
     """What attention needs of a step beside the rows: the angles of each row, its slot, and room for prefill rows.
@@ -226,7 +183,7 @@ class FusedLanguage:
             hidden[places] = images.levels[0]
             levels = list(images.levels[1:])
         first = self._layers[0].attention
-        rows = _Rows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
+        rows = Rows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
         cos, sin = self._angles(positions)
         kinds = first.heads + 2 * first.kv_heads
         room = hidden.new_empty(kinds, count - step.decode_rows, first.head_dim)
@@ -253,7 +210,7 @@ class FusedLanguage:
     def _attend(
         self,
         layer: _Layer,
-        rows: _Rows,
+        rows: Rows,
         heads: _Heads,
         step: PagedStep,
         segments: Sequence[Segment],
@@ -310,11 +267,22 @@ class FusedLanguage:
                     heads.room.data_ptr() + (middle - decode_rows) * attention.head_dim * 2,
                     heads.room.shape[1],
                 )
+        self._attend_chunks(attention, rows, heads, step, segments)
+
+    @staticmethod
+    def _attend_chunks(
+        attention: FusedAttention,
+        rows: Rows,
+        heads: _Heads,
+        step: PagedStep,
+        segments: Sequence[Segment],
+    ) -> None:
+        """Attend for rows of prefill, whose heads lie in the room."""
         queries, seen, taken = heads.room.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
         for segment in segments:
-            part = slice(segment.start - decode_rows, segment.stop - decode_rows)
+            part = slice(segment.start - step.decode_rows, segment.stop - step.decode_rows)
             own = queries[:, part], seen[:, part], taken[:, part]
             attended = step.prefill(*own, attention.index, segment, step, attention.scaling)
             rows.attended[segment.start : segment.stop].view(
@@ -326,7 +294,7 @@ class FusedLanguage:
         head_dim = self._layers[0].attention.head_dim
         return PAIR if suits(head_dim, block_size) else SINGLE
 
-    def _feed_forward(self, layer: _Layer, rows: _Rows, following: Norm) -> None:
+    def _feed_forward(self, layer: _Layer, rows: Rows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
         for block in rows.blocks:
             self._add_norm_block(block, layer.output(block.attended), layer.middle)
@@ -336,11 +304,11 @@ class FusedLanguage:
             activate(gate.data_ptr(), up.data_ptr(), *gate.shape)
             self._add_norm_block(block, layer.down(gate), following)
 
-    def _add_norm(self, rows: _Rows, delta: torch.Tensor | None, norm: Norm) -> None:
+    def _add_norm(self, rows: Rows, delta: torch.Tensor | None, norm: Norm) -> None:
         for block in rows.blocks:
             self._add_norm_block(block, delta, norm)
 
-    def _add_norm_block(self, block: _Block, delta: torch.Tensor | None, norm: Norm) -> None:
+    def _add_norm_block(self, block: Block, delta: torch.Tensor | None, norm: Norm) -> None:
         """Write the norms of a block's rows, to which `delta` is added before."""
         many = self._many(block.rows * norm.width, PARALLEL_VALUES_MIN)
         (cpu_kernels.add_norm_parallel if many else cpu_kernels.add_norm)(
