@@ -27,8 +27,8 @@ from vsched_workers.attention_kernels import suits
 from vsched_workers.cpu_modules import PackedLinear, Product, filled
 from vsched_workers.numba_attention import parts_of, use_threads
 from vsched_workers.operand_choice import PAIR, SINGLE
-from vsched_workers.row_blocks import Block, Rows
 from vsched_workers.rotary_angles import Angles, Halves
+from vsched_workers.row_blocks import Block, Rows
 from vsched_workers.slicing import SummedLinear
 
 if TYPE_CHECKING:
