@@ -11,8 +11,8 @@ pytest.importorskip("numba")
 
 import numpy as np
 
-from vsched_workers import attention_kernels
-from vsched_workers.attention_kernels import suits
+from vsched_workers import attention_kernels, numba_vectors
+from vsched_workers.attention_kernels import scored_type
 from vsched_workers.numba_vectors import can_multiply
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,8 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     attend: Any, length: int, group: int, head_dim: int, block_size: int
 ) -> None:
     """Blocks lie anywhere; what lies behind the last token is not read, whatever it is."""
-    if attend is attention_kernels._attend_pairs and not suits(head_dim, block_size):
+    in_pairs = scored_type(head_dim, block_size).dtype == np.uint16
+    if attend is attention_kernels._attend_pairs and not in_pairs:
         pytest.skip("such sizes go the plain way")
     torch.manual_seed(length)
     kv_heads, blocks, scaling = 3, 40, head_dim**-0.5
@@ -74,12 +75,20 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     assert torch.allclose(torch.from_numpy(summed).double(), wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_sizes_that_fill_vectors_suit_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_fill_vectors_are_scored_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of whole vectors of keys, and heads of whole panels of columns; elsewhere the plain way is compiled."""
     monkeypatch.setattr(attention_kernels, "can_multiply", lambda: True)
-    assert suits(64, 16)
-    assert suits(128, 32)
-    assert not suits(32, 16)
-    assert not suits(64, 8)
+    assert scored_type(64, 16).dtype == np.uint16
+    assert scored_type(128, 32).dtype == np.uint16
+    assert scored_type(32, 16).dtype == np.float32
+    assert scored_type(64, 8).dtype == np.float32
     monkeypatch.setattr(attention_kernels, "can_multiply", lambda: False)
-    assert not suits(64, 16)
+    assert scored_type(64, 16).dtype == np.float32
+
+
+def test_processor_is_asked_once_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask takes a third of a millisecond, and every step wants to know."""
+    found = can_multiply()
+    absent: Any = None
+    monkeypatch.setattr(numba_vectors, "binding", absent)
+    assert can_multiply() is found

@@ -15,6 +15,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.cpu_kernels import halves
@@ -144,9 +145,14 @@ _score: Any = numba.extending.intrinsic(_scoring)
 _combine: Any = numba.extending.intrinsic(_combining)
 
 
-def suits(head_dim: int, block_size: int) -> bool:
-    """Return whether heads and blocks of these sizes are scored and added up in pairs here."""
-    return can_multiply() and not head_dim % COLUMNS and not block_size % KEYS
+_PAIRS: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+_SINGLES: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+
+
+def scored_type(head_dim: int, block_size: int) -> npt.NDArray[Any]:
+    """Return an array of the type that keys are scored in here: uint16 for pairs where sizes suit them, or float32."""
+    suits = can_multiply() and not head_dim % COLUMNS and not block_size % KEYS
+    return _PAIRS if suits else _SINGLES
 
 
 @compiled()
@@ -287,8 +293,7 @@ def attend_row(
     """Attend for queries [heads, head dim] at an address to the first `length` tokens of the blocks in `table`.
 
     They are those of the key heads from `kv_first` to `kv_stop`. Adds to `summed`, float32 [heads, head dim]. `like` is
-    an array of the type that is multiplied: uint16 for pairs, where `suits` allows them, or float32. Only what is asked
-    for is compiled.
+    an array of the type that keys are scored in, see `scored_type`. Only what is asked for is compiled.
     """
     raise NotImplementedError
 

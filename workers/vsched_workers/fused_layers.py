@@ -23,10 +23,9 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from vsched_workers import cpu_kernels, head_kernels
-from vsched_workers.attention_kernels import suits
+from vsched_workers.attention_kernels import scored_type
 from vsched_workers.cpu_modules import PackedLinear, Product, filled
 from vsched_workers.numba_attention import parts_of, use_threads
-from vsched_workers.operand_choice import PAIR, SINGLE
 from vsched_workers.rotary_angles import Angles, Halves
 from vsched_workers.row_blocks import Block, Rows
 from vsched_workers.slicing import SummedLinear
@@ -134,7 +133,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Heads:
-    """What attention needs of a step beside the rows: the angles of each row, its slot, and room for prefill rows.
+    """What attention needs of a step beside the rows: angles and slot of each, room for prefill rows, and more.
 
     Shape: cos, sin [count, head dim / 2]; slots [count]; room [heads + 2 * kv heads, prefill rows, head dim].
     """
@@ -144,6 +143,7 @@ class _Heads:
     slots: npt.NDArray[np.int64]
     room: torch.Tensor
     many: bool
+    scored: npt.NDArray[Any]
 
 
 class FusedLanguage:
@@ -159,7 +159,8 @@ class FusedLanguage:
         self._own = min((weight.own_rows_max for weight in packed), default=0)
         use_threads(threads)
         cpu_kernels.warm_up(threads=threads)
-        head_kernels.warm_up(self._scored(USUAL_BLOCK), threads=threads)
+        head_dim = self._layers[0].attention.head_dim
+        head_kernels.warm_up(scored_type(head_dim, USUAL_BLOCK), threads=threads)
 
     def __call__(
         self,
@@ -188,7 +189,14 @@ class FusedLanguage:
         kinds = first.heads + 2 * first.kv_heads
         room = hidden.new_empty(kinds, count - step.decode_rows, first.head_dim)
         seen = int(step.contexts.sum()) * first.heads * first.head_dim
-        heads = _Heads(cos, sin, step.slots.numpy(), room, self._many(seen, DECODE_VALUES_MIN))
+        heads = _Heads(
+            cos,
+            sin,
+            step.slots.numpy(),
+            room,
+            self._many(seen, DECODE_VALUES_MIN),
+            scored_type(first.head_dim, step.cache.block_size),
+        )
         # A stress runs the first layers only, if any.
         layers = self._layers[: len(self._model.layers)]
         norms = [*(layer.norm for layer in layers), self._last]
@@ -250,7 +258,7 @@ class FusedLanguage:
                     parts_of(
                         middle - start, attention.kv_heads, self._threads if heads.many else 1
                     ),
-                    self._scored(step.cache.block_size),
+                    heads.scored,
                 )
             if middle < stop:
                 part = slice(middle, stop)
@@ -288,11 +296,6 @@ class FusedLanguage:
             rows.attended[segment.start : segment.stop].view(
                 -1, attention.heads, attention.head_dim
             ).copy_(attended.transpose(0, 1))
-
-    def _scored(self, block_size: int) -> npt.NDArray[Any]:
-        """Return of which type keys of blocks of this size are scored."""
-        head_dim = self._layers[0].attention.head_dim
-        return PAIR if suits(head_dim, block_size) else SINGLE
 
     def _feed_forward(self, layer: _Layer, rows: Rows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""

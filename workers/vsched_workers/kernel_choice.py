@@ -84,14 +84,14 @@ def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKerne
         from vsched_workers.tiled_attention import prefill_by_tiles
     except ImportError:
         return prefill_by_gather
-    return prefill_by_pairs if warm_up_rows(settings.threads) else prefill_by_tiles
+    return prefill_by_pairs if _pairs_pay(settings.threads) else prefill_by_tiles
 
 
 def choose_patches(threads: int) -> PatchKernel:
     """Return the kernel for the patches of images, in bfloat16 on a CPU."""
     from vsched_workers import paired_attention, tiled_attention
 
-    return paired_attention.attend_all if warm_up_rows(threads) else tiled_attention.attend_all
+    return paired_attention.attend_all if _pairs_pay(threads) else tiled_attention.attend_all
 
 
 def choose_products(settings: WorkerSettings) -> MakeOwn | None:
@@ -105,12 +105,15 @@ def choose_products(settings: WorkerSettings) -> MakeOwn | None:
     return functools.partial(panel_product, threads=settings.threads)
 
 
-def warm_up_rows(threads: int) -> bool:
-    """Compile what attends for many rows of bfloat16 here; tell whether pairs do, which fall back to tiles."""
+def _pairs_pay(threads: int) -> bool:
+    """Return whether pairs attend for many rows of bfloat16 here; compile what does.
+
+    Pairs leave heads of odd sizes to tiles, which are compiled then by the stress or the worst batch.
+    """
     from vsched_workers import operand_choice, paired_kernels, softmax_kernels
 
-    softmax_kernels.warm_up(threads=threads)
     if not operand_choice.pays_here():
+        softmax_kernels.warm_up(threads=threads)
         return False
     paired_kernels.warm_up(operand_choice.operand(), threads=threads)
     return True

@@ -5,6 +5,7 @@ numba knows neither the instruction nor vectors, so the inner loops of such kern
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ WORDS = ir.VectorType(WORD, LANES)
 NOTHING = ir.Constant(SINGLES, None)
 
 
+@functools.cache
 def can_multiply() -> bool:
     """Return whether this processor has the instruction, and numba compiles for this processor."""
     limits: Any = numba.config
@@ -45,6 +47,7 @@ def can_multiply() -> bool:
     return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
+@functools.cache
 def multiplies_tiles() -> bool:
     """Return whether this processor multiplies whole tiles of bfloat16 (AMX), many times as fast as pairs."""
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
