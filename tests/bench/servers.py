@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -85,9 +86,20 @@ class Server:
     """A running server."""
 
     def __init__(self, spec: Spec, log: Path) -> None:
+        """Start it.
+
+        Raises:
+            ServerError: When somebody listens where it will: whoever it is would be taken for it.
+        """
         self.spec = spec
         self.log = log
         self.paused = False
+        with socket.socket() as probe:
+            if not probe.connect_ex((HOST, spec.port)):
+                raise ServerError(
+                    f"{spec.side}: somebody listens on {HOST}:{spec.port} already. Remedy: end the server "
+                    "that an earlier run left behind."
+                )
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from tests.bench import compare, growth, options, processes, scheduler, setup, sides
 from tests.bench.load import CASES, Plan, draw
 from tests.bench.records import Figures, Key, Run, Store
-from tests.bench.servers import Server, ServerError, Spec
+from tests.bench.servers import HOST, Server, ServerError, Spec
 from tests.bench.session import Session
 from vsched.bench.shapes import Shape
 from vsched.errors import ConfigError
@@ -361,3 +362,14 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
     setup.install("vllm", tmp_path, pip_arguments="", console=console)
     assert [path.name for path in tmp_path.iterdir()] == [setup.STAMP]
     assert setup.mark("vllm") != setup.mark("transformers")
+
+
+def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+    """It would answer that it is healthy, at once."""
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        spec = Spec(side="vsched", command=["true"], model="bench", port=port, version="")
+        with pytest.raises(ServerError, match=f"{port} already. Remedy"):
+            Server(spec, tmp_path / "log")
