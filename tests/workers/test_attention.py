@@ -27,8 +27,7 @@ from vsched_workers.attention import (
     prefill_by_gather,
 )
 from vsched_workers.kernel_choice import choose_decode, choose_patches, choose_prefill
-from vsched_workers.numba_vectors import can_multiply
-from vsched_workers.operand_choice import PAIR, SINGLE
+from vsched_workers.numba_vectors import PAIR, SINGLE, can_multiply
 from vsched_workers.paired_attention import prefill_by_pairs
 from vsched_workers.tiled_attention import prefill_by_tiles
 

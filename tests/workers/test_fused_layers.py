@@ -21,7 +21,8 @@ from vsched_workers import cpu_kernels, head_kernels, paired_attention, panel_pr
 from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.fused_layers import FusedLanguage
 from vsched_workers.fused_vision import FusedBlock
-from vsched_workers.operand_choice import PAIR, SINGLE, pays_here
+from vsched_workers.numba_vectors import PAIR, SINGLE
+from vsched_workers.operand_choice import pays_here
 from vsched_workers.panel_products import PAIR_ROWS_MAX
 from vsched_workers.rotary_angles import Angles
 

@@ -13,7 +13,8 @@ pytest.importorskip("numba")
 
 from vsched_workers import operand_choice, panel_products
 from vsched_workers.cpu_modules import FEW_ROWS, PackedWeight, filled, packs
-from vsched_workers.operand_choice import PAIR, SINGLE, operand, pays_here
+from vsched_workers.numba_vectors import PAIR, SINGLE
+from vsched_workers.operand_choice import operand, pays_here
 from vsched_workers.panel_products import INPUTS_MAX, PAIR_ROWS_MAX, panel_product
 
 pytestmark = [

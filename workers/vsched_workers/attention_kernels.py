@@ -27,7 +27,9 @@ from vsched_workers.numba_vectors import (
     LINE,
     LONG,
     NOTHING,
+    PAIR,
     PAIRS,
+    SINGLE,
     SINGLES,
     WORD,
     Loop,
@@ -145,14 +147,10 @@ _score: Any = numba.extending.intrinsic(_scoring)
 _combine: Any = numba.extending.intrinsic(_combining)
 
 
-_PAIRS: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
-_SINGLES: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-
-
 def scored_type(head_dim: int, block_size: int) -> npt.NDArray[Any]:
     """Return an array of the type that keys are scored in here: uint16 for pairs where sizes suit them, or float32."""
     suits = can_multiply() and not head_dim % COLUMNS and not block_size % KEYS
-    return _PAIRS if suits else _SINGLES
+    return PAIR if suits else SINGLE
 
 
 @compiled()

@@ -10,12 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 LANES = 16
 """float32 values of a vector; of bfloat16 it has twice as many, which are multiplied as pairs."""
 LINE = 64
 """Bytes of a vector, and of a line of the cache."""
+
+
+PAIR: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+SINGLE: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+"""What kernels are given to tell them the type of their operands: bfloat16, which numpy does not know, or float32."""
 
 
 class _BrainFloat(ir.types.Type):  # type: ignore[misc]

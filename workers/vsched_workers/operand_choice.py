@@ -11,17 +11,12 @@ import functools
 import time
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from vsched_workers import rate_kernels
-from vsched_workers.numba_vectors import can_multiply, multiplies_tiles
+from vsched_workers.numba_vectors import PAIR, SINGLE, can_multiply, multiplies_tiles
 from vsched_workers.panel_kernels import PANEL, PASS_ROWS
-
-PAIR: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
-SINGLE: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-"""What kernels are given to tell them the type of their operands: bfloat16, which numpy does not know, or float32."""
 
 SINGLE_SHARE_MAX = 0.9
 """float32 is chosen where it takes at most this share of the time: rows must be widened for it."""

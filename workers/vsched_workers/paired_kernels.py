@@ -24,7 +24,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched_workers.cpu_kernels import halves, rounded
 from vsched_workers.numba_basics import as_float, as_kind, compiled, exp2, larger
 from vsched_workers.numba_vectors import LANES, LINE, LONG, WORD, Writer
-from vsched_workers.panel_kernels import PANEL, PASS_ROWS, Pass
+from vsched_workers.panel_kernels import PANEL, PASS_ROWS, Pass, take
 
 BLOCK = 4 * PASS_ROWS
 """Rows that are computed at once: a panel is read for all of them, and their scores stay in the cache."""
@@ -268,9 +268,7 @@ def _whole_passes(rows_at: int, rows: int, head_dim: int, like: Any) -> Any:
     filled = (rows + PASS_ROWS - 1) // PASS_ROWS * PASS_ROWS
     copied = np.zeros((filled, head_dim), dtype=like.dtype)
     for row in range(rows):
-        source, target = halves(rows_at + row * 2 * head_dim, head_dim), copied[row]
-        for index in range(head_dim):
-            target[index] = as_kind(copied[0, 0], as_float(source[index]))
+        take(rows_at + row * 2 * head_dim, copied[row])
     return copied
 
 

@@ -247,7 +247,7 @@ def _multiply_panels(
 
 
 @compiled()
-def _take(row_at: int, inputs: Any) -> None:
+def take(row_at: int, inputs: Any) -> None:
     """Write a row of bfloat16 in the type of the inputs."""
     given = halves(row_at, len(inputs))
     for index in range(len(inputs)):
@@ -272,7 +272,7 @@ def multiply(
     """
     inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
     for row in range(rows):
-        _take(rows_at + row * pairs * 4, inputs[row])
+        take(rows_at + row * pairs * 4, inputs[row])
     panels = (outputs + PANEL - 1) // PANEL
     _multiply_panels(0, panels, inputs, weight_at, outputs, bias_at, out_at)
 
@@ -292,7 +292,7 @@ def multiply_parallel(
     """Do as `multiply` does on so many threads, each of which has neighbouring panels."""
     inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
     for row in numba.prange(rows):
-        _take(rows_at + row * pairs * 4, inputs[row])
+        take(rows_at + row * pairs * 4, inputs[row])
     panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads

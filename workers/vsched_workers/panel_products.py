@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from vsched_workers import panel_kernels
 from vsched_workers.numba_attention import use_threads
-from vsched_workers.numba_vectors import LINE
-from vsched_workers.operand_choice import SINGLE, operand, pays_here
+from vsched_workers.numba_vectors import LINE, SINGLE
+from vsched_workers.operand_choice import operand, pays_here
 from vsched_workers.panel_kernels import PANEL
 
 INPUTS_MAX = 4096
