@@ -115,6 +115,7 @@ def kernel_sizes(
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
+        together=config.placement == "together",
     )
 
 

@@ -219,13 +219,15 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """What the worst batch of an encode rank needs beyond its weights; 0 bytes when the probe was skipped.
 
-    `held` says that its allocator keeps the memory, so that it is no longer available to others.
+    `held` says that its allocator keeps the memory, so that it is no longer available to others. `pauses` says that the
+    encoder may hold it while a step runs in the same process.
     """
 
     rank: int
     pool: str
     growth_bytes: int
     held: bool
+    pauses: bool = False
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

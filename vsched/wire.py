@@ -6,7 +6,7 @@ follower that sees a gap or another digest stops; it never computes on.
 
 Processes that serve two groups follow two logs. Turns, which both leaders draw from one counter, say in which order the
 steps of the two are to be carried out: else one rank would wait in a collective of the one group for a peer that waits
-in a collective of the other.
+in a collective of the other. An encode step may pause for those of the other group: each `Continue` has a turn.
 
 Rank to leader: one frame, a checksum and a msgpack body, which is a tagged union. Nothing is ever pickled.
 """
@@ -59,13 +59,22 @@ class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     blocks: int
 
 
+class Continue(msgspec.Struct, frozen=True, array_like=True, tag="n"):
+    """Go on with an encode step that paused: so many parts more, 0 for the rest; nothing where it does not wait."""
+
+    step: int
+    parts: int
+
+
 class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     """Run a worker's periodic collective work, by name; every rank at the same place of its log (E10)."""
 
     name: str
 
 
-Entry = GenerateDecision | EncodeDecision | Heartbeat | Stop | SizeKv | AcceptKv | RunHook
+Entry = (
+    GenerateDecision | EncodeDecision | Continue | Heartbeat | Stop | SizeKv | AcceptKv | RunHook
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +156,14 @@ class EncodeResult(msgspec.Struct, frozen=True, tag=True):
     wanted: list[str] = []
 
 
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """So many parts of an encode step are done, in `busy_ns`, and more are left: the rank waits for a `Continue`."""
+
+    step: int
+    parts: int
+    busy_ns: int
+
+
 class StepCheck(msgspec.Struct, frozen=True, tag=True):
     """What a rank other than the first says of a step: `check` is equal where the results are (A7)."""
 
@@ -181,6 +198,7 @@ Report = (
     | Ready
     | GenerateResult
     | EncodeResult
+    | Paused
     | StepCheck
     | Pulse
     | Beat
@@ -239,7 +257,7 @@ class LeaderLog:
         """Return the frame of the next entry, the same for every rank."""
         body = _encoder.encode(entry)
         turn = 0
-        if isinstance(entry, GenerateDecision | EncodeDecision | RunHook):
+        if isinstance(entry, GenerateDecision | EncodeDecision | Continue | RunHook):
             turn = self._turns.last = self._turns.last + 1
         covered = turn.to_bytes(8, "little") + body
         self.seq += 1

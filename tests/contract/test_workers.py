@@ -248,9 +248,35 @@ class Staining(FakeEncoder):
         super().encode(jobs, embeddings)
 
 
+class Hasty(FakeEncoder):
+    """In parts, it leaves the last image out."""
+
+    pauses = True
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        self._work, self._left = (jobs[:-1], embeddings), 2
+
+    def advance(self, parts: int) -> bool:
+        self._left -= min(parts or self._left, self._left)
+        if not self._left:
+            self.encode(*self._work)
+        return not self._left
+
+
+class Forgetful(Hasty):
+    """It fails in its second part."""
+
+    def advance(self, parts: int) -> bool:
+        if self._left == 1:
+            raise RuntimeError("where was I?")
+        return super().advance(parts)
+
+
 @pytest.mark.parametrize(
     ("encoder", "complaint"),
     [
+        (Hasty, "must write all"),
+        (Forgetful, r"`encode` failed: RuntimeError\('where was I\?'\)"),
         (Spilling, "which is none of its images'"),
         (Sparing, "must write all"),
         (Staining, "read-only"),

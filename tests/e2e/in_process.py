@@ -16,7 +16,7 @@ from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
-from vsched.wire import EncodeResult, FollowerLog, GenerateResult, LeaderLog, Ready
+from vsched.wire import EncodeResult, FollowerLog, GenerateResult, LeaderLog, Paused, Ready
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
@@ -79,7 +79,7 @@ class InProcessCrew(Crew):
             return  # stopped meanwhile
         waiting = [group for group in self.groups if self._sent[group]]
         group = waiting[0 if self._pace.random() < ENCODE_SHARE else -1]
-        result: EncodeResult | GenerateResult
+        result: EncodeResult | GenerateResult | Paused
         match self._logs[group][1].accept(self._sent[group].popleft()):
             case EncodeDecision() as decision:
                 result = self._encoder.apply(decision)
@@ -87,6 +87,7 @@ class InProcessCrew(Crew):
                 result = self._generator.apply(decision)
             case entry:
                 raise AssertionError(f"no decision: {entry}")
+        assert not isinstance(result, Paused), "nothing was sent in parts"
         self._events.on_result(group, result)
 
     async def stop(self, *, grace_s: float = 0.0) -> None:

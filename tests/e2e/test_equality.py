@@ -14,6 +14,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.e2e.asking import Ask, answers, crowd, data_url
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
+from vsched.aio.stretches import Stretches
+from vsched.wire import Paused
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
 
@@ -62,6 +64,30 @@ async def test_engine_equals_generate(
     assert (cached > 0) == served.config.generate.prefix_cache
     assert (encode["cache_evictions"] > 0) == (encode["pages_total"] < 10)
     await assert_idle(served)
+
+
+@pytest.mark.slow
+async def test_engine_equals_generate_where_encoding_pauses(
+    configure: Callable[..., Config],
+    expected: Callable[[str], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """E4: images are encoded layer by layer between the steps of those who decode."""
+    pauses: list[Paused] = []
+    plain = Stretches.go_on
+
+    def go_on(self: Stretches, paused: Paused) -> int:
+        pauses.append(paused)
+        return plain(self, paused)
+
+    monkeypatch.setattr(Stretches, "go_on", go_on)
+    sets = ("placement=together", "generate.step_target_ms=0.1", "generate.step_target_ratio=1.5")
+    async with Engine(configure("nano3", *sets)) as engine:
+        found = await answers(engine, crowd(), at_once=8)
+        assert [each.token_ids for each in found] == expected(engine.model_name)
+        assert len(pauses) > len(crowd())
+        assert all(paused.busy_ns > 0 for paused in pauses)
+        await assert_idle(engine)
 
 
 async def test_answers_differ(expected: Callable[[str], list[list[int]]]) -> None:

@@ -76,9 +76,15 @@ PLANTS = (
     ),
     Plant(
         "a retry by one rank",
-        "vsched.worker.encode_rank:EncodeRank.apply",
+        "vsched.worker.encode_rank:EncodeRank._run",
         "except DeviceOutOfMemory as error:",
-        "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self.apply(decision)",
+        "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
+    ),
+    Plant(
+        "a batch that waits for ever",
+        "vsched.aio.leader:Leader._take_pause",
+        "self._append(Continue(paused.step, self._stretches.go_on(paused)))",
+        "self._stretches.go_on(paused)",
     ),
     Plant(
         "a lost terminal reply",

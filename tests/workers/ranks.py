@@ -15,7 +15,8 @@ import torch
 
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.abilities import can_pause
+from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.tensor_parallel import RankGroup
 
 T = TypeVar("T")
@@ -94,6 +95,40 @@ def answer(
         "generate": stage.generator.weights_bytes,
     }
     return [each.output for each in running], np.array(driver.embeddings), held
+
+
+def encode_in_parts(
+    settings: WorkerSettings, path: str, question: Question, fails: bool
+) -> tuple[str, bool]:
+    """Encode an image part by part, with a step of the language model after each; the first rank may fail at the end.
+
+    Returns how that ended, and whether a batch that followed has the rows of one at once, and the steps their tokens.
+    """
+    stage = load(settings, path)
+    driver = driver_of(settings, stage, 40)
+    expected = [each.output for each in driver.run([question])]
+    encoder = stage.encoder
+    assert can_pause(encoder)
+    image = question.images[0]
+    plan = stage.preprocessor.plan_image(*image.size)
+    pages = list(range(-(-plan.tokens // ROWS_A_PAGE)))
+    tokens = plan.tokens - (fails and settings.rank == 0)
+    pixels = stage.preprocessor.process_image(image)
+    whole, found = np.zeros_like(driver.embeddings), np.zeros_like(driver.embeddings)
+
+    def work() -> None:
+        encoder.begin([EncodeJob(b"", plan.grid, tokens, pixels, pages)], found)
+        while not encoder.advance(1):
+            assert [each.output for each in driver.run([question])] == expected
+
+    error = outcome(work)
+    job = EncodeJob(b"", plan.grid, plan.tokens, pixels, pages)
+    encoder.encode([job], whole)
+    if error:
+        found[:] = whole if settings.rank else 0
+        encoder.begin([job], found)
+        assert encoder.advance(0)
+    return error, bool(np.array_equal(found, whole)) and whole.any() == (settings.rank == 0)
 
 
 def outcome(call: Callable[[], Any]) -> str:

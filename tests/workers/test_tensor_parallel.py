@@ -92,6 +92,17 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
     check_equal(ranks, four_heads(size), 4)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_pause_in_a_batch(
+    ranks: Ranks, checkpoints: Callable[[str], Path], size: str, *, fails: bool
+) -> None:
+    """A7, F1: parts end at one place on all ranks, steps lie in between; one failure is everybody's."""
+    found = ranks.run(on_rank.encode_in_parts, str(checkpoints(size)), QUESTIONS[0], fails)
+    errors = ["ValueError", "PeerFailed"] if fails else ["", ""]
+    assert [error.partition(":")[0] for error, _ in found] == errors
+    assert all(same for _, same in found)
+
+
 def test_ranks_agree_in_bfloat16(
     ranks: Ranks, checkpoints: Callable[[str], Path], size: str
 ) -> None:

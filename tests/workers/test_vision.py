@@ -13,6 +13,7 @@ import torch
 from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image
 from tests.workers.reference import Reference
 from vsched.types import ModelInfo
+from vsched.worker.abilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.plugin import plugin
 
@@ -90,6 +91,52 @@ def test_encode_gives_the_same_in_parts(
         np.testing.assert_allclose(
             rows_of(stage, job, found), rows_of(stage, job, alone), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("attention", ["auto", "exact"])
+@pytest.mark.parametrize("parts", [1, 2, 0])
+def test_encode_pauses_between_blocks(
+    stages: Stages, size: str, attention: str, parts: int
+) -> None:
+    """The rows to the bit, written at the end; the thread is in nobody's inference mode meanwhile."""
+    stage = stages(size)
+    settings = WorkerSettings(attention=attention)
+    worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
+    assert can_pause(worker)
+    jobs = jobs_of(stage)
+    whole, found = empty_pages(stage.info), empty_pages(stage.info)
+    worker.encode(jobs, whole)
+    worker.begin(jobs, found)
+    pauses = 0
+    while not worker.advance(parts):
+        pauses += 1
+        assert not torch.is_inference_mode_enabled()
+        assert (found == 0xA5).all()
+        assert torch.ones(1, requires_grad=True).requires_grad, "what runs meanwhile is free"
+    assert np.array_equal(found, whole)
+    blocks = len(worker._tower.blocks)  # type: ignore[attr-defined]
+    assert pauses == ((blocks - 1) // parts if parts else 0)
+
+
+def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:
+    """F1: the error comes out of the part that it happens in; a batch that is given up leaves nothing behind."""
+    stage = stages("nano25")
+    worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
+    assert can_pause(worker)
+    jobs = jobs_of(stage)
+    wrong = EncodeJob(b"", jobs[0].grid, jobs[0].tokens - 1, jobs[0].pixels, jobs[0].pages)
+    worker.begin([wrong], empty_pages(stage.info))
+    assert not worker.advance(1)
+    with pytest.raises(ValueError, match="the encoder yields rows of shape"):
+        worker.advance(0)
+    worker.begin(jobs[1:], empty_pages(stage.info))
+    assert not worker.advance(1)
+    found, whole = empty_pages(stage.info), empty_pages(stage.info)
+    worker.begin(jobs[:1], found)
+    assert worker.advance(0)
+    worker.encode(jobs[:1], whole)
+    assert np.array_equal(found, whole)
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_encode_writes_nothing_beyond_its_rows(stages: Stages) -> None:

@@ -20,15 +20,17 @@ import msgspec
 
 from vsched.aio.hooks import HookTimes
 from vsched.aio.launcher import LeaderEnd
+from vsched.aio.stretches import Stretches
 from vsched.aio.watch import Checks, Deadlines, Presence, Watch
 from vsched.errors import PeerLost
-from vsched.kernel.decisions import Decision
+from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
 from vsched.wire import (
     AcceptKv,
     Beat,
+    Continue,
     EncodeResult,
     Entry,
     Failure,
@@ -38,6 +40,7 @@ from vsched.wire import (
     LeaderLog,
     Loaded,
     Loading,
+    Paused,
     Pulse,
     Ready,
     Report,
@@ -81,7 +84,7 @@ class _Roll(Generic[Answer]):
 
 
 class Leader:
-    """Leads the ranks of one group.
+    """Leads the ranks of one group; with `shared`, they serve a generate group, too.
 
     `on_result` gets each step's result once; `on_lost` is called once, with the reason, when the group cannot go on.
     """
@@ -98,6 +101,7 @@ class Leader:
         on_lost: Callable[[str], None],
         on_progress: Callable[[str, float], None],
         presence: Presence | None = None,
+        shared: bool = False,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
@@ -123,6 +127,8 @@ class Leader:
         self._watch = Watch(ranks, deadlines, self._presence)
         self._checks = Checks(ranks)
         self._hooks = HookTimes({}, self._loop.time())
+        self._shared = shared
+        self._stretches = Stretches()
         self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
@@ -136,13 +142,17 @@ class Leader:
         self._run_hooks()
         self._hooks.stepped()
         self._watch.owe(decision.step, self._loop.time())
+        if self._shared and isinstance(decision, EncodeDecision):
+            decision = self._stretches.begin(decision)
         self._append(decision)
         deaf = self._watch.deaf()
         if deaf is not None:
             self.lose(f"rank {deaf} is more steps behind than its queue is long")
 
     def _run_hooks(self) -> None:
-        """Have every rank do the periodic work that is due."""
+        """Have every rank do the periodic work that is due, unless a step is done in part."""
+        if self._stretches.open:
+            return
         for name in self._hooks.take_due(self._loop.time()):
             self._append(RunHook(name))
             self._watch.owe(self._log.seq, self._loop.time(), hook=name)
@@ -219,6 +229,8 @@ class Leader:
 
     def _on_report(self, rank: int, report: Report) -> None:
         match report:
+            case Paused():
+                self._take_pause(rank, report)
             case GenerateResult() | EncodeResult() | StepCheck():
                 self._take_answer(rank, report)
             case Beat(seq, memory):
@@ -234,25 +246,28 @@ class Leader:
             case Sized():
                 self._votes.answer(rank, report)
             case Ready():
-                self.memory[rank] = report.memory
-                self._ready[rank] = report
-                if len(self._ready) == self._ranks and not self.ready.done():
-                    self._begin()
-            case Failure(kind, message):
-                # A rank that misses another one is not taken at its word at once: the other's is on its way.
-                delay_s = OTHERS_WORD_S if kind == PeerLost.__name__ else 0.0
-                self._lose_after(delay_s, f"rank {rank} stopped with {kind}: {message}")
+                self._take_ready(rank, report)
+            case Failure():
+                self._take_failure(rank, report)
             case Hello() | Pulse():  # of the peer's life, which is noted already
                 pass
 
-    def _lose_after(self, delay_s: float, reason: str) -> None:
-        if delay_s:
-            self._loop.call_later(delay_s, self.lose, reason)
+    def _take_failure(self, rank: int, failure: Failure) -> None:
+        reason = f"rank {rank} stopped with {failure.kind}: {failure.message}"
+        if failure.kind == PeerLost.__name__:
+            # A rank that misses another one is not taken at its word at once: the other's is on its way.
+            self._loop.call_later(OTHERS_WORD_S, self.lose, reason)
         else:
             self.lose(reason)
 
     def _rolls(self) -> tuple[_Roll[Any], ...]:
         return self.loaded, self.reserved, self._votes
+
+    def _take_ready(self, rank: int, report: Ready) -> None:
+        self.memory[rank] = report.memory
+        self._ready[rank] = report
+        if len(self._ready) == self._ranks and not self.ready.done():
+            self._begin()
 
     def _begin(self) -> None:
         """All ranks are ready: from now on they owe answers, however early they were."""
@@ -292,6 +307,9 @@ class Leader:
                 return
         if isinstance(answer, StepCheck):
             return
+        if isinstance(answer, EncodeResult) and self._stretches.end() and answer.error:
+            # Others may wait for their next part: they go on, and fail where they miss this rank.
+            self._append(Continue(answer.step, 0))
         for name in answer.wanted:
             if not self._hooks.ask(name):
                 self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
@@ -299,6 +317,16 @@ class Leader:
         self._on_result(answer)
         if answer.wanted and not self._over:
             self._run_hooks()
+
+    def _take_pause(self, rank: int, paused: Paused) -> None:
+        """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
+        due = self._watch.due(rank)
+        expected = self._stretches.open and due is not None and due.number == paused.step
+        if rank or paused.parts < 1 or not expected:
+            self.lose(f"rank {rank} paused in step {paused.step}, which is not out in parts")
+            return
+        self._watch.renew(paused.step, self._loop.time())
+        self._append(Continue(paused.step, self._stretches.go_on(paused)))
 
     def _take_beat(self, rank: int, seq: int) -> None:
         due = self._watch.due(rank)

@@ -142,7 +142,7 @@ class Sizing:
         progress = self._groups[group]
         left = self._left_to_others(group)
         loaded = {rank.rank: rank.reserved_bytes for rank in progress.loaded}
-        growth = self._growth_within(group)
+        own = {one.rank: one for one in self._reservations.of_group(self._encoder_of[group])}
         negotiation = self._negotiation(group, [_smaller(one, left) for one in progress.loaded])
         votes: list[Sized] = []
         try:
@@ -154,7 +154,7 @@ class Sizing:
                 votes = await generate.size(
                     SizeKv(order.tokens, stress, canary_bytes, probe=isinstance(order, Probe))
                 )
-                covered = [_covering_encoder(one, loaded[one.memory.rank], growth) for one in votes]
+                covered = [_covering_encoder(one, loaded[one.memory.rank], own) for one in votes]
                 order = negotiation.take(
                     [
                         msgspec.structs.replace(one, memory=_smaller(one.memory, left))
@@ -193,11 +193,6 @@ class Sizing:
             owner=group,
             encoder_names=names,
         )
-
-    def _growth_within(self, group: str) -> dict[int, int]:
-        """Return what the encoders in the processes of a group reserve, by rank."""
-        own = self._reservations.of_group(self._encoder_of[group])
-        return {one.rank: one.growth_bytes for one in own}
 
     def _left_to_others(self, group: str) -> dict[str, int]:
         """Return the bytes of each pool that a group must leave to others that generate from the same memory.
@@ -245,14 +240,20 @@ def _whole(ledger: Ledger, left: Mapping[str, int]) -> Ledger:
     return Ledger.balanced(totals, [line for line in ledger.lines if line.line != "headroom"])
 
 
-def _covering_encoder(vote: Sized, loaded_bytes: int, growth: Mapping[int, int]) -> Sized:
+def _covering_encoder(vote: Sized, loaded_bytes: int, own: Mapping[int, Reservation]) -> Sized:
     """Raise the peak of a process that encodes, too, to that of its worst batch beside the same KV cache.
 
-    Its two stages take turns, so the larger of the two peaks is what it needs, not their sum.
+    Its two stages take turns, so the larger of the two peaks is what it needs; their sum, where its encoder pauses
+    within a batch for steps.
     """
     memory = vote.memory
-    peak_bytes = loaded_bytes + memory.kv_bytes + growth.get(memory.rank, 0)
-    if memory.rank not in growth or peak_bytes <= memory.peak_bytes:
+    if memory.rank not in own:
+        return vote
+    reservation = own[memory.rank]
+    peak_bytes = loaded_bytes + memory.kv_bytes + reservation.growth_bytes
+    if reservation.pauses:
+        peak_bytes = memory.peak_bytes + reservation.growth_bytes
+    if peak_bytes <= memory.peak_bytes:
         return vote
     return msgspec.structs.replace(
         vote, memory=msgspec.structs.replace(memory, peak_bytes=peak_bytes)

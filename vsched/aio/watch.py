@@ -90,6 +90,12 @@ class Watch:
         if owed:
             owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
+    def renew(self, number: int, now_s: float) -> None:
+        """A step has paused, and goes on: its time runs from now."""
+        for owed in self._owed:
+            if owed and not owed[0].hook and owed[0].number == number:
+                owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+
     def complaint(self, now_s: float) -> str:
         """Return which rank is late and why it is given up; empty when none is."""
         limits, presence = self._deadlines, self._presence

@@ -32,6 +32,7 @@ SEAMS = (
     Seam(Member, "report", "reporting"),
     Seam(GenerateRank, "apply", "rows"),
     Seam(EncodeRank, "apply", "rows"),
+    Seam(EncodeRank, "go_on", "rows"),
 )
 _ITEM_BYTES = 8
 
@@ -46,14 +47,16 @@ def cells_of(folder: Path, pid: int) -> array[int]:
 def _watch_workers(meter: Meter) -> None:
     """Put clocks on workers when they come: what they are made of is the plug-in's business."""
 
-    def watch(cls: Any, method: str, component: str) -> None:
+    def watch(cls: Any, component: str, *methods: str) -> None:
         plain: Callable[..., None] = cls.__init__
         seen: list[type] = []
 
         def init(self: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
             if type(worker) not in seen:
                 seen.append(type(worker))
-                meter.install(type(worker), method, component)
+                for method in methods:
+                    if hasattr(worker, method):
+                        meter.install(type(worker), method, component)
                 module = sys.modules[type(worker).__module__]
                 if hasattr(module, "sample"):
                     meter.install(module, "sample", "sampling")
@@ -61,8 +64,8 @@ def _watch_workers(meter: Meter) -> None:
 
         cls.__init__ = init
 
-    watch(GenerateRank, "step", "model")
-    watch(EncodeRank, "encode", "vision")
+    watch(GenerateRank, "model", "step")
+    watch(EncodeRank, "vision", "encode", "advance")
 
 
 def main() -> int:

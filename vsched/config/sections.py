@@ -209,8 +209,8 @@ class GenerateConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="While requests decode, prefill is cut so that a step takes about so long; "
-            "0 for no limit.",
+            description="While requests decode, prefill is cut so that a step takes about so long, and so is "
+            "encoding in the same processes; 0 for no limit.",
         ),
     ] = 100.0
     step_target_ratio: Annotated[

@@ -99,10 +99,18 @@ class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """One step of the encode group: these items in one batch."""
+    """One step of the encode group: these items in one batch.
+
+    Attributes:
+        stretch_ns: How long ranks may encode without a step of the generate group in between; 0 for no limit.
+        parts: How much of the batch is to be encoded at first, in parts of the worker's own; 0 for all of it. The
+            leader says so, from what parts took before.
+    """
 
     step: int
     tasks: list[EncodeTask]
+    stretch_ns: int = 0
+    parts: int = 0
 
 
 Decision = GenerateDecision | EncodeDecision

@@ -42,11 +42,14 @@ class Pace:
 
     def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
         """Return what a step may prefill that has room for so many tokens beside so many decodes."""
+        return StepBudget(self, tokens, self.left_ns(decodes) or math.inf)
+
+    def left_ns(self, decodes: int) -> float:
+        """Return how long so many decodes may be kept from their next step by something else; 0 for no limit."""
         if not (self._target_ns and decodes):
-            return StepBudget(self, tokens, math.inf)
+            return 0.0
         decode_ns = self.decode_ns(decodes)
-        left_ns = max(self._target_ns, self._ratio * decode_ns) - decode_ns
-        return StepBudget(self, tokens, max(left_ns, 1))
+        return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
 
     def note(self, step: int, budget: StepBudget | None, *, decodes: int) -> None:
         """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""

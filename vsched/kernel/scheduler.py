@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from vsched.kernel.book import RequestBook
 from vsched.kernel.commands import (
     Command,
@@ -64,6 +66,9 @@ class Scheduler:
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.lanes, *self.generators)
         }
+        # The generate group whose processes an encode group keeps from their steps.
+        shared = zip(self.encode.lanes, self.generators, strict=True) if sizes.together else ()
+        self._hosts = {lane.name: stage for lane, stage in shared}
         self._draining: list[Group] = []
         self._book = RequestBook(sizes, policies, self.encode, self.generators, self._faults)
         self._timer_ns: int | None = None
@@ -245,9 +250,15 @@ class Scheduler:
 
     def _plan_encode(self) -> bool:
         planned = self.encode.plan(self._book.now_ns)
-        if planned is not None:
-            self._book.commands.append(Decide(*planned))
-        return planned is not None
+        if planned is None:
+            return False
+        group, decision = planned
+        host = self._hosts.get(group)
+        if host is not None:
+            left_ns = host.pace.left_ns(len(host.running.decoding))
+            decision = msgspec.structs.replace(decision, stretch_ns=int(left_ns))
+        self._book.commands.append(Decide(group, decision))
+        return True
 
     def _break_stall(self) -> bool:
         """When nothing is out, see that what keeps the oldest waiting still holds.

@@ -79,6 +79,7 @@ class SimulatedGroup:
         self._cold = cost.host.cold
         self._rng = rng
         self._start_ns = self._took_ns = 0
+        self._left_ns = 0.0
 
     @property
     def process(self) -> object:
@@ -106,19 +107,24 @@ class SimulatedGroup:
         self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
         return self._start_ns + (int(took_ns * self.slowdown) or 1)
 
-    def end(self, now_ns: int) -> Event:
-        """End the step that is under way; return the event that tells the scheduler."""
-        decision, _ = self.log.popleft()
-        self.device.running = None
-        self.steps += 1
+    def end(self, now_ns: int) -> Event | None:
+        """End what is under way; return the event that tells the scheduler, None where a step only pauses."""
+        device = self.device
+        device.running = None
         took_ns = now_ns - self._start_ns
         self._took_ns = took_ns if took_ns > 0 else 1
         self.busy_ns += self._took_ns
+        if self._left_ns:
+            device.ready.append(self)  # it goes on after what was decided meanwhile
+            return None
+        decision, _ = self.log.popleft()
+        self.steps += 1
         return self._finish(decision, now_ns)
 
     def lose(self) -> None:
         """Forget everything, as the loss of the processes does."""
         self.life += 1
+        self._left_ns = 0.0
         self.log.clear()
         device = self.device
         if device.running is self:
@@ -147,7 +153,11 @@ class EncodeGroup(SimulatedGroup):
 
     def _start(self, decision: Decision) -> float:
         assert isinstance(decision, EncodeDecision)
-        return self._cost.encode_ns([task.tokens for task in decision.tasks if not task.encoded])
+        tokens = [task.tokens for task in decision.tasks if not task.encoded]
+        took_ns = self._left_ns or self._cost.encode_ns(tokens)
+        stretch_ns = min(took_ns, decision.stretch_ns or took_ns)
+        self._left_ns = took_ns - stretch_ns
+        return stretch_ns
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
         assert isinstance(decision, EncodeDecision)

@@ -180,8 +180,8 @@ class Simulation:
                     self._leave(subject, now_ns)
             else:
                 event = self._happen(kind, subject, life, now_ns)
-                if event is None:
-                    continue
+            if event is None:
+                continue
             self.events += 1
             self.now_ns = now_ns
             commands = handle(event, now_ns)

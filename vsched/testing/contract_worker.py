@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +17,8 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.testing.contract import ContractBroken, demand, demand_members
 from vsched.testing.worker_runs import Ask, Place, run_alone, run_together
 from vsched.types import Extent, ModelInfo, SamplingParams
-from vsched.wire import SizeKv
+from vsched.wire import Paused, Report, SizeKv
+from vsched.worker.abilities import can_pause
 from vsched.worker.contract import (
     EncodeJob,
     EncodeWorker,
@@ -223,10 +225,11 @@ class _Bench:
             return arenas[0], pages
         order = rng.sample(range(len(self.images)), len(self.images))
         cut = rng.randint(1, len(order))
-        for arena in arenas:  # the same batches over other bytes: so what is not written shows
+        # The same batches over other bytes: so what is not written shows. And in parts, where the encoder can pause.
+        for parts, arena in enumerate(arenas):
             for batch in (order[:cut], order[cut:]):
                 if batch:
-                    self._encode_batch(self.encoder, arena, batch, pages)
+                    self._encode_batch(self.encoder, arena, batch, pages, parts)
         for image, own in zip(self.images, pages, strict=True):
             rows = [arena[own].reshape(-1, shape[2])[: image.plan.tokens] for arena in arenas]
             demand(
@@ -242,6 +245,7 @@ class _Bench:
         arena: npt.NDArray[np.uint8],
         batch: Sequence[int],
         pages: Sequence[Sequence[int]],
+        parts: int,
     ) -> None:
         tasks = [
             EncodeTask(
@@ -256,7 +260,9 @@ class _Bench:
         before = arena.copy()
         worker = _Overheard(encoder)
         rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
-        rank.apply(EncodeDecision(1, tasks))
+        heard: Report | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
+        while isinstance(heard, Paused):
+            heard = rank.go_on(1, parts)
         if worker.error is not None:
             raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
         others = np.ones(len(arena), np.bool_)
@@ -313,12 +319,29 @@ class _Overheard:
         self.weights_bytes = worker.weights_bytes
         self.device_memory = worker.device_memory
         self.error: Exception | None = None
+        self.pauses = can_pause(worker)
         self._worker = worker
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode."""
-        try:
+        with self._listening():
             self._worker.encode(jobs, embeddings)
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Take a batch, to encode it in parts."""
+        assert can_pause(self._worker)
+        self._worker.begin(jobs, embeddings)
+
+    def advance(self, parts: int) -> bool:
+        """Encode parts of it."""
+        assert can_pause(self._worker)
+        with self._listening():
+            return self._worker.advance(parts)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self.error = error
             raise

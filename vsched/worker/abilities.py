@@ -5,12 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan
 
 # --- workers -----------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class PausingEncode(EncodeWorker, Protocol):
+    """An encode worker that can pause within a batch, for steps of the generate group in the same processes.
+
+    Attributes:
+        pauses: Whether it can here. What it holds while it waits comes on top of what a step needs.
+    """
+
+    @property
+    def pauses(self) -> bool: ...
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Take a batch, as `encode` does, without working on it. One that was not finished is dropped."""
+        ...
+
+    def advance(self, parts: int) -> bool:
+        """Work on the batch for so many parts of about equal length, 0 for the rest; return whether it is done.
+
+        Parts are the same on all ranks, layers for one. Rows and errors are those of `encode`; after an error there is
+        no batch any more.
+        """
+        ...
+
+
+def can_pause(worker: EncodeWorker) -> TypeGuard[PausingEncode]:
+    """Return whether an encode worker can pause within a batch, here and now."""
+    return isinstance(worker, PausingEncode) and worker.pauses
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 class EncodeJob:
     """One item to encode.
 
-    Shape: `pixels` is float32 [t*h*w, patch values], a view of the arena (read-only, valid during the call).
+    Shape: `pixels` is float32 [t*h*w, patch values], a view of the arena (read-only, valid until the job is done).
     `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be partly filled.
     """
 

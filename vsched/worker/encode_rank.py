@@ -11,7 +11,8 @@ import numpy.typing as npt
 from vsched.errors import DeviceOutOfMemory, GroupLost, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
-from vsched.wire import EncodeResult
+from vsched.wire import EncodeResult, Paused
+from vsched.worker.abilities import can_pause
 from vsched.worker.contract import EncodeJob, EncodeWorker
 
 logger = logging.getLogger(__name__)
@@ -38,27 +39,61 @@ class EncodeRank:
         self._embeddings = embeddings
         self._read = read
         self._patch_values = patch_values
+        self._paused = 0
 
-    def apply(self, decision: EncodeDecision) -> EncodeResult:
-        """Encode one batch. An error fails the batch, never the rank; its message names no internals."""
+    def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
+        """Encode one batch, or as many parts of it as the decision says, where the worker can pause.
+
+        An error fails the batch, never the rank; its message names no internals.
+        """
+        if self._paused:
+            raise RankDesync(
+                f"encode step {decision.step} came while step {self._paused} is not done"
+            )
+        return self._run(decision.step, decision.parts, lambda: self._begin(decision))
+
+    def go_on(self, step: int, parts: int) -> EncodeResult | Paused | None:
+        """Encode so many parts more, 0 for the rest; None where this step does not wait: it has failed here."""
+        if step != self._paused:
+            return None
+        self._paused = 0
+        return self._run(step, parts, lambda: self._advance(parts))
+
+    def _run(self, step: int, parts: int, work: Callable[[], bool]) -> EncodeResult | Paused:
         try:
-            jobs = []
-            for task in decision.tasks:
-                if not task.encoded:
-                    jobs.append(self._job(task))
-                elif self._first:
-                    self._copy(task)
-            if jobs:
-                self._worker.encode(jobs, self._embeddings)
+            done = work()
         except DeviceOutOfMemory as error:
-            logger.warning("encode step %d ran out of memory: %s", decision.step, error)
-            return EncodeResult(decision.step, "the encoder ran out of memory for this image", 0)
+            logger.warning("encode step %d ran out of memory: %s", step, error)
+            return EncodeResult(step, "the encoder ran out of memory for this image", 0)
         except (GroupLost, RankDesync):
             raise  # no fault of the images: the group is gone
         except Exception:
-            logger.exception("encode step %d failed", decision.step)
-            return EncodeResult(decision.step, "the image could not be encoded", 0)
-        return EncodeResult(decision.step, "", 0)
+            logger.exception("encode step %d failed", step)
+            return EncodeResult(step, "the image could not be encoded", 0)
+        if done:
+            return EncodeResult(step, "", 0)
+        self._paused = step
+        return Paused(step, parts, 0)
+
+    def _begin(self, decision: EncodeDecision) -> bool:
+        """Encode as much as the decision says; return whether that was all."""
+        jobs = []
+        for task in decision.tasks:
+            if not task.encoded:
+                jobs.append(self._job(task))
+            elif self._first:
+                self._copy(task)
+        if not jobs:
+            return True
+        if decision.parts and can_pause(self._worker):
+            self._worker.begin(jobs, self._embeddings)
+            return self._advance(decision.parts)
+        self._worker.encode(jobs, self._embeddings)
+        return True
+
+    def _advance(self, parts: int) -> bool:
+        assert can_pause(self._worker), "only such a worker is asked for parts"
+        return self._worker.advance(parts)
 
     def _job(self, task: EncodeTask) -> EncodeJob:
         pixels = self._read(task.pixels).view(np.float32).reshape(-1, self._patch_values)

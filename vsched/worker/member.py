@@ -20,6 +20,7 @@ from vsched.plugins import load_worker
 from vsched.wire import (
     AcceptKv,
     Beat,
+    Continue,
     EncodeResult,
     Entry,
     Failure,
@@ -28,6 +29,7 @@ from vsched.wire import (
     Heartbeat,
     Hello,
     Loading,
+    Paused,
     Report,
     RunHook,
     SizeKv,
@@ -107,8 +109,8 @@ class Side:
         with memory_errors(f"running the hook {name}"):
             self._periodic.run_hook(name)
 
-    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult:
-        """Carry out a decision."""
+    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult | Paused | None:
+        """Carry out a decision, or go on with one; None where there is nothing to say."""
         raise NotImplementedError
 
 
@@ -119,11 +121,14 @@ class EncodeSide(Side):
         super().__init__(worker)
         self._rank = rank
 
-    def carry_out(self, entry: Entry) -> EncodeResult:
+    def carry_out(self, entry: Entry) -> EncodeResult | Paused | None:
         """Carry out a decision of the encode group."""
-        if not isinstance(entry, EncodeDecision):
-            raise RankDesync("an encode rank heard a decision of a generate group")
-        return self._rank.apply(entry)
+        match entry:
+            case EncodeDecision():
+                return self._rank.apply(entry)
+            case Continue(step, parts):
+                return self._rank.go_on(step, parts)
+        raise RankDesync("an encode rank heard a decision of a generate group")
 
 
 class GenerateSide(Side):
@@ -156,6 +161,7 @@ class Member(Generic[Link]):
         self.entry: Entry | None = None
         self.heard_ns: int | None = None
         self._rank = spec.rank
+        self._busy_ns = 0
         self._host = host or RankHost()
         self.report(Hello(spec.rank, spec.secret))
 
@@ -186,7 +192,7 @@ class Member(Generic[Link]):
         """Carry out the entry; return False when it was the last."""
         entry, self.entry = self.entry, None
         match entry:
-            case GenerateDecision() | EncodeDecision():
+            case GenerateDecision() | EncodeDecision() | Continue():
                 self._step(entry)
             case Stop():
                 return False
@@ -207,6 +213,14 @@ class Member(Generic[Link]):
         start_ns = self._host.now_ns()
         result = self.side.carry_out(entry)
         busy_ns = self._host.now_ns() - start_ns
+        if result is None:
+            return
+        if isinstance(result, Paused):
+            self._busy_ns += busy_ns
+            if self._rank == 0:
+                self.report(msgspec.structs.replace(result, busy_ns=busy_ns))
+            return
+        busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
             wanted = self.side.wanted()
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))

@@ -19,7 +19,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.abilities import WorstCaseBuilder
+from vsched.worker.abilities import WorstCaseBuilder, can_pause
 from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, WorkerPlugin
 from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
 from vsched.worker.spec import EncodeRole
@@ -67,7 +67,13 @@ def reserve_encoder(
         summary = _ledger(loaded, memory.peak()).summary()
         raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
     held = memory.reserved() - loaded.reserved_bytes >= growth > 0
-    return loaded, Reservation(rank=rank, pool=memory.pool, growth_bytes=growth, held=held)
+    return loaded, Reservation(
+        rank=rank,
+        pool=memory.pool,
+        growth_bytes=growth,
+        held=held,
+        pauses=can_pause(worker),
+    )
 
 
 def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:

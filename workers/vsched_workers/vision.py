@@ -36,6 +36,8 @@ class VisionWorker:
     ) -> None:
         import torch
 
+        from vsched_workers.pausing import PausingRun
+
         self._info = info
         self._family = family
         self._tower = tower
@@ -45,6 +47,9 @@ class VisionWorker:
         self._group = group
         self._memory = group.memory(open_device_memory(settings.device))
         self._weights_bytes = weights_bytes
+        self._run = PausingRun()
+        for block in tower.blocks[1:]:  # type: ignore[index] # every tower has them
+            block.register_forward_pre_hook(self._run.part_done)
 
     @property
     def weights_bytes(self) -> int:
@@ -70,6 +75,23 @@ class VisionWorker:
         with self._group.together():
             for part in self._parts(jobs):
                 self._encode(part, embeddings)
+
+    @property
+    def pauses(self) -> bool:
+        """A GPU takes launches ahead and has streams for the two stages: nothing there waits for the host to pause."""
+        return self._device == "cpu"
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Take the jobs, for `advance` to encode."""
+        self._run.begin(lambda: self.encode(jobs, embeddings))
+
+    def advance(self, parts: int) -> bool:
+        """Encode so many blocks more, 0 for the rest; return whether that was all.
+
+        Raises:
+            DeviceOutOfMemory: As `encode`.
+        """
+        return self._run.advance(parts)
 
     def _parts(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0

@@ -103,6 +103,7 @@ class Led:
         name: str = "generate",
         presence: Presence | None = None,
         loop: FakeLoop | None = None,
+        shared: bool = False,
     ) -> None:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
@@ -120,6 +121,7 @@ class Led:
             on_lost=self.lost.append,
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             presence=presence,
+            shared=shared,
         )
         monkeypatch.undo()
 
@@ -148,6 +150,14 @@ class Led:
         while self.loop.now_s < until_s:
             self.pulse(*(range(self.ranks) if pulses is None else pulses))
             self.loop.advance(min(1.0, until_s - self.loop.now_s))
+
+    def turns(self, rank: int = 0) -> list[int]:
+        """Return the turns of the steps that a rank was sent."""
+        log, turns = FollowerLog(), []
+        for frame in self.link.sent.get(rank, []):
+            log.accept(frame)
+            turns.append(log.turn)
+        return [turn for turn in turns if turn]
 
     def entries(self, rank: int = 0) -> list[Entry]:
         log = FollowerLog()

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -146,7 +146,7 @@ class Rank:
         """Carry out an entry; a heartbeat has no result."""
         entry = self._logs[stage_of(group)].accept(frame)
         if isinstance(entry, EncodeDecision):
-            return self._encode.apply(entry)
+            return cast("EncodeResult", self._encode.apply(entry))  # nothing here pauses
         if isinstance(entry, GenerateDecision):
             assert self._generate is not None
             return self._generate.apply(entry)

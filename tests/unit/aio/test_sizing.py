@@ -43,12 +43,19 @@ class Group:
         *,
         ranks: Sequence[RankMemory] = (LOADED,),
         growth_bytes: int | None = 0,
+        pauses: bool = False,
     ) -> None:
         self.loaded = Roll(ranks)
         reports = [
             Reserved(
                 LOADED,
-                Reservation(rank=0, pool=LOADED.pool, growth_bytes=growth_bytes or 0, held=False),
+                Reservation(
+                    rank=0,
+                    pool=LOADED.pool,
+                    growth_bytes=growth_bytes or 0,
+                    held=False,
+                    pauses=pauses,
+                ),
             )
         ]
         self.reserved = Roll(None if growth_bytes is None else reports)
@@ -113,6 +120,19 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
         tokens[activations_mib, growth_mib] = generate.accepted[0]
     assert tokens[1, 30] == tokens[30, 1] == tokens[30, 30] < tokens[1, 0]
+
+
+async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() -> None:
+    """C4, B7: what a batch of images holds while it waits comes on top of the largest step."""
+    tokens = []
+    for growth_mib in (0, 30):
+        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(canary_bytes=MIB))
+        encode = Group(growth_bytes=growth_mib * MIB, pauses=True)
+        await sizing.publish("encode", encode)  # type: ignore[arg-type]
+        generate = Group(lambda order: [measured(order, activations_bytes=30 * MIB)])
+        await sizing.lead("generate", generate)  # type: ignore[arg-type]
+        tokens.append(generate.accepted[0] * LOAD.block_size)
+    assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
 
 
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:

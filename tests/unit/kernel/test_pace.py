@@ -55,6 +55,15 @@ def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) 
         assert (step_ns <= target_ns * 1.01) == fits
 
 
+def test_pace_tells_how_long_decodes_may_wait_for_something_else() -> None:
+    """What a step's prefill may take, an encoder in the same process may; nothing binds it where none wait."""
+    assert learned(25_000_000).left_ns(DECODES) == pytest.approx(20_000_000, rel=0.01)
+    assert learned(6_000_000, ratio=4).left_ns(DECODES) == pytest.approx(15_000_000, rel=0.01)
+    assert learned(DECODE_NS, ratio=1).left_ns(DECODES) >= 1
+    assert learned(25_000_000).left_ns(0) == 0
+    assert learned(0).left_ns(DECODES) == 0
+
+
 def test_pace_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
     assert learned(25_000_000).start_step(5_000, decodes=0).tokens_at(16_000) == 5_000
     assert learned(0).start_step(5_000, decodes=DECODES).tokens_at(16_000) == 5_000

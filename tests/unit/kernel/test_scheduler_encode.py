@@ -80,6 +80,29 @@ def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     assert_served(cluster, "r")
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
+    """The encode groups' own generate group counts, and only where the two share their processes."""
+    cluster = ModelCluster(
+        sizes(encoders=2, generators=2, together=together, step_target_ns=50_000_000)
+    )
+    cluster.submit(image_request("first", (b"a", 8)))
+    assert [log[0].stretch_ns for log in cluster.encode_logs.values() if log] == [0], "none wait"
+    cluster.drain()
+    cluster.submit(make_request("text", words(5), max_tokens=100))
+    (home,) = cluster.busy("generate")
+    cluster.run_generate(home)
+    cluster.run_generate(home)
+    for key in (b"b", b"c"):
+        cluster.submit(image_request(key.decode(), (key, 8)))
+    found = {name: log[0].stretch_ns for name, log in cluster.encode_logs.items() if log}
+    assert len(found) == 2
+    for name, stretch_ns in found.items():
+        beside = name.partition("-")[2] == home.partition("-")[2]
+        limit_ns = 50_000_000 if together and beside else 0
+        assert stretch_ns == pytest.approx(limit_ns, rel=0.001)
+
+
 def test_encode_default_budget_is_that_of_a_generate_step() -> None:
     """A13: not that of a chunk, nor a number of its own."""
     limits = sizes(batch_tokens=30, chunk_tokens=30)

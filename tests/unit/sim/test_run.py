@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -38,15 +39,21 @@ class Seen:
     def __init__(self) -> None:
         self.finishes: dict[str, tuple[Finish, int]] = {}
         self.steps: list[Stepped] = []
+        self.stepped_ns: list[int] = []
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         if isinstance(event, Stepped):
             self.steps.append(event)
+            self.stepped_ns.append(now_ns)
         for command in commands:
             if isinstance(command, Finish):
                 self.finishes[command.request_id] = (command, now_ns - START_NS)
+
+    def gaps_ns(self) -> list[int]:
+        """Return the times from one step to the next."""
+        return [after - before for before, after in pairwise(self.stepped_ns)]
 
     def ttft_ns(self, name: str) -> int:
         return self.finishes[name][0].times.first_token_ns - START_NS
@@ -129,6 +136,22 @@ def test_run_stages_that_share_a_process_take_turns() -> None:
     _, together = run(workload_of("two", arrivals), 'placement="together"')
     encode_ns = 2_000_000 + 2000 * 1000
     assert together.end_ns("r1") == pytest.approx(apart.end_ns("r1") + encode_ns, abs=1)
+
+
+def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
+    """Nobody waits much longer for a token than a stretch and a step; the work is the same."""
+    arrivals = [
+        arrival(1, 0, Text(1, 20), outputs=30),
+        arrival(2, 1, Image("a", 500), Text(2, 5), outputs=1),
+    ]
+    sets = ('placement="together"', "generate.step_target_ratio=1.5")
+    _, whole = run(workload_of("two", arrivals), *sets, "generate.step_target_ms=0")
+    _, cut = run(workload_of("two", arrivals), *sets, "generate.step_target_ms=4")
+    encode_ns = 2_000_000 + 2000 * 1000
+    assert max(whole.gaps_ns()) > encode_ns
+    assert max(cut.gaps_ns()) < max(whole.gaps_ns())
+    assert cut.end_ns("r1") == pytest.approx(whole.end_ns("r1"), rel=0.01)
+    assert cut.ttft_ns("r2") > whole.ttft_ns("r2")
 
 
 def test_run_noise_comes_from_the_seed() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from vsched.errors import DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.testing.device_memory import SimulatedMemory
 from vsched.types import Extent
-from vsched.wire import EncodeResult
+from vsched.wire import EncodeResult, Paused
 from vsched.worker.contract import EncodeJob
 from vsched.worker.encode_rank import EncodeRank
 
@@ -86,6 +86,61 @@ def test_encode_rank_survives_its_worker(
     assert rank.apply(EncodeDecision(2, [task(b"a", [0])])) == EncodeResult(2, "", 0)
 
 
+class PausingEncoder(Encoder):
+    """Encodes in four parts; what it writes is there at the end."""
+
+    pauses = True
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        self._work, self._left = (jobs, embeddings), 4
+
+    def advance(self, parts: int) -> bool:
+        self._left -= min(parts or self._left, self._left)
+        if self._left and self.error is None:
+            return False
+        self.encode(*self._work)
+        return True
+
+
+def test_encode_rank_pauses_and_goes_on() -> None:
+    """So many parts at a time, and nothing of it is seen before the end; then the same as at once."""
+    rank, found = rank_of(PausingEncoder())
+    whole, expected = rank_of(Encoder())
+    tasks = [task(b"a", [3, 1])]
+    assert whole.apply(EncodeDecision(1, tasks, 100, parts=1)) == EncodeResult(1, "", 0)
+    assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
+    assert rank.go_on(1, 2) == Paused(1, 2, 0)
+    assert not found.any()
+    assert rank.go_on(1, 2) == EncodeResult(1, "", 0)
+    assert np.array_equal(found, expected)
+    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, "", 0), "whole"
+    assert rank.apply(EncodeDecision(3, tasks, 100, parts=3)) == Paused(3, 3, 0)
+    assert rank.go_on(3, 0) == EncodeResult(3, "", 0)
+
+
+def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
+    """F1: the batch fails in whatever part it is; its rank takes the next one."""
+    encoder = PausingEncoder()
+    rank, _ = rank_of(encoder)
+    tasks = [task(b"a", [0])]
+    assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
+    encoder.error = DeviceOutOfMemory("")
+    message = "the encoder ran out of memory for this image"
+    assert rank.go_on(1, 1) == EncodeResult(1, message, 0)
+    assert rank.go_on(1, 0) is None
+    encoder.error = None
+    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, "", 0)
+
+
+def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
+    """A7: no leader sends that."""
+    rank, _ = rank_of(PausingEncoder())
+    tasks = [task(b"a", [0])]
+    rank.apply(EncodeDecision(1, tasks, 100, parts=1))
+    with pytest.raises(RankDesync, match="step 2 came while step 1 is not done"):
+        rank.apply(EncodeDecision(2, tasks))
+
+
 @pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
 def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
     """F1, G7: what does not make whole patches fails that batch."""
@@ -93,7 +148,7 @@ def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
     rank, _ = rank_of(encoder)
     bad = EncodeTask(b"a", (1, 2, 2), 4, extent, [0])
     result = rank.apply(EncodeDecision(1, [bad]))
-    assert result.error == "the image could not be encoded"
+    assert result == EncodeResult(1, "the image could not be encoded", 0)
     assert encoder.batches == []
 
 
@@ -103,7 +158,7 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
     rank, embeddings = rank_of(encoder)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
-    assert result.error == ""
+    assert result == EncodeResult(1, "", 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
     rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8)
     assert (embeddings[5] == rows[:4]).all()
@@ -117,6 +172,6 @@ def test_encode_rank_copies_on_the_first_rank_alone() -> None:
     rank, embeddings = rank_of(encoder, rank=1)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
-    assert result.error == ""
+    assert result == EncodeResult(1, "", 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
     assert not embeddings[[5, 2]].any()

@@ -31,6 +31,8 @@ from vsched.worker.contract import (
 )
 
 WEIGHTS_BYTES = 256 << 20
+ENCODE_PARTS = 8
+"""Layers of the vision tower."""
 DAMAGED = b"damaged"
 """In place of the key of an image whose pixels are not what they must be."""
 DAMAGE = 0xBAD
@@ -75,6 +77,8 @@ class SimulatedEncoder:
         self._world = world
         self._process = process
         self._writes = settings.rank == 0
+        self._jobs: Sequence[EncodeJob] = ()
+        self._left = 0
         _load(process, world, "encode")
 
     @property
@@ -92,12 +96,33 @@ class SimulatedEncoder:
             with process.memory.hold(ACTIVATION_BYTES * sum(tokens)):
                 return
         process.spend_step(world.costs.encode_ns(tokens))
-        if not process.has_memory("encode", "step"):
+        self._finish(jobs, embeddings)
+
+    pauses = True
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Take a batch, to be encoded in parts."""
+        self._jobs, self._embeddings, self._left = jobs, embeddings, ENCODE_PARTS
+
+    def advance(self, parts: int) -> bool:
+        """Encode so many parts more; what it yields is there at the end."""
+        assert self._left, "no batch was begun"
+        parts = min(parts or self._left, self._left)
+        whole_ns = self._world.costs.encode_ns([job.tokens for job in self._jobs])
+        self._process.spend_step(whole_ns * parts / ENCODE_PARTS)
+        self._left -= parts
+        if self._left:
+            return False
+        self._finish(self._jobs, self._embeddings)
+        return True
+
+    def _finish(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        if not self._process.has_memory("encode", "step"):
             raise DeviceOutOfMemory("injected: no memory for the activations of a batch of images")
         for job in jobs:
             seen = job.key if self._sees(job) else DAMAGED
             if self._writes:
-                process.at_end(partial(_write_rows, job, seen, embeddings))
+                self._process.at_end(partial(_write_rows, job, seen, embeddings))
 
     def _sees(self, job: EncodeJob) -> bool:
         """Return whether the pixels are those of the image that is meant.

@@ -1,0 +1,150 @@
+"""An encode batch goes out in stretches where its processes have steps of a generate group to run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.aio.led import LIMITS, Led
+from vsched.aio.leader import Presence
+from vsched.aio.stretches import Stretches
+from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
+from vsched.types import Extent
+from vsched.wire import Beat, Continue, EncodeResult, Entry, Heartbeat, Paused, RunHook, StepCheck
+
+MS = 1_000_000
+
+
+def batch(step: int, *tokens: int, stretch_ms: int = 100) -> EncodeDecision:
+    """Return a batch of images of so many tokens."""
+    tasks = [EncodeTask(b"%d" % one, (1, 2, 2), one, Extent(0, 8), [0]) for one in tokens]
+    return EncodeDecision(step, tasks, stretch_ms * MS)
+
+
+def parts(entries: list[Entry]) -> list[int]:
+    """Return the parts that were ordered, entry by entry."""
+    return [one.parts for one in entries if isinstance(one, EncodeDecision | Continue)]
+
+
+@pytest.fixture
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
+    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", shared=True)
+    led.enter(0, 1, hooks={"balance": 10.0})
+    yield led
+    led.leader.close()
+
+
+def test_stretches_follow_what_parts_took() -> None:
+    """The first is one part; from then on as many as fit, by the tokens of the batch, and never none."""
+    stretches = Stretches()
+    assert stretches.begin(batch(1, 200)).parts == 1
+    assert stretches.go_on(Paused(1, 1, 20 * MS)) == 5
+    assert stretches.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
+    assert stretches.end()
+    assert stretches.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
+    assert stretches.begin(batch(3, 100_000)).parts == 1
+    assert stretches.begin(batch(4, 100, stretch_ms=1000)).parts == 80
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        batch(1, 200, stretch_ms=0),
+        EncodeDecision(1, [EncodeTask(b"", (1, 2, 2), 200, Extent(0, 8), [0], encoded=True)], MS),
+    ],
+    ids=["nothing waits", "nothing to compute"],
+)
+def test_stretches_leave_alone_what_need_not_pause(decision: EncodeDecision) -> None:
+    stretches = Stretches()
+    assert stretches.begin(decision) == decision
+    assert not stretches.open
+    assert not stretches.end()
+
+
+async def test_leader_sends_parts_between_the_steps_of_the_other_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A7: each stretch has a turn behind the steps that were decided while the one before ran."""
+    presence = Presence()
+    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", presence=presence, shared=True)
+    generate = Led(monkeypatch, ranks=1, limits=LIMITS, presence=presence, loop=encode.loop)
+    encode.enter(0)
+    generate.enter(0)
+    encode.leader.decide(batch(1, 200))
+    generate.leader.decide(GenerateDecision(1))
+    encode.hear(0, Paused(1, 1, 50 * MS))
+    generate.leader.decide(GenerateDecision(2))
+    encode.hear(0, Paused(1, 2, 100 * MS))
+    encode.hear(0, EncodeResult(1, "", 0))
+    assert parts(encode.entries()) == [1, 2, 2]
+    assert [encode.turns(), generate.turns()] == [[1, 3, 5], [2, 4]]
+    assert (encode.lost, encode.results) == ([], [EncodeResult(1, "", 0)])
+    encode.leader.close()
+    generate.leader.close()
+
+
+async def test_leader_of_processes_apart_sends_whole_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
+    led.enter(0)
+    led.leader.decide(batch(1, 200))
+    assert parts(led.entries()) == [0]
+    led.hear(0, Paused(1, 1, MS))
+    assert led.lost == ["encode: rank 0 paused in step 1, which is not out in parts"]
+    led.leader.close()
+
+
+async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) -> None:
+    """F1: a rank that waits for its next part comes to where it misses the first, and fails there as well."""
+    led.leader.decide(batch(1, 200))
+    led.hear(0, EncodeResult(1, "the image could not be encoded", 0))
+    assert led.entries(rank=1)[-1] == Continue(1, 0)
+    led.hear(1, StepCheck(1, b"failed"))
+    led.leader.decide(batch(2, 200))
+    led.hear(0, EncodeResult(2, "", 0))
+    assert isinstance(led.entries(rank=1)[-1], EncodeDecision), "nobody waits"
+    assert led.lost == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "paused"), [(1, Paused(1, 1, MS)), (0, Paused(2, 1, MS)), (0, Paused(1, 0, MS))]
+)
+async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
+    led: Led, rank: int, paused: Paused
+) -> None:
+    """A7: only the first rank says so, of the step that is out, with something done."""
+    led.leader.decide(batch(1, 200))
+    led.hear(rank, paused)
+    assert led.lost == [
+        f"encode: rank {rank} paused in step {paused.step}, which is not out in parts"
+    ]
+
+
+async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
+    """F6: steps of the other group lie in between; a rank that hangs in one stretch is found all the same."""
+    led.leader.decide(batch(1, 200))
+    for _ in range(3):
+        led.advance(LIMITS.step_s - 1)
+        led.hear(0, Paused(1, 1, MS))
+    assert led.lost == []
+    led.advance(LIMITS.step_s + LIMITS.heartbeat_s)
+    assert "rank 0 has not answered step 1" in led.lost[0]
+
+
+async def test_leader_runs_no_hook_within_a_batch(led: Led) -> None:
+    """E10: a hook stands between two steps, never in the midst of one; heartbeats go on."""
+    led.leader.decide(batch(1, 200))
+    led.advance(20)
+    led.hear(0, Paused(1, 1, MS))
+    assert not [one for one in led.entries() if isinstance(one, RunHook)]
+    assert [one for one in led.entries() if isinstance(one, Heartbeat)]
+    led.hear(0, EncodeResult(1, "", 0))
+    led.hear(1, StepCheck(1, b""))
+    led.advance(5)
+    hooks = [index for index, one in enumerate(led.entries(), 1) if isinstance(one, RunHook)]
+    assert len(hooks) == 1
+    for rank in (0, 1):
+        led.hear(rank, Beat(hooks[0], {}))
+    assert led.lost == []

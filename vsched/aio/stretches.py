@@ -1,0 +1,49 @@
+"""How much of an encode batch ranks do at a stretch, where the same processes have steps of a generate group to run.
+
+The kernel says how long a stretch may take. Ranks know parts only, which take about the same time within one batch; so
+what a part takes is learned from those that were reported, for each token of the batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.kernel.decisions import EncodeDecision
+from vsched.wire import Paused
+
+
+class Stretches:
+    """The stretches of one encode group.
+
+    Attributes:
+        open: Whether a batch is out that was sent in parts.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._stretch_ns = 0
+        self._tokens = 0
+        self._part_ns = 0.0
+
+    def begin(self, decision: EncodeDecision) -> EncodeDecision:
+        """Return a batch as it is sent: with the parts of its first stretch."""
+        self._stretch_ns = decision.stretch_ns
+        self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
+        self.open = bool(self._stretch_ns and self._tokens)
+        return msgspec.structs.replace(decision, parts=self._parts()) if self.open else decision
+
+    def go_on(self, paused: Paused) -> int:
+        """Return the parts of the next stretch."""
+        self._part_ns = paused.busy_ns / paused.parts / self._tokens
+        return self._parts()
+
+    def end(self) -> bool:
+        """The first rank is done with the batch; return whether it was sent in parts."""
+        was_open, self.open = self.open, False
+        return was_open
+
+    def _parts(self) -> int:
+        """Return how many parts fit: one at least, and before any was timed no more."""
+        if not self._part_ns:
+            return 1
+        return max(1, int(self._stretch_ns / (self._part_ns * self._tokens)))

@@ -1,0 +1,48 @@
+"""Lets code pause that knows nothing of it: transformers' forward of a vision tower, between two of its blocks.
+
+The code runs in a greenlet, which has a stack of its own on the same thread. A thread of its own would have other pools
+of threads in torch and numba, which would fight for the cores with those that run the steps in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from greenlet import getcurrent, greenlet
+
+
+class PausingRun:
+    """Work that stops after so many parts until it is asked to go on."""
+
+    def __init__(self) -> None:
+        self._run: greenlet | None = None
+        self._left = 0
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Take work without beginning it; what was not finished is dropped."""
+        self._run = greenlet(work)
+
+    def advance(self, parts: int) -> bool:
+        """Run for so many parts, 0 for the rest; return whether the work is done. It raises what the work raises."""
+        run = self._run
+        assert run is not None, "nothing was begun"
+        self._left = parts
+        try:
+            run.switch()
+        finally:
+            if run.dead:
+                self._run = None
+        return run.dead
+
+    def part_done(self, *_: object) -> None:
+        """Pause if this was the last part for now; whoever runs outside of `advance` goes on."""
+        run = self._run
+        if run is None or getcurrent() is not run:
+            return
+        self._left -= 1
+        if self._left == 0:
+            assert run.parent is not None
+            # The mode belongs to the thread: what runs meanwhile must find it as it would be without this run.
+            with torch.inference_mode(False):
+                run.parent.switch()
