@@ -115,7 +115,7 @@ def kernel_sizes(
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
-        together=config.placement == "together",
+        encode_pauses=config.encode_pauses,
     )
 
 
@@ -316,6 +316,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
         generate=dict(zip(generators, beside, strict=True)),
         more=host,
+        pausing=config.encode_pauses,
     )
 
 

@@ -81,10 +81,10 @@ PLANTS = (
         "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
     ),
     Plant(
-        "a batch that waits for ever",
-        "vsched.aio.leader:Leader._take_pause",
-        "self._append(Continue(paused.step, self._stretches.go_on(paused)))",
-        "self._stretches.go_on(paused)",
+        "a part of a batch taken for all of it",
+        "vsched.worker.encode_rank:EncodeRank._run",
+        "if done:",
+        "if True:",
     ),
     Plant(
         "a lost terminal reply",

@@ -98,9 +98,11 @@ def answer(
 
 
 def encode_in_parts(
-    settings: WorkerSettings, path: str, question: Question, fails: bool
+    settings: WorkerSettings, path: str, question: Question, fails: str
 ) -> tuple[str, bool]:
-    """Encode an image part by part, with a step of the language model after each; the first rank may fail at the end.
+    """Encode an image part by part, with a step of the language model after each; the first rank may fail.
+
+    If that is early, the other one waits for its next part, and is told to go on to the end.
 
     Returns how that ended, and whether a batch that followed has the rows of one at once, and the steps their tokens.
     """
@@ -112,14 +114,20 @@ def encode_in_parts(
     image = question.images[0]
     plan = stage.preprocessor.plan_image(*image.size)
     pages = list(range(-(-plan.tokens // ROWS_A_PAGE)))
-    tokens = plan.tokens - (fails and settings.rank == 0)
+    failing = fails if settings.rank == 0 else ""
+    tokens = plan.tokens - (failing == "at the end")
     pixels = stage.preprocessor.process_image(image)
     whole, found = np.zeros_like(driver.embeddings), np.zeros_like(driver.embeddings)
 
     def work() -> None:
         encoder.begin([EncodeJob(b"", plan.grid, tokens, pixels, pages)], found)
-        while not encoder.advance(1):
+        parts = 1
+        while not encoder.advance(parts):
             assert [each.output for each in driver.run([question])] == expected
+            if failing == "early":
+                encoder.begin([], found)  # drops the batch
+                raise ValueError
+            parts = 0 if fails == "early" else 1
 
     error = outcome(work)
     job = EncodeJob(b"", plan.grid, plan.tokens, pixels, pages)

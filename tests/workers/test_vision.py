@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,10 +131,15 @@ def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None
     assert not worker.advance(1)
     with pytest.raises(ValueError, match="the encoder yields rows of shape"):
         worker.advance(0)
-    worker.begin(jobs[1:], empty_pages(stage.info))
+    left = empty_pages(stage.info)
+    gone = weakref.ref(left)
+    worker.begin(jobs[1:], left)
+    del left
     assert not worker.advance(1)
     found, whole = empty_pages(stage.info), empty_pages(stage.info)
     worker.begin(jobs[:1], found)
+    gc.collect()
+    assert gone() is None, "what was left of the other batch is given back"
     assert worker.advance(0)
     worker.encode(jobs[:1], whole)
     assert np.array_equal(found, whole)

@@ -307,9 +307,8 @@ class Leader:
                 return
         if isinstance(answer, StepCheck):
             return
-        if isinstance(answer, EncodeResult) and self._stretches.end() and answer.error:
-            # Others may wait for their next part: they go on, and fail where they miss this rank.
-            self._append(Continue(answer.step, 0))
+        if isinstance(answer, EncodeResult):
+            self._end_stretches(answer)
         for name in answer.wanted:
             if not self._hooks.ask(name):
                 self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
@@ -317,6 +316,12 @@ class Leader:
         self._on_result(answer)
         if answer.wanted and not self._over:
             self._run_hooks()
+
+    def _end_stretches(self, result: EncodeResult) -> None:
+        was_open = self._stretches.end()
+        if was_open and result.error and self._ranks > 1:
+            # Others may wait for their next part: they go on, and fail where they miss this rank.
+            self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:
         """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
@@ -326,7 +331,14 @@ class Leader:
             self.lose(f"rank {rank} paused in step {paused.step}, which is not out in parts")
             return
         self._watch.renew(paused.step, self._loop.time())
-        self._append(Continue(paused.step, self._stretches.go_on(paused)))
+        parts = self._stretches.go_on(paused)
+        busy_s, limit_s = self._stretches.busy_ns / 1e9, self._deadlines.step_s
+        if busy_s > limit_s:
+            self.lose(
+                f"rank 0 has worked on step {paused.step} for {busy_s:.0f} s, limit {limit_s:g} (deadlines.step_s)"
+            )
+            return
+        self._append(Continue(paused.step, parts))
 
     def _take_beat(self, rank: int, seq: int) -> None:
         due = self._watch.due(rank)

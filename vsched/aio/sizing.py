@@ -58,7 +58,8 @@ class Sizing:
     """Sizes the KV caches of all generate groups of a server.
 
     `generate` names them, each with the encode group that its processes serve, too, or with nothing; `encode` has the
-    ranks of each encode group. `more` are lines of the ledger that no rank measures.
+    ranks of each encode group. `more` are lines of the ledger that no rank measures. With `pausing`, encoders that can
+    pause do so for the steps of their processes.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Sizing:
         encode: Mapping[str, int],
         generate: Mapping[str, str],
         more: Sequence[LedgerLine] = (),
+        pausing: bool = True,
     ) -> None:
         self._policy = policy
+        self._pausing = pausing
         self._limits = limits
         self._encoder_of = dict(generate)
         self._more = more
@@ -142,19 +145,24 @@ class Sizing:
         progress = self._groups[group]
         left = self._left_to_others(group)
         loaded = {rank.rank: rank.reserved_bytes for rank in progress.loaded}
-        own = {one.rank: one for one in self._reservations.of_group(self._encoder_of[group])}
+        growth, paused_bytes = self._growth_within(group)
         negotiation = self._negotiation(group, [_smaller(one, left) for one in progress.loaded])
         votes: list[Sized] = []
         try:
             order = negotiation.start()
             while not isinstance(order, Accepted):
                 stress, canary_bytes = True, 0
+                probe = isinstance(order, Probe)
                 if isinstance(order, Build):
                     stress, canary_bytes = order.stress, order.canary_bytes
-                votes = await generate.size(
-                    SizeKv(order.tokens, stress, canary_bytes, probe=isinstance(order, Probe))
-                )
-                covered = [_covering_encoder(one, loaded[one.memory.rank], own) for one in votes]
+                    # In place of a batch that waits: so the steps beside it are proved, not only reckoned with.
+                    canary_bytes += paused_bytes if stress else 0
+                votes = await generate.size(SizeKv(order.tokens, stress, canary_bytes, probe=probe))
+                beside_bytes = paused_bytes if probe else 0
+                covered = [
+                    _covering_encoder(one, loaded[one.memory.rank], growth, beside_bytes)
+                    for one in votes
+                ]
                 order = negotiation.take(
                     [
                         msgspec.structs.replace(one, memory=_smaller(one.memory, left))
@@ -193,6 +201,12 @@ class Sizing:
             owner=group,
             encoder_names=names,
         )
+
+    def _growth_within(self, group: str) -> tuple[dict[int, int], int]:
+        """Return what encoders in the processes of a group reserve, by rank, and the most that one holds in a pause."""
+        own = self._reservations.of_group(self._encoder_of[group])
+        paused = [one.growth_bytes for one in own if one.pauses and self._pausing]
+        return {one.rank: one.growth_bytes for one in own}, max(paused, default=0)
 
     def _left_to_others(self, group: str) -> dict[str, int]:
         """Return the bytes of each pool that a group must leave to others that generate from the same memory.
@@ -240,21 +254,19 @@ def _whole(ledger: Ledger, left: Mapping[str, int]) -> Ledger:
     return Ledger.balanced(totals, [line for line in ledger.lines if line.line != "headroom"])
 
 
-def _covering_encoder(vote: Sized, loaded_bytes: int, own: Mapping[int, Reservation]) -> Sized:
+def _covering_encoder(
+    vote: Sized, loaded_bytes: int, growth: Mapping[int, int], beside_bytes: int
+) -> Sized:
     """Raise the peak of a process that encodes, too, to that of its worst batch beside the same KV cache.
 
-    Its two stages take turns, so the larger of the two peaks is what it needs; their sum, where its encoder pauses
-    within a batch for steps.
+    Its two stages take turns, so the larger of the two peaks is what it needs. A batch that pauses for steps holds up
+    to `beside_bytes` meanwhile, which come on top of theirs.
     """
     memory = vote.memory
-    if memory.rank not in own:
+    if memory.rank not in growth:
         return vote
-    reservation = own[memory.rank]
-    peak_bytes = loaded_bytes + memory.kv_bytes + reservation.growth_bytes
-    if reservation.pauses:
-        peak_bytes = memory.peak_bytes + reservation.growth_bytes
-    if peak_bytes <= memory.peak_bytes:
-        return vote
+    batch_bytes = loaded_bytes + memory.kv_bytes + growth[memory.rank]
+    peak_bytes = max(batch_bytes, memory.peak_bytes + beside_bytes)
     return msgspec.structs.replace(
         vote, memory=msgspec.structs.replace(memory, peak_bytes=peak_bytes)
     )

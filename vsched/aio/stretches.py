@@ -1,7 +1,8 @@
 """How much of an encode batch ranks do at a stretch, where the same processes have steps of a generate group to run.
 
-The kernel says how long a stretch may take. Ranks know parts only, which take about the same time within one batch; so
-what a part takes is learned from those that were reported, for each token of the batch.
+The kernel says how long a stretch may take. Ranks know parts only. What one takes is learned from those that were
+reported, for each token of the batch: the dearest stretch of a batch counts until it is done. Where dear parts come
+late (full attention behind windows), the stretch that meets them first may be longer than it should.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ class Stretches:
 
     Attributes:
         open: Whether a batch is out that was sent in parts.
+        busy_ns: How long its stretches took so far.
     """
 
     def __init__(self) -> None:
         self.open = False
+        self.busy_ns = 0
         self._stretch_ns = 0
         self._tokens = 0
         self._part_ns = 0.0
@@ -30,11 +33,14 @@ class Stretches:
         self._stretch_ns = decision.stretch_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
         self.open = bool(self._stretch_ns and self._tokens)
+        self.busy_ns = 0
         return msgspec.structs.replace(decision, parts=self._parts()) if self.open else decision
 
     def go_on(self, paused: Paused) -> int:
         """Return the parts of the next stretch."""
-        self._part_ns = paused.busy_ns / paused.parts / self._tokens
+        part_ns = paused.busy_ns / paused.parts / self._tokens
+        self._part_ns = max(part_ns, self._part_ns) if self.busy_ns else part_ns
+        self.busy_ns += paused.busy_ns
         return self._parts()
 
     def end(self) -> bool:

@@ -100,11 +100,19 @@ class Watch:
         ):
             if isinstance(decision, EncodeDecision):
                 sample: EncodeSample | GenerateSample = _encode_sample(decision, result.busy_ns)
+                paused = 0 < decision.stretch_ns < result.busy_ns
             else:
                 assert isinstance(result, GenerateResult)
                 sample = _generate_sample(decision, result, lengths)
+                paused = False
             steps.append(
-                StepSeen(group=group, sample=sample, decided_ns=decided_ns, ended_ns=ended_ns)
+                StepSeen(
+                    group=group,
+                    sample=sample,
+                    decided_ns=decided_ns,
+                    ended_ns=ended_ns,
+                    paused=paused,
+                )
             )
         return steps
 

@@ -274,7 +274,9 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     ready_s: Annotated[float, Meta(gt=0, description="For the ranks to load and report ready.")] = (
         300.0
     )
-    step_s: Annotated[float, Meta(gt=0, description="For the result of a step.")] = 120.0
+    step_s: Annotated[
+        float, Meta(gt=0, description="For the result of a step, but for its pauses.")
+    ] = 120.0
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="Between two heartbeats of an idle leader.")
     ] = 1.0
@@ -327,6 +329,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the threads that a rank of a stage computes with."""
         given = self.encode.threads if stage == "encode" else self.generate.threads
         return given or max(len(os.sched_getaffinity(0)) // self.processes, 1)
+
+    @property
+    def encode_pauses(self) -> bool:
+        """Whether batches of images pause for the steps of their processes; on a GPU they do not yet."""
+        on_gpu = self.encode.device.startswith("cuda")
+        return self.placement == "together" and not on_gpu and self.generate.step_target_ms > 0
 
     @property
     def crowded(self) -> bool:

@@ -66,8 +66,8 @@ class Scheduler:
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.lanes, *self.generators)
         }
-        # The generate group whose processes an encode group keeps from their steps.
-        shared = zip(self.encode.lanes, self.generators, strict=True) if sizes.together else ()
+        # The generate group whose processes an encode group keeps from steps.
+        shared = zip(self.encode.lanes, self.generators, strict=True) if sizes.encode_pauses else ()
         self._hosts = {lane.name: stage for lane, stage in shared}
         self._draining: list[Group] = []
         self._book = RequestBook(sizes, policies, self.encode, self.generators, self._faults)
@@ -255,7 +255,8 @@ class Scheduler:
         group, decision = planned
         host = self._hosts.get(group)
         if host is not None:
-            left_ns = host.pace.left_ns(len(host.running.decoding))
+            # Where none decodes yet, one may before the batch is done.
+            left_ns = host.pace.left_ns(len(host.running.decoding) or 1)
             decision = msgspec.structs.replace(decision, stretch_ns=int(left_ns))
         self._book.commands.append(Decide(group, decision))
         return True

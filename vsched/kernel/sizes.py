@@ -34,7 +34,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         waiting_ns: How long a request may wait for its first step; 0 for no limit (E17).
         encoders: Encode groups.
         generators: Generate groups.
-        together: Each encode group runs in the processes of a generate group, which stands still while it encodes.
+        encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
     """
 
     block_size: int = 16
@@ -55,7 +55,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     waiting_ns: int = 0
     encoders: int = 1
     generators: int = 1
-    together: bool = False
+    encode_pauses: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_tokens <= self.slots:
@@ -63,7 +63,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
                 f"batch_tokens is {self.batch_tokens}, must be above slots ({self.slots}): a step full of decodes "
                 "would leave no room for prefill"
             )
-        if self.together and self.encoders != self.generators:
+        if self.encode_pauses and self.encoders != self.generators:
             raise ValueError(
                 f"{self.encoders} encode groups cannot share the processes of {self.generators} generate groups"
             )

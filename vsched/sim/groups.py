@@ -54,14 +54,14 @@ def make_devices(
 
 
 class SimulatedGroup:
-    """One group; the simulation asks it when its step ends, and for the event that it ends with.
+    """One group; the simulation asks it when its step ends or pauses, and for the event that it ends with.
 
     Attributes:
         log: Decisions that are out with when they were decided; the first is under way if the device runs this group.
         life: Counts losses, and ends that were announced anew: one announced in an earlier life never comes.
         slowdown: What the time of a step is multiplied by.
         held_ns: No step begins before this time.
-        busy_ns: Time in steps that are done; likewise `steps`.
+        steps: How many are done; `busy_ns` is the time in them, and in the stretches of one that pauses.
     """
 
     def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
@@ -94,7 +94,7 @@ class SimulatedGroup:
         return self.begin(now_ns) if device.running is None else 0
 
     def begin(self, now_ns: int) -> int:
-        """Begin the step that this group is the next to carry out; return when it ends."""
+        """Begin the step that this group is the next to carry out, or go on with it; return when that ends."""
         device = self.device
         device.ready.popleft()
         device.running = self

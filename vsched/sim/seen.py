@@ -13,12 +13,16 @@ from vsched.sim.cost import EncodeSample, GenerateSample
 
 
 class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a group: what it consisted of, when it was decided, and when its result was there."""
+    """A step of a group: what it consisted of, when it was decided, and when its result was there.
+
+    One that `paused` was not at work all the time; the steps in between are seen, too.
+    """
 
     group: str
     sample: EncodeSample | GenerateSample
     decided_ns: int
     ended_ns: int
+    paused: bool = False
 
     @property
     def start_ns(self) -> int:
@@ -62,6 +66,8 @@ class Presence:
     def __init__(self, observation: Observation) -> None:
         groups: dict[str, list[tuple[int, int]]] = {}
         for step in observation.steps:
+            if step.paused:
+                continue
             groups.setdefault(step.group, []).append((step.start_ns, step.ended_ns))
         groups[""] = [(job.start_ns, job.end_ns) for job in observation.jobs]
         spans = [span for group in groups.values() for span in _united(group)]
@@ -99,7 +105,7 @@ def began(steps: Iterable[StepSeen]) -> Iterator[tuple[StepSeen, int]]:
     before: dict[str, StepSeen] = {}
     for step in steps:
         previous, before[step.group] = before.get(step.group), step
-        if previous is not None:
+        if previous is not None and not step.paused:
             yield step, max(step.decided_ns, previous.ended_ns)
 
 

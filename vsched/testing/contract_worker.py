@@ -39,6 +39,7 @@ SLOTS = 4
 ASKS_MAX = 5
 PROMPT_MAX = 24
 OUTPUTS_MAX = 8
+PARTS_MAX = 10_000
 LEAK_BYTES = 32 << 20
 """A KV cache of this size is built and dropped: a leak of it is larger than what measurements err by."""
 HUGE_BYTES = 1 << 50
@@ -261,7 +262,10 @@ class _Bench:
         worker = _Overheard(encoder)
         rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
         heard: Report | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
+        pauses = 0
         while isinstance(heard, Paused):
+            pauses += 1
+            demand(pauses < PARTS_MAX, f"`advance` has not come to an end in {pauses} parts")
             heard = rank.go_on(1, parts)
         if worker.error is not None:
             raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
@@ -330,7 +334,8 @@ class _Overheard:
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take a batch, to encode it in parts."""
         assert can_pause(self._worker)
-        self._worker.begin(jobs, embeddings)
+        with self._listening():
+            self._worker.begin(jobs, embeddings)
 
     def advance(self, parts: int) -> bool:
         """Encode parts of it."""

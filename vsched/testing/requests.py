@@ -101,6 +101,7 @@ def random_request(
 def random_sizes(rng: random.Random) -> Sizes:
     """Return limits in which something is usually scarce."""
     slots = rng.randint(1, 6)
+    encoders, generators = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
     return Sizes(
         block_size=rng.choice([1, 2, 4, 16]),
         blocks=rng.randint(12, 120),
@@ -117,6 +118,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         prefix_cache=rng.random() < 0.7,
         generate_depth=rng.choice([1, 2, 2, 3]),
         waiting_ns=rng.choice([0, 0, 0, 20_000_000]),
-        encoders=rng.choice([1, 1, 2, 3]),
-        generators=rng.choice([1, 1, 2, 3]),
+        encoders=encoders,
+        generators=generators,
+        encode_pauses=encoders == generators and rng.random() < 0.5,
     )

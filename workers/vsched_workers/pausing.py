@@ -42,7 +42,9 @@ class PausingRun:
             return
         self._left -= 1
         if self._left == 0:
-            assert run.parent is not None
+            caller = run.parent
+            assert caller is not None
+            del run  # a run whose own stack refers to it would never be dropped
             # The mode belongs to the thread: what runs meanwhile must find it as it would be without this run.
             with torch.inference_mode(False):
-                run.parent.switch()
+                caller.switch()

@@ -47,9 +47,9 @@ class VisionWorker:
         self._group = group
         self._memory = group.memory(open_device_memory(settings.device))
         self._weights_bytes = weights_bytes
-        self._run = PausingRun()
+        self._pausing = PausingRun()
         for block in tower.blocks[1:]:  # type: ignore[index] # every tower has them
-            block.register_forward_pre_hook(self._run.part_done)
+            block.register_forward_pre_hook(self._pausing.part_done)
 
     @property
     def weights_bytes(self) -> int:
@@ -73,17 +73,17 @@ class VisionWorker:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
         with self._group.together():
-            for part in self._parts(jobs):
+            for part in self._calls(jobs):
                 self._encode(part, embeddings)
 
     @property
     def pauses(self) -> bool:
-        """A GPU takes launches ahead and has streams for the two stages: nothing there waits for the host to pause."""
+        """On a GPU it does not pause yet: how long a part takes there is not known when its launches are done."""
         return self._device == "cpu"
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
-        self._run.begin(lambda: self.encode(jobs, embeddings))
+        self._pausing.begin(lambda: self.encode(jobs, embeddings))
 
     def advance(self, parts: int) -> bool:
         """Encode so many blocks more, 0 for the rest; return whether that was all.
@@ -91,9 +91,9 @@ class VisionWorker:
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
-        return self._run.advance(parts)
+        return self._pausing.advance(parts)
 
-    def _parts(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
+    def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0
         for index, job in enumerate(jobs):
             if self._tokens_max and index > start and tokens + job.tokens > self._tokens_max:

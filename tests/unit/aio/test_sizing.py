@@ -12,7 +12,7 @@ from tests.unit.rank.crews import KV_TOKENS, LOAD, kv_sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.policy import RankMemory, Reservation
 from vsched.wire import Reserved, Sized, SizeKv
-from vsched_policies.memory import AutoProfile
+from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
 LOADED = RankMemory(
@@ -133,6 +133,22 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
         tokens.append(generate.accepted[0] * LOAD.block_size)
     assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
+
+
+@pytest.mark.parametrize("pausing", [True, False])
+async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -> None:
+    """B7, C5: also a size that nobody measured for; not where nothing pauses, nor where nothing is proved."""
+    sizing = kv_sizing([["encode", "generate"]], pausing=pausing)
+    encode = Group(growth_bytes=30 * MIB, pauses=True)
+    await sizing.publish("encode", encode)  # type: ignore[arg-type]
+    first, again = Group(), Group()
+    for generate in (first, again):
+        await sizing.lead("generate", generate)  # type: ignore[arg-type]
+    canary_bytes = Pinned(tokens=KV_TOKENS).canary_bytes
+    assert [(one.stress, one.canary_bytes) for one in (*first.orders, *again.orders)] == [
+        (True, canary_bytes + pausing * 30 * MIB),
+        (False, 0),
+    ]
 
 
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:

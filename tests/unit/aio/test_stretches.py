@@ -41,10 +41,13 @@ def test_stretches_follow_what_parts_took() -> None:
     assert stretches.begin(batch(1, 200)).parts == 1
     assert stretches.go_on(Paused(1, 1, 20 * MS)) == 5
     assert stretches.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
+    assert stretches.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
+    assert stretches.busy_ns == 185 * MS
     assert stretches.end()
     assert stretches.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
     assert stretches.begin(batch(3, 100_000)).parts == 1
     assert stretches.begin(batch(4, 100, stretch_ms=1000)).parts == 80
+    assert stretches.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,25 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
     assert led.lost == []
     led.advance(LIMITS.step_s + LIMITS.heartbeat_s)
     assert "rank 0 has not answered step 1" in led.lost[0]
+
+
+async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
+    """F6: each stretch is short, and together they are longer than a step may be."""
+    led.leader.decide(batch(1, 200))
+    for _ in range(int(LIMITS.step_s)):
+        led.hear(0, Paused(1, 1, 1000 * MS))
+    assert led.lost == []
+    led.hear(0, Paused(1, 1, 1000 * MS))
+    assert led.lost == ["encode: rank 0 has worked on step 1 for 31 s, limit 30 (deadlines.step_s)"]
+
+
+async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", shared=True)
+    led.enter(0)
+    led.leader.decide(batch(1, 200))
+    led.hear(0, EncodeResult(1, "the image could not be encoded", 0))
+    assert parts(led.entries()) == [1]
+    led.leader.close()
 
 
 async def test_leader_runs_no_hook_within_a_batch(led: Led) -> None:

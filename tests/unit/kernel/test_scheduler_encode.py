@@ -80,26 +80,37 @@ def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     assert_served(cluster, "r")
 
 
+def test_encode_groups_share_processes_one_by_one() -> None:
+    with pytest.raises(ValueError, match="2 encode groups cannot share the processes of 3"):
+        sizes(encoders=2, generators=3, encode_pauses=True)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """The encode groups' own generate group counts, and only where the two share their processes."""
     cluster = ModelCluster(
-        sizes(encoders=2, generators=2, together=together, step_target_ns=50_000_000)
+        sizes(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
     )
     cluster.submit(image_request("first", (b"a", 8)))
-    assert [log[0].stretch_ns for log in cluster.encode_logs.values() if log] == [0], "none wait"
+    (first,) = [log[0].stretch_ns for log in cluster.encode_logs.values() if log]
+    assert first == (50_000_000 if together else 0), "somebody may come to wait"
     cluster.drain()
     cluster.submit(make_request("text", words(5), max_tokens=100))
     (home,) = cluster.busy("generate")
+    stage = next(one for one in cluster.kernel.generators if one.name == home)
+    stage.pace.note(1000, None, decodes=1)
+    stage.pace.learn(1000, 10_000_000)
     cluster.run_generate(home)
     cluster.run_generate(home)
+    slow_ns = stage.pace.left_ns(1)
+    assert slow_ns > 60_000_000
     for key in (b"b", b"c"):
         cluster.submit(image_request(key.decode(), (key, 8)))
     found = {name: log[0].stretch_ns for name, log in cluster.encode_logs.items() if log}
     assert len(found) == 2
     for name, stretch_ns in found.items():
         beside = name.partition("-")[2] == home.partition("-")[2]
-        limit_ns = 50_000_000 if together and beside else 0
+        limit_ns = (slow_ns if beside else 50_000_000) if together else 0
         assert stretch_ns == pytest.approx(limit_ns, rel=0.001)
 
 

@@ -65,7 +65,11 @@ LOAD = Load(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block
 
 
 def kv_sizing(
-    crews: Sequence[Sequence[str]], *, policy: MemoryPolicy | None = None, ranks: int = 1
+    crews: Sequence[Sequence[str]],
+    *,
+    policy: MemoryPolicy | None = None,
+    ranks: int = 1,
+    pausing: bool = True,
 ) -> Sizing:
     """Return what sizes the KV caches for crews of these groups, each of so many ranks."""
     encoders = [group for groups in crews for group in groups if stage_of(group) == "encode"]
@@ -85,6 +89,7 @@ def kv_sizing(
         ),
         encode=dict.fromkeys(encoders, ranks),
         generate=beside,
+        pausing=pausing,
     )
 
 

@@ -13,6 +13,7 @@ from vsched.errors import GroupLost, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.rank import follow
 from vsched.wire import (
+    Continue,
     EncodeResult,
     Entry,
     GenerateResult,
@@ -54,7 +55,7 @@ class Noting:
         return []
 
     def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult:
-        assert isinstance(entry, GenerateDecision | EncodeDecision)
+        assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))
         return EncodeResult(entry.step, "", 0)
 
@@ -128,9 +129,8 @@ def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: 
         if rng.random() < 0.2:
             following.decide(rng.choice(["encode", "generate"]), Heartbeat())
         step = steps[name]
-        following.decide(
-            name, EncodeDecision(step, []) if name == "encode" else GenerateDecision(step)
-        )
+        encode = Continue(step, 1) if rng.random() < 0.4 else EncodeDecision(step, [])
+        following.decide(name, encode if name == "encode" else GenerateDecision(step))
         expected.append((name, step))
     following.late = shuffled(following.late, seed)
     following.decide("generate", Stop())

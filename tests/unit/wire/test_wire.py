@@ -25,6 +25,7 @@ from vsched.kernel.events import Finished
 from vsched.types import Extent, FinishReason, SamplingParams
 from vsched.wire import (
     Beat,
+    Continue,
     EncodeResult,
     Entry,
     Failure,
@@ -34,6 +35,7 @@ from vsched.wire import (
     Hello,
     LeaderLog,
     Loading,
+    Paused,
     Pulse,
     Ready,
     Report,
@@ -76,6 +78,8 @@ ENTRIES: list[Entry] = [
     GenerateDecision(1),
     FULL,
     EncodeDecision(1, [EncodeTask(b"k" * 32, (1, 2, 4), 2, Extent(64, 128), [0, 1])]),
+    EncodeDecision(2, [], stretch_ns=5, parts=3),
+    Continue(2, 4),
     Heartbeat(),
     RunHook("balance"),
     SizeKv(64, stress=True, canary_bytes=1, renew=True),
@@ -98,6 +102,7 @@ REPORTS: list[Report] = [
     EncodeResult(4, "", 5, ["balance"]),
     StepCheck(3, b"12345678"),
     Pulse(),
+    Paused(3, 2, 5),
     Beat(12, {}),
     Failure("RankDesync", "why"),
 ]

@@ -131,6 +131,7 @@ def draw_config(rng: random.Random) -> Config:
         "admission": {"use": rng.choice(["fifo", "fifo", "priority", "deadline"])},
         "preemption": {"use": rng.choice(["youngest", "cheapest"])},
         "memory": {"use": "pinned", "tokens": rng.choice([256, 320, 600])},
+        "step_target_ratio": rng.choice([1.5, 8.0]),
     }
     if rng.random() < 0.2:
         generate["memory"] = {"use": "auto-profile"}

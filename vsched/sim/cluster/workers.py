@@ -96,6 +96,7 @@ class SimulatedEncoder:
             with process.memory.hold(ACTIVATION_BYTES * sum(tokens)):
                 return
         process.spend_step(world.costs.encode_ns(tokens))
+        self._need_memory()
         self._finish(jobs, embeddings)
 
     pauses = True
@@ -110,15 +111,18 @@ class SimulatedEncoder:
         parts = min(parts or self._left, self._left)
         whole_ns = self._world.costs.encode_ns([job.tokens for job in self._jobs])
         self._process.spend_step(whole_ns * parts / ENCODE_PARTS)
+        self._need_memory()
         self._left -= parts
         if self._left:
             return False
         self._finish(self._jobs, self._embeddings)
         return True
 
-    def _finish(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+    def _need_memory(self) -> None:
         if not self._process.has_memory("encode", "step"):
             raise DeviceOutOfMemory("injected: no memory for the activations of a batch of images")
+
+    def _finish(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         for job in jobs:
             seen = job.key if self._sees(job) else DAMAGED
             if self._writes:
