@@ -192,7 +192,6 @@ class Crew:
             on_lost=self._lose,
             on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
             presence=presence,
-            shared=len(self.groups) > 1,
         )
 
     def _spec(self, rank: int, secret: str) -> RankSpec:

@@ -84,7 +84,7 @@ class _Roll(Generic[Answer]):
 
 
 class Leader:
-    """Leads the ranks of one group; with `shared`, they serve a generate group, too.
+    """Leads the ranks of one group.
 
     `on_result` gets each step's result once; `on_lost` is called once, with the reason, when the group cannot go on.
     """
@@ -101,7 +101,6 @@ class Leader:
         on_lost: Callable[[str], None],
         on_progress: Callable[[str, float], None],
         presence: Presence | None = None,
-        shared: bool = False,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
@@ -127,7 +126,6 @@ class Leader:
         self._watch = Watch(ranks, deadlines, self._presence)
         self._checks = Checks(ranks)
         self._hooks = HookTimes({}, self._loop.time())
-        self._shared = shared
         self._stretches = Stretches()
         self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
@@ -142,7 +140,7 @@ class Leader:
         self._run_hooks()
         self._hooks.stepped()
         self._watch.owe(decision.step, self._loop.time())
-        if self._shared and isinstance(decision, EncodeDecision):
+        if isinstance(decision, EncodeDecision):
             decision = self._stretches.begin(decision)
         self._append(decision)
         deaf = self._watch.deaf()

@@ -103,7 +103,6 @@ class Led:
         name: str = "generate",
         presence: Presence | None = None,
         loop: FakeLoop | None = None,
-        shared: bool = False,
     ) -> None:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
@@ -121,7 +120,6 @@ class Led:
             on_lost=self.lost.append,
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             presence=presence,
-            shared=shared,
         )
         monkeypatch.undo()
 

@@ -29,7 +29,7 @@ def parts(entries: list[Entry]) -> list[int]:
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", shared=True)
+    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode")
     led.enter(0, 1, hooks={"balance": 10.0})
     yield led
     led.leader.close()
@@ -70,7 +70,7 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
 ) -> None:
     """A7: each stretch has a turn behind the steps that were decided while the one before ran."""
     presence = Presence()
-    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", presence=presence, shared=True)
+    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", presence=presence)
     generate = Led(monkeypatch, ranks=1, limits=LIMITS, presence=presence, loop=encode.loop)
     encode.enter(0)
     generate.enter(0)
@@ -92,7 +92,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 ) -> None:
     led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
-    led.leader.decide(batch(1, 200))
+    led.leader.decide(batch(1, 200, stretch_ms=0))
     assert parts(led.entries()) == [0]
     led.hear(0, Paused(1, 1, MS))
     assert led.lost == ["encode: rank 0 paused in step 1, which is not out in parts"]
@@ -147,7 +147,7 @@ async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
 
 
 async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", shared=True)
+    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, "the image could not be encoded", 0))
