@@ -37,8 +37,9 @@ PLACES = {
     "routing": ("routing",),
 }
 """Where the kernel asks a kind of policy."""
-REPEATS = 10
-"""So many of the seeds run twice: the same run must yield the same commands."""
+REPEATS = 50
+"""So many of the seeds run twice: the same run must yield the same commands. A policy that remembers shows it in one of
+four, those in which its answers matter at all."""
 ROUTED = 20
 """Random views that a routing policy is asked about, for each seed."""
 
