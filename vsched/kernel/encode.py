@@ -13,7 +13,7 @@ be taken for it. An item larger than the whole region is refused at submission.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vsched.kernel.decisions import EncodeDecision
@@ -137,13 +137,20 @@ class EncodeStage:
 
     # --- steps ---
 
-    def plan(self, now_ns: int) -> tuple[str, EncodeDecision] | None:
-        """Form the next batch, if a group is free and something can be encoded; return the group and its decision."""
+    def plan(
+        self, now_ns: int, held_up: Callable[[EncodeLane], int]
+    ) -> tuple[EncodeLane, EncodeDecision] | None:
+        """Form the next batch, if a group is free and something can be encoded; return the group and its decision.
+
+        Of the free groups, the one that keeps the fewest requests from their next tokens takes it: `held_up` says how
+        many those are.
+        """
         if not self._queue.entries:
             return None
-        lane = next((lane for lane in self.lanes if lane.open and lane.idle), None)
-        if lane is None:
+        free = [lane for lane in self.lanes if lane.open and lane.idle]
+        if not free:
             return None
+        lane = min(free, key=held_up)
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return None
         waiting = self._queue.entries
@@ -165,7 +172,7 @@ class EncodeStage:
         if not batch and chosen:
             # The policy's first choice has no room. The front of the line can always make some.
             batch = self._take([waiting[0]])
-        return (lane.name, lane.send(batch)) if batch else None
+        return (lane, lane.send(batch)) if batch else None
 
     def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a cohort goes by itself, and whole."""

@@ -249,17 +249,21 @@ class Scheduler:
         return True
 
     def _plan_encode(self) -> bool:
-        planned = self.encode.plan(self._book.now_ns)
+        planned = self.encode.plan(self._book.now_ns, self._held_up)
         if planned is None:
             return False
-        group, decision = planned
-        host = self._hosts.get(group)
-        if host is not None:
+        lane, decision = planned
+        if self.sizes.encode_pauses:
             # Where none decodes yet, one may before the batch is done.
-            left_ns = host.pace.left_ns(len(host.running.decoding) or 1)
+            left_ns = self._hosts[lane.name].pace.left_ns(self._held_up(lane) or 1)
             decision = msgspec.structs.replace(decision, stretch_ns=int(left_ns))
-        self._book.commands.append(Decide(group, decision))
+        self._book.commands.append(Decide(lane.name, decision))
         return True
+
+    def _held_up(self, lane: EncodeLane) -> int:
+        """Return how many requests get no token while an encode group is at work."""
+        host = self._hosts.get(lane.name)
+        return 0 if host is None else len(host.running.decoding)
 
     def _break_stall(self) -> bool:
         """When nothing is out, see that what keeps the oldest waiting still holds.

@@ -114,6 +114,23 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
         assert stretch_ns == pytest.approx(limit_ns, rel=0.001)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) -> None:
+    """Where two encode groups are free, the processes encode in which the fewest wait for tokens."""
+    cluster = ModelCluster(
+        sizes(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
+    )
+    for name, tokens in (("long", 30), ("short", 1), ("longer", 30)):  # the groups take turns
+        cluster.submit(make_request(name, words(5), max_tokens=tokens))
+    while "short" not in cluster.ended:
+        cluster.run_generate("generate-1")
+    cluster.run_generate("generate-0")
+    cluster.submit(image_request("r", (b"a", 8)))
+    assert cluster.busy("encode") == ["encode-1" if together else "encode-0"]
+    cluster.drain()
+    assert_served(cluster, "long", "short", "longer", "r")
+
+
 def test_encode_default_budget_is_that_of_a_generate_step() -> None:
     """A13: not that of a chunk, nor a number of its own."""
     limits = sizes(batch_tokens=30, chunk_tokens=30)
