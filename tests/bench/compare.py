@@ -23,7 +23,7 @@ from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import Spec
 from tests.bench.session import Session
 from vsched.bench.machine import PROCESSOR
-from vsched.bench.serve import default_sessions
+from vsched.bench.serve import sessions_for
 from vsched.bench.shapes import Case, shape_of
 
 IMAGE_PIXELS = 448
@@ -80,7 +80,7 @@ def plan_of(
         case=case,
         shape=shape,
         concurrency=concurrency,
-        sessions=options.sessions or default_sessions(kind, concurrency),
+        sessions=0 if case == MIXED else sessions_for(kind, concurrency, options.sessions),
         seed=f"{purpose}/{seed}",
         decoder_tokens=DECODER_TOKENS if tokens is None else tokens * 4,
     )

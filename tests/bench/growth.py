@@ -73,7 +73,7 @@ def _length_plan(options: argparse.Namespace, length: int, words: int, repeat: i
         case="text",
         shape=shape,
         concurrency=options.length_clients,
-        sessions=options.sessions or 2 * options.length_clients,
+        sessions=options.length_sessions or 2 * options.length_clients,
         seed=f"prompt/{length}/{repeat}",
     )
 

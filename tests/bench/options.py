@@ -116,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     growth.add_argument("--concurrency", type=numbers, default=[2**power for power in range(9)])
     growth.add_argument("--lengths", type=numbers, default=[2**power for power in range(7, 15)])
     growth.add_argument("--length-clients", type=_count, default=4, help="clients of long prompts")
+    growth.add_argument("--length-sessions", type=_count, help="2 x clients unless given")
 
     regress = commands.add_parser("regress", help="vsched beside an earlier commit of itself")
     _common(regress)
@@ -151,8 +152,8 @@ def settings_text(options: argparse.Namespace) -> str:
     parts = [sizes_of(options).text, f"turns={options.turns}"]
     parts += [
         f"{name}={getattr(options, name)}"
-        for name in ("sessions", "words", "output_tokens")
-        if getattr(options, name)
+        for name in ("sessions", "length_sessions", "words", "output_tokens")
+        if getattr(options, name, None)
     ]
     parts += sorted(options.set)
     for name in ("peer_argument", "peer_environment", "before_set"):

@@ -14,6 +14,7 @@ from vsched.bench.cases import draw_session
 from vsched.bench.client import BenchClient, Sample
 from vsched.bench.shapes import Case, Shape
 from vsched.bench.summary import Figures, summarise
+from vsched.errors import ConfigError, limit_message
 
 _SESSIONS_MIN = 8
 _SEED_STRIDE = 1_000_000
@@ -55,9 +56,24 @@ class Load:
         return draw_session(self.case, self.shape, base + index)
 
 
-def default_sessions(case: Case, concurrency: int) -> int:
-    """Return how many sessions measure a case without taking all day."""
-    return concurrency if case is Case.CONVERSATION else max(2 * concurrency, _SESSIONS_MIN)
+def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
+    """Return how many sessions a run has: as many as are wanted, or what measures a case without taking all day.
+
+    Raises:
+        ConfigError: When so many clients would never be at work at once.
+    """
+    if wanted is None:
+        return concurrency if case is Case.CONVERSATION else max(2 * concurrency, _SESSIONS_MIN)
+    if wanted < concurrency:
+        raise ConfigError(
+            limit_message(
+                f"--sessions: of {concurrency} clients some would have nothing to do",
+                value=f"{wanted} sessions",
+                limit=f"at least {concurrency}",
+                remedy="ask for more sessions, or for fewer clients with --concurrency",
+            )
+        )
+    return wanted
 
 
 async def run_load(client: BenchClient, load: Load, finished: Callable[[], None]) -> Figures:

@@ -47,7 +47,7 @@ def serve(
 
     from vsched.bench.client import BenchClient
     from vsched.bench.report import measure, write_report
-    from vsched.bench.serve import Load, default_sessions
+    from vsched.bench.serve import Load, sessions_for
 
     levels = _levels(concurrency)
     sizes = {"words": words, "output_tokens": output_tokens}
@@ -58,7 +58,7 @@ def serve(
                 case=one,
                 shape=shape_of(one, image_pixels=image_pixels, turns=turns, **sizes),
                 concurrency=level,
-                sessions=sessions or default_sessions(one, level),
+                sessions=sessions_for(one, level, sessions),
                 model=name,
                 seed=seed,
                 warmup=warmup,

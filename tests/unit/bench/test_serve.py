@@ -10,7 +10,7 @@ import pytest
 
 from vsched.bench.cases import draw_image, draw_session
 from vsched.bench.client import BenchClient, BenchError, Sample
-from vsched.bench.serve import Load, default_sessions, run_load
+from vsched.bench.serve import Load, run_load, sessions_for
 from vsched.bench.shapes import Case, Shape, shape_of
 from vsched.bench.summary import spread, summarise, table
 from vsched.errors import ConfigError
@@ -228,6 +228,13 @@ def test_images_are_ones_that_a_server_takes() -> None:
     assert inspect(encoded, PixelLimits(image=10**6, webp=10**6)).width == 448
 
 
-def test_default_sessions_follow_the_concurrency() -> None:
-    assert [default_sessions(Case.TEXT, level) for level in (1, 8, 32)] == [8, 16, 64]
-    assert default_sessions(Case.CONVERSATION, 3) == 3
+def test_sessions_follow_the_concurrency() -> None:
+    assert [sessions_for(Case.TEXT, level, None) for level in (1, 8, 32)] == [8, 16, 64]
+    assert sessions_for(Case.CONVERSATION, 3, None) == 3
+    assert sessions_for(Case.TEXT, 8, 8) == 8
+
+
+def test_sessions_keep_all_clients_at_work() -> None:
+    """Rates of 256 clients that are rates of the six which have something to do are refused."""
+    with pytest.raises(ConfigError, match="value 6 sessions, limit at least 256. Remedy: ask"):
+        sessions_for(Case.TEXT, 256, 6)
