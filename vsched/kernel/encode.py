@@ -145,10 +145,8 @@ class EncodeStage:
         Of the free groups, the one that keeps the fewest requests from their next tokens takes it: `held_up` says how
         many those are.
         """
-        if not self._queue.entries:
-            return None
         free = [lane for lane in self.lanes if lane.open and lane.idle]
-        if not free:
+        if not (free and self._queue.entries):
             return None
         lane = min(free, key=held_up)
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
@@ -375,14 +373,7 @@ class EncodeStage:
             "pages_free": len(self._free),
             "pages_evictable": self._evictable_pages,
             "pages_orphaned": self.orphaned,
-            "groups": {
-                lane.name: {
-                    "state": lane.status.value,
-                    "running_items": len(lane.flying),
-                    "steps": lane.step,
-                }
-                for lane in self.lanes
-            },
+            "groups": {lane.name: lane.statistics() for lane in self.lanes},
         }
 
     def check(self, live: Iterable[int]) -> None:

@@ -47,6 +47,14 @@ class EncodeLane(Group):
             entry.pages = []
         return batch
 
+    def statistics(self) -> dict[str, str | int]:
+        """Return its state, what it works on, and how often it did."""
+        return {
+            "state": self.status.value,
+            "running_items": len(self.flying),
+            "steps": self.step,
+        }
+
 
 def _task(entry: EmbeddingEntry) -> EncodeTask:
     item = entry.item
