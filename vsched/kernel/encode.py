@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vsched.kernel.decisions import EncodeDecision
 from vsched.kernel.embedding import EmbeddingEntry, EntryPhase
 from vsched.kernel.guard import GuardedOrder, PolicyFaults, ask_admission
 from vsched.kernel.lane import EncodeLane
@@ -139,16 +138,15 @@ class EncodeStage:
 
     def plan(
         self, now_ns: int, held_up: Callable[[EncodeLane], int]
-    ) -> tuple[EncodeLane, EncodeDecision] | None:
-        """Form the next batch, if a group is free and something can be encoded; return the group and its decision.
+    ) -> tuple[EncodeLane, list[EmbeddingEntry]] | None:
+        """Form the next batch, if a group is free and something can be encoded; return the group that is to have it.
 
-        Of the free groups, the one that keeps the fewest requests from their next tokens takes it: `held_up` says how
+        Of the free groups, the one that keeps the fewest requests from their next tokens gets it: `held_up` says how
         many those are.
         """
         free = [lane for lane in self.lanes if lane.open and lane.idle]
         if not (free and self._queue.entries):
             return None
-        lane = min(free, key=held_up)
         if self.hold_until_ns is not None and now_ns < self.hold_until_ns:
             return None
         waiting = self._queue.entries
@@ -170,7 +168,7 @@ class EncodeStage:
         if not batch and chosen:
             # The policy's first choice has no room. The front of the line can always make some.
             batch = self._take([waiting[0]])
-        return (lane, lane.send(batch)) if batch else None
+        return (min(free, key=held_up), batch) if batch else None
 
     def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a cohort goes by itself, and whole."""

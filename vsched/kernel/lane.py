@@ -26,11 +26,11 @@ class EncodeLane(Group):
         """Whether no batch is out."""
         return not self.flying
 
-    def send(self, batch: list[EmbeddingEntry]) -> EncodeDecision:
+    def send(self, batch: list[EmbeddingEntry], *, stretch_ns: int) -> EncodeDecision:
         """Note a batch as out, and return the decision that sends it there."""
         self.flying = batch
         self.step += 1
-        return EncodeDecision(self.step, [_task(entry) for entry in batch])
+        return EncodeDecision(self.step, [_task(entry) for entry in batch], stretch_ns=stretch_ns)
 
     def land(self, step: int) -> list[EmbeddingEntry]:
         """Take the batch that was out."""

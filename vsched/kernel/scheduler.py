@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from vsched.kernel.book import RequestBook
 from vsched.kernel.commands import (
     Command,
@@ -252,13 +250,16 @@ class Scheduler:
         planned = self.encode.plan(self._book.now_ns, self._held_up)
         if planned is None:
             return False
-        lane, decision = planned
-        if self.sizes.encode_pauses:
-            # Where none decodes yet, one may before the batch is done.
-            left_ns = self._hosts[lane.name].pace.left_ns(self._held_up(lane) or 1)
-            decision = msgspec.structs.replace(decision, stretch_ns=int(left_ns))
+        lane, batch = planned
+        decision = lane.send(batch, stretch_ns=self._stretch_ns(lane))
         self._book.commands.append(Decide(lane.name, decision))
         return True
+
+    def _stretch_ns(self, lane: EncodeLane) -> int:
+        """Return how long an encode group may work without a step of its processes in between; 0 for no limit."""
+        host = self._hosts.get(lane.name)
+        # Where none decodes yet, one may before the batch is done.
+        return 0 if host is None else int(host.pace.left_ns(self._held_up(lane) or 1))
 
     def _held_up(self, lane: EncodeLane) -> int:
         """Return how many requests get no token while an encode group is at work."""
