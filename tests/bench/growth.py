@@ -24,7 +24,8 @@ from tests.bench.ratios import Row, rows
 from tests.bench.records import Key
 from tests.bench.servers import Server, Spec
 from tests.bench.session import Session
-from vsched.bench.shapes import Shape
+from vsched.bench.serve import sessions_for
+from vsched.bench.shapes import Case, Shape
 
 CLIENT_TOKENS = 32
 PROMPT_TOKENS = 16
@@ -73,7 +74,11 @@ def _length_plan(options: argparse.Namespace, length: int, words: int, repeat: i
         case="text",
         shape=shape,
         concurrency=options.length_clients,
-        sessions=options.length_sessions or 2 * options.length_clients,
+        sessions=sessions_for(
+            Case.TEXT,
+            options.length_clients,
+            options.length_sessions or 2 * options.length_clients,
+        ),
         seed=f"prompt/{length}/{repeat}",
     )
 

@@ -67,10 +67,10 @@ def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
     if wanted < concurrency:
         raise ConfigError(
             limit_message(
-                f"--sessions: of {concurrency} clients some would have nothing to do",
+                f"sessions: of {concurrency} clients some would have nothing to do",
                 value=f"{wanted} sessions",
                 limit=f"at least {concurrency}",
-                remedy="ask for more sessions, or for fewer clients with --concurrency",
+                remedy="ask for more sessions, or for fewer clients",
             )
         )
     return wanted
