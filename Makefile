@@ -1,12 +1,15 @@
 # `make demo` and `make test` set up everything themselves, in .venv, from nothing but python3.11 and pip.
 # A second call installs nothing unless pyproject.toml or constraints.txt has changed.
 #
+# `make docs` builds the documentation into site/, `make coverage` a report of what the tests run into htmlcov/.
+#
 # torch from PyPI brings CUDA libraries of several GB. Without a GPU, the CPU build is enough and much smaller:
 #   make demo PIP_ARGUMENTS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3.11
 VENV ?= .venv
 PIP_ARGUMENTS ?=
+TESTS ?= tests
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGUMENTS)
@@ -14,7 +17,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 SOURCES := vsched policies workers tests
 
-.PHONY: demo test install format format-check lint types layers unit wheel clean
+.PHONY: demo test install format format-check lint types layers unit wheel coverage clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -65,5 +68,14 @@ wheel: $(TEST_STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 	$(BIN)/check-wheel-contents --toplevel vsched,vsched_policies,vsched_workers dist
 
+# A report, and no gate: measuring slows the tests down several times, and `make unit` judges them. Rank processes
+# are measured as well; what numba compiles, and what CUDA runs, is not.
+coverage: $(TEST_STAMP)
+	rm -f .coverage .coverage.*
+	-$(BIN)/coverage run -m pytest -n 2 --dist worksteal --timeout 600 --ignore tests/e2e $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report
+
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) dist build site htmlcov .coverage .coverage.*
