@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.crew import Crew, CrewEvents, rank_device
-from vsched.aio.launcher import Launcher
-from vsched.aio.leader import Deadlines
-from vsched.aio.sizing import Sizing, SizingLimits
+from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.launcher import Launcher
+from vsched.aio.replicas.worker_group import Crew, CrewEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
@@ -23,8 +23,8 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, group_names
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
+from vsched.worker.profiling_run import Load
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
-from vsched.worker.stress import Load
 
 PAGE_ROWS = 64
 """Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""

@@ -16,14 +16,14 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.bounds import check_numbers, check_stop_tokens
-from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
-from vsched.aio.launcher import Launcher
+from vsched.aio.environment import Surroundings
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.replicas.launcher import Launcher
+from vsched.aio.replicas.worker_group import STOP_GRACE_S, Crew, CrewEvents
+from vsched.aio.request_bounds import check_numbers, check_stop_tokens
 from vsched.aio.shell import Shell
-from vsched.aio.sizing import Sizing
-from vsched.aio.stream import Generation
-from vsched.aio.surroundings import Surroundings
-from vsched.aio.timeline import Timeline, timeline_of
+from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.timing import Timeline, timeline_of
 from vsched.assembly import (
     arena_layout,
     check_parallel,

@@ -115,7 +115,8 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A rank can take work. `memory` is its part of the memory table, in bytes by name.
 
-    `hooks` are the worker's periodic works and their intervals in seconds; see `vsched.worker.abilities.PeriodicWork`.
+    `hooks` are the worker's periodic works and their intervals in seconds; see
+    `vsched.worker.capabilities.PeriodicWork`.
     """
 
     kv_blocks: int

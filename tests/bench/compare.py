@@ -22,9 +22,9 @@ from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import Spec
 from tests.bench.session import Session
-from vsched.bench.machine import PROCESSOR
-from vsched.bench.serve import sessions_for
-from vsched.bench.shapes import Case, shape_of
+from vsched.bench.load.closed_loop import sessions_for
+from vsched.bench.load.shapes import Case, shape_of
+from vsched.bench.report.machine import PROCESSOR
 
 IMAGE_PIXELS = 448
 LINE = 118

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from tests.bench.records import Figures, Times
-from vsched.bench.client import Sample
+from vsched.bench.load.client import Sample
 
 ERRORS_MAX = 5
 NOT_ASKED = "not asked: an earlier turn failed"

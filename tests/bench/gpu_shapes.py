@@ -12,12 +12,13 @@ from torch import nn
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import attention, vision_attention
+from vsched_workers.backends.cuda import vision_attention
+from vsched_workers.batching import paged_attention as attention
+from vsched_workers.checkpoint.weights import _make_buffers
 from vsched_workers.families import FAMILIES
 from vsched_workers.language import LanguageWorker
-from vsched_workers.tensor_parallel import RankGroup
+from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.vision import VisionWorker
-from vsched_workers.weights import _make_buffers
 
 FAMILY = "qwen2_5_vl"
 IMAGE_TOKEN = 151655

@@ -24,8 +24,8 @@ from tests.bench.ratios import Row, rows
 from tests.bench.records import Key
 from tests.bench.servers import Server, Spec
 from tests.bench.session import Session
-from vsched.bench.serve import sessions_for
-from vsched.bench.shapes import Case, Shape
+from vsched.bench.load.closed_loop import sessions_for
+from vsched.bench.load.shapes import Case, Shape
 
 CLIENT_TOKENS = 32
 PROMPT_TOKENS = 16

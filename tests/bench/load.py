@@ -19,9 +19,9 @@ from typing import Any
 from tests.bench.figures import NOT_ASKED, Answers, summarise
 from tests.bench.records import Figures
 from tests.bench.servers import Spec
-from vsched.bench.cases import draw_session, draw_text
-from vsched.bench.client import BenchClient, Sample
-from vsched.bench.shapes import Case, Shape
+from vsched.bench.load.cases import draw_session, draw_text
+from vsched.bench.load.client import BenchClient, Sample
+from vsched.bench.load.shapes import Case, Shape
 
 MIXED = "mixed"
 CASES = (*(case.value for case in Case), MIXED)

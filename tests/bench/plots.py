@@ -10,7 +10,7 @@ from typing import Any
 from tests.bench.ratios import Read, Row
 from tests.bench.records import Run
 from tests.bench.tables import quantile, requests_s
-from vsched.cli.report import new_figure
+from vsched.terminal.options import new_figure
 
 COLOURS = ("tab:blue", "tab:orange")
 STYLES = {"p50": "-", "p95": "--", "p99": ":"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from vsched.cli.report import write_json
+from vsched.terminal.options import write_json
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from tests.bench import processes
 from tests.bench.load import Drawn, Plan, draw, run
 from tests.bench.records import Figures, Key, Run, Started, Store
 from tests.bench.servers import IDLE_CORES_MAX, Server, ServerError, Spec, serving
-from vsched.bench.cases import draw_text
-from vsched.bench.client import BenchClient
-from vsched.bench.machine import Others
+from vsched.bench.load.cases import draw_text
+from vsched.bench.load.client import BenchClient
+from vsched.bench.report.machine import Others
 
 SETTLE_S = 1.0
 """Between a server's going on and its first request."""

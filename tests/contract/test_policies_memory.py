@@ -16,8 +16,8 @@ from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import Accept, Attempt, Build, Fail, MemoryPolicy, Probe
-from vsched.testing.device_memory import SimulatedMemory
-from vsched.testing.sizing import SimulatedRank, load_view, negotiate
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.kv_sizing import SimulatedRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20

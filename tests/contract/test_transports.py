@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vsched.sim.channel import LinkProfile
-from vsched.sim.faults import FaultPlan
-from vsched.sim.injection import Injector
-from vsched.sim.loop import VirtualLoop
-from vsched.sim.network import LeaderEnd, Network, RankEnd
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.network.links import LeaderEnd, Network, RankEnd
 from vsched.testing import ContractBroken, check_transport
-from vsched.testing.contract_transport import Bounds, Transport
+from vsched.testing.contracts.transport import Bounds, Transport
 from vsched.transport.zmq_link import LeaderLink, OnFrame, RankLink, rank_identity
 
 ADDRESS = "ipc:///run/generate-0-1"

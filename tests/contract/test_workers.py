@@ -14,8 +14,8 @@ from tests.unit.rank import fake_plugin
 from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
 from vsched.errors import DeviceOutOfMemory
 from vsched.testing import ContractBroken, check_worker
-from vsched.testing.contract_worker import SampleImage
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.contracts.worker import SampleImage
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,
@@ -306,7 +306,7 @@ def test_transformers_plugin_keeps_the_contract(size: str, tmp_path: Path) -> No
     """The plug-in that comes with vsched, with attention that does not depend on the batch."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from vsched_workers.make_checkpoint import make_checkpoint
+    from vsched_workers.checkpoint.random_init import make_checkpoint
     from vsched_workers.plugin import plugin
 
     torch.set_num_threads(1)

@@ -12,11 +12,11 @@ from vsched.sim.cluster.model import ROOT
 from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
 from vsched.sim.cluster.workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
 from vsched.sim.cluster.world import World
-from vsched.sim.faults import FaultPlan
-from vsched.sim.loop import VirtualLoop
+from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.testing import ContractBroken, check_worker
-from vsched.testing.contract_worker import SampleImage, sample_images
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.contracts.worker import SampleImage, sample_images
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,

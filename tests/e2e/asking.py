@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vsched import Engine, SamplingParams
-from vsched.aio.stream import Generation, OutputDelta, TokenLogprob
+from vsched.aio.streams.stream import Generation, OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)

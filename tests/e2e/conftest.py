@@ -23,7 +23,7 @@ from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
 from vsched.worker.contract import Preprocessor  # noqa: E402
-from vsched_workers.make_checkpoint import make_checkpoint  # noqa: E402
+from vsched_workers.checkpoint.random_init import make_checkpoint  # noqa: E402
 from vsched_workers.plugin import plugin  # noqa: E402
 
 KV_TOKENS = 480

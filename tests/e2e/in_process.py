@@ -10,7 +10,7 @@ import random
 from collections import deque
 
 from vsched import Engine
-from vsched.aio.crew import Crew, CrewEvents
+from vsched.aio.replicas.worker_group import Crew, CrewEvents
 from vsched.assembly import crew_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision

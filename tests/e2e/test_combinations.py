@@ -34,8 +34,8 @@ from vsched import Config, Engine, SamplingParams
 from vsched.media import ImageReference
 from vsched.types import ModelInfo
 from vsched.worker.contract import SequenceState
+from vsched_workers.batching.sampling import SpecialRow, sample
 from vsched_workers.plugin import plugin
-from vsched_workers.sampling import SpecialRow, sample
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
 

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.e2e.asking import Ask, answers, crowd, data_url
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
-from vsched.aio.stretches import Stretches
+from vsched.aio.leader.encode_slices import Stretches
 from vsched.wire import Paused
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]

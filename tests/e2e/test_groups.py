@@ -24,7 +24,7 @@ from tests.e2e.asking import TEXTS, Answer, Ask, begin, crowd, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.traces import is_alive, parent, running
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.stream import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.errors import RequestFailed, VschedError
 
 REQUESTS = int(os.environ.get("VSCHED_REQUESTS", "0"))

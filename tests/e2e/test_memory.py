@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vsched.bench.memory import measure_memory
+from vsched.bench.memory.measure import measure_memory
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import DeviceOutOfMemory

@@ -27,13 +27,13 @@ class Plant(NamedTuple):
 PLANTS = (
     Plant(
         "put at the tail",
-        "vsched.kernel.book:RequestBook.come_back",
+        "vsched.kernel.request_table:RequestBook.come_back",
         "self.stand_in_line(state)",
         "self._arrivals += 1; state.order = (self._arrivals, 0); self.stand_in_line(state)",
     ),
     Plant(
         "an early counter commit",
-        "vsched.kernel.generate:GenerateStage.retire",
+        "vsched.kernel.generate.group:GenerateStage.retire",
         "computed = len(state.tokens) - 1",
         "computed = len(state.tokens)",
     ),
@@ -45,7 +45,7 @@ PLANTS = (
     ),
     Plant(
         "a set in the batch order",
-        "vsched.kernel.encode:EncodeStage._take",
+        "vsched.kernel.encode.stage:EncodeStage._take",
         "for entry in chosen:",
         "for entry in set(chosen):",
         twice=True,
@@ -58,19 +58,19 @@ PLANTS = (
     ),
     Plant(
         "a heartbeat with two deadlines",
-        "vsched.aio.watch:Watch.complaint",
+        "vsched.aio.leader.failure_detector:Watch.complaint",
         "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
         "silent_s = limits.heartbeat_s",
     ),
     Plant(
         "a cache view pinning its buffer",
-        "vsched.worker.sizing:KvSizing._tear_down",
+        "vsched.worker.kv_sizing:KvSizing._tear_down",
         "self._worker.drop_kv()",
         "pass",
     ),
     Plant(
         "an eviction that ignores pins",
-        "vsched.kernel.encode:EncodeStage._takeable",
+        "vsched.kernel.encode.stage:EncodeStage._takeable",
         "and not other.readers",
         "",
     ),
@@ -88,7 +88,7 @@ PLANTS = (
     ),
     Plant(
         "a lost terminal reply",
-        "vsched.aio.streams:StreamTable.finish",
+        "vsched.aio.streams.table:StreamTable.finish",
         "generation.finish(finish)",
         "generation.finish(finish) if self._by_number else None",
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.faults import (
+from vsched.sim.faults.plan import (
     KINDS,
     AnyFault,
     DecodeError,
@@ -32,7 +32,7 @@ from vsched.sim.faults import (
     TiePermutation,
     WorkerCrash,
 )
-from vsched.sim.workload import Arrival, Image, Text
+from vsched.sim.workload.requests import Arrival, Image, Text
 
 Engines = Callable[..., SimEngine]
 SECOND_NS = 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.planted import PLANTS, Plant, planted
-from vsched.sim.swarm import swarm
+from vsched.sim.cluster.swarm import swarm
 
 SEEDS = 1000
 

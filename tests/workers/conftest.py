@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from tests.workers.driver import Stage  # noqa: E402
 from tests.workers.ranks import Ranks  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
-from vsched_workers.make_checkpoint import make_checkpoint  # noqa: E402
+from vsched_workers.checkpoint.random_init import make_checkpoint  # noqa: E402
 
 SIZES = ("nano25", "nano3")
 COMPILING_S = 180

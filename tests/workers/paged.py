@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vsched_workers.attention import (
+from vsched_workers.batching.paged_attention import (
     KvCache,
     PagedStep,
     context_slots,

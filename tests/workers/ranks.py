@@ -15,9 +15,9 @@ import torch
 
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
-from vsched.worker.abilities import can_pause
+from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
-from vsched_workers.tensor_parallel import RankGroup
+from vsched_workers.parallel.rank_group import RankGroup
 
 T = TypeVar("T")
 

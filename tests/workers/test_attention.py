@@ -15,8 +15,13 @@ import torch
 from tests.workers.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import operand_choice, paired_attention, softmax_kernels, tiled_attention
-from vsched_workers.attention import (
+from vsched_workers.backends.cpu import operand_choice, paired_attention, tiled_attention
+from vsched_workers.backends.cpu.kernels import softmax as softmax_kernels
+from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE, can_multiply
+from vsched_workers.backends.cpu.paired_attention import prefill_by_pairs
+from vsched_workers.backends.cpu.tiled_attention import prefill_by_tiles
+from vsched_workers.backends.kernel_choice import choose_decode, choose_patches, choose_prefill
+from vsched_workers.batching.paged_attention import (
     KvCache,
     PagedStep,
     PatchKernel,
@@ -26,10 +31,6 @@ from vsched_workers.attention import (
     decode_by_gather,
     prefill_by_gather,
 )
-from vsched_workers.kernel_choice import choose_decode, choose_patches, choose_prefill
-from vsched_workers.numba_vectors import PAIR, SINGLE, can_multiply
-from vsched_workers.paired_attention import prefill_by_pairs
-from vsched_workers.tiled_attention import prefill_by_tiles
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
@@ -163,12 +164,12 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     import sys
 
     absent: Any = None
-    monkeypatch.setitem(sys.modules, "vsched_workers.numba_attention", absent)
+    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.decode_attention", absent)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
     with pytest.raises(ConfigError, match="not installed. Remedy"):
         choose_decode(WorkerSettings(attention="numba"), torch.float32)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
-    monkeypatch.setitem(sys.modules, "vsched_workers.tiled_attention", absent)
+    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.tiled_attention", absent)
     assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
 
 

@@ -11,9 +11,10 @@ pytest.importorskip("numba")
 
 import numpy as np
 
-from vsched_workers import attention_kernels, numba_vectors
-from vsched_workers.attention_kernels import scored_type
-from vsched_workers.numba_vectors import can_multiply
+from vsched_workers.backends.cpu.kernels import decode_attention as attention_kernels
+from vsched_workers.backends.cpu.kernels import vectors as numba_vectors
+from vsched_workers.backends.cpu.kernels.decode_attention import scored_type
+from vsched_workers.backends.cpu.kernels.vectors import can_multiply
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError, ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.make_checkpoint import SIZES, make_checkpoint
+from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 from vsched_workers.plugin import TransformersPlugin, plugin
 
 WEIGHTS = "model.safetensors"

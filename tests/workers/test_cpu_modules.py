@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vsched_workers.cpu_modules import (
+from vsched_workers.backends.cpu.modules import (
     FEW_ROWS,
     MANY_ROWS,
     PackedLinear,

@@ -17,8 +17,8 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch
 from vsched_workers import language
-from vsched_workers.attention import PagedStep, decode_by_gather
-from vsched_workers.decode_lane import row_counts
+from vsched_workers.backends.cuda.graph_stream import row_counts
+from vsched_workers.batching.paged_attention import PagedStep, decode_by_gather
 
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vsched_workers.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
 BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [*BYTES, " wörd".encode(), "日本".encode(), "日".encode()[:2], b"\xff\xfe", b""]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vsched.errors import DeviceOutOfMemory
-from vsched_workers.device_memory import (
+from vsched_workers.memory.device_memory import (
     open_device_memory,
     require_available,
     typed_out_of_memory,
@@ -86,7 +86,7 @@ limit_process_memory(900 << 20)
 import numpy as np
 import torch
 from vsched.errors import DeviceOutOfMemory
-from vsched_workers.device_memory import open_device_memory, typed_out_of_memory
+from vsched_workers.memory.device_memory import open_device_memory, typed_out_of_memory
 MIB = 1 << 20
 memory = open_device_memory("cpu")
 assert memory.pool.startswith("cpu limit of ")

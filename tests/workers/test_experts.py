@@ -20,10 +20,10 @@ from tests.workers.ranks import Ranks
 from tests.workers.reference import Reference
 from tests.workers.test_language import crowd, expected, outputs
 from vsched.errors import CheckpointError
-from vsched.worker.abilities import PeriodicWork
+from vsched.worker.capabilities import PeriodicWork
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import experts
-from vsched_workers.experts import (
+from vsched_workers.parallel import experts
+from vsched_workers.parallel.experts import (
     BALANCE,
     Placement,
     SharedExperts,

@@ -17,14 +17,17 @@ from tests.workers.ranks import Ranks
 from tests.workers.test_language import crowd
 from tests.workers.twins import WITHIN, Twins, run_twins
 from vsched.worker.contract import EncodeJob
-from vsched_workers import cpu_kernels, head_kernels, paired_attention, panel_products
-from vsched_workers.cpu_modules import FEW_ROWS, PackedLinear, filled, packs
-from vsched_workers.fused_layers import FusedLanguage
-from vsched_workers.fused_vision import FusedBlock
-from vsched_workers.numba_vectors import PAIR, SINGLE
-from vsched_workers.operand_choice import pays_here
-from vsched_workers.panel_products import PAIR_ROWS_MAX
-from vsched_workers.rotary_angles import Angles
+from vsched_workers.backends.cpu import paired_attention
+from vsched_workers.backends.cpu import products as panel_products
+from vsched_workers.backends.cpu.kernels import elementwise as cpu_kernels
+from vsched_workers.backends.cpu.kernels import heads as head_kernels
+from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE
+from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedLinear, filled, packs
+from vsched_workers.backends.cpu.operand_choice import pays_here
+from vsched_workers.backends.cpu.products import PAIR_ROWS_MAX
+from vsched_workers.backends.cpu.rotary_angles import Angles
+from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 
 pytestmark = pytest.mark.skipif(
     not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"

@@ -18,8 +18,9 @@ from tests.workers.paged import filled_cache, written_out
 from tests.workers.reference import Reference
 from tests.workers.test_language import crowd, outputs
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import vision_attention
-from vsched_workers.attention import (
+from vsched_workers.backends.cuda import vision_attention
+from vsched_workers.backends.cuda.copies import open_copies
+from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PrefillKernel,
     Segment,
@@ -27,8 +28,7 @@ from vsched_workers.attention import (
     decode_by_gather,
     prefill_by_gather,
 )
-from vsched_workers.make_checkpoint import make_checkpoint
-from vsched_workers.row_copies import open_copies
+from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
@@ -111,7 +111,7 @@ def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
 
 
 def kernels(dtype: torch.dtype) -> list[DecodeKernel]:
-    from vsched_workers.cuda_attention import TritonDecode, VarlenDecode
+    from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
 
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     found: list[DecodeKernel] = [TritonDecode(processors)]
@@ -144,7 +144,7 @@ def test_decode_equals_attention_written_out(
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
-    from vsched_workers.cuda_attention import FlashPrefill
+    from vsched_workers.backends.cuda.attention import FlashPrefill
 
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE

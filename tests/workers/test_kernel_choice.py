@@ -13,15 +13,15 @@ import torch
 from tests.workers.paged import filled_cache
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.attention import (
+from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
+from vsched_workers.backends.kernel_choice import Trial, _load_kernel, fastest
+from vsched_workers.batching.paged_attention import (
     KvCache,
     PagedStep,
     Segment,
     decode_by_gather,
     prefill_by_gather,
 )
-from vsched_workers.cuda_attention import FlashPrefill, VarlenDecode
-from vsched_workers.kernel_choice import Trial, _load_kernel, fastest
 
 
 class Right:

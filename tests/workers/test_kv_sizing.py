@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from vsched.aio.process import rank_environment
+from vsched.aio.replicas.process import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.sizing import KvSizing
-from vsched.worker.stress import Load
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.profiling_run import Load
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
 
@@ -94,7 +94,7 @@ limit_process_memory(4 << 30)
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.stress import Load, stress
+from vsched.worker.profiling_run import Load, stress
 info = plugin.inspect(sys.argv[1], dtype="float32", item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = Load(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
@@ -142,8 +142,8 @@ limit_process_memory(4 << 30)
 from vsched_workers.plugin import plugin
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.sizing import KvSizing
-from vsched.worker.stress import Load
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.profiling_run import Load
 MIB = 1 << 20
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)

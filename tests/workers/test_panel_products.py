@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("numba")
 
-from vsched_workers import operand_choice, panel_products
-from vsched_workers.cpu_modules import FEW_ROWS, PackedWeight, filled, packs
-from vsched_workers.numba_vectors import PAIR, SINGLE
-from vsched_workers.operand_choice import operand, pays_here
-from vsched_workers.panel_products import INPUTS_MAX, PAIR_ROWS_MAX, panel_product
+from vsched_workers.backends.cpu import operand_choice
+from vsched_workers.backends.cpu import products as panel_products
+from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE
+from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedWeight, filled, packs
+from vsched_workers.backends.cpu.operand_choice import operand, pays_here
+from vsched_workers.backends.cpu.products import INPUTS_MAX, PAIR_ROWS_MAX, panel_product
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vsched_workers.row_copies import BUFFERS, RowCopies, open_copies
+from vsched_workers.backends.cuda.copies import BUFFERS, RowCopies, open_copies
 
 Log = list[tuple[str, object]]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.workers.properties import REPEATABLE
 from vsched.types import SamplingParams
 from vsched.worker.contract import SequenceState
-from vsched_workers.sampling import SpecialRow, sample, uniform
+from vsched_workers.batching.sampling import SpecialRow, sample, uniform
 
 VOCABULARY = 50
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.checkpoint.random_init import SIZES
+from vsched_workers.checkpoint.weights import WeightIndex, load_head, load_tensors
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.base import Sharing, Split
-from vsched_workers.make_checkpoint import SIZES
+from vsched_workers.parallel.slicing import Cut, cut_of, slice_module
 from vsched_workers.plugin import plugin
-from vsched_workers.slicing import Cut, cut_of, slice_module
-from vsched_workers.weights import WeightIndex, load_head, load_tensors
 
 
 def test_cut_of_a_fused_layer_takes_each_part_by_itself() -> None:

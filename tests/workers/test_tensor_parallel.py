@@ -16,7 +16,7 @@ from tests.workers import ranks as on_rank
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.ranks import Ranks
 from vsched.types import SamplingParams
-from vsched_workers.make_checkpoint import SIZES, make_checkpoint
+from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

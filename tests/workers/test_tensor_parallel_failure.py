@@ -21,12 +21,12 @@ from tests.workers.ranks import Ranks, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv
-from vsched.worker.abilities import CollectiveWorker
+from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.sizing import KvSizing
-from vsched.worker.stress import Load
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.profiling_run import Load
 from vsched_workers import language
-from vsched_workers.tensor_parallel import RankGroup
+from vsched_workers.parallel.rank_group import RankGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -281,7 +281,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.tensor_parallel import RankGroup
+from vsched_workers.parallel.rank_group import RankGroup
 group = RankGroup(WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2]), "generate")
 with group.together():
     group.all_reduce(torch.ones(1))

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vsched_workers.training.muon import Muon, orthogonalised  # noqa: E402
+from demo_training.muon import Muon, orthogonalised  # noqa: E402
 
 SHAPES = ((24, 16), (16, 24), (16, 24), (16, 16), (48, 16))
 

@@ -18,17 +18,17 @@ pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
+from demo_training import model as small  # noqa: E402
+from demo_training import report, samples, train  # noqa: E402
+from demo_training.ahead import DrawnAhead  # noqa: E402
+from demo_training.batches import Batch, make_batch, placed  # noqa: E402
+from demo_training.drawing import Mark  # noqa: E402
+from demo_training.plan import Plan  # noqa: E402
+from demo_training.samples import held_out  # noqa: E402
+from demo_training.train import BatchMaker, Trainer  # noqa: E402
 from vsched.errors import CheckpointError, VschedError  # noqa: E402
-from vsched_workers.checkpoint import inspect_checkpoint  # noqa: E402
+from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
 from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
-from vsched_workers.training import model as small  # noqa: E402
-from vsched_workers.training import report, samples, train  # noqa: E402
-from vsched_workers.training.ahead import DrawnAhead  # noqa: E402
-from vsched_workers.training.batches import Batch, make_batch, placed  # noqa: E402
-from vsched_workers.training.drawing import Mark  # noqa: E402
-from vsched_workers.training.plan import Plan  # noqa: E402
-from vsched_workers.training.samples import held_out  # noqa: E402
-from vsched_workers.training.train import BatchMaker, Trainer  # noqa: E402
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
 

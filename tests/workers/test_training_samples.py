@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
+from demo_training import drawing, samples
+from demo_training.drawing import COLOURS, SHAPES, Mark
+from demo_training.samples import TASKS, Sample, Turn, held_out, train_sample
 from vsched.errors import ConfigError
-from vsched_workers.training import drawing, samples
-from vsched_workers.training.drawing import COLOURS, SHAPES, Mark
-from vsched_workers.training.samples import TASKS, Sample, Turn, held_out, train_sample
 
 DRAWN = 40
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.paged import filled_cache, written_out
-from vsched_workers.cuda_attention import TritonDecode, parts_of_context
+from vsched_workers.backends.cuda.attention import TritonDecode, parts_of_context
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ import torch
 from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image
 from tests.workers.reference import Reference
 from vsched.types import ModelInfo
-from vsched.worker.abilities import can_pause
+from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.plugin import plugin
 

@@ -13,7 +13,7 @@ import torch
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.test_kernel_choice import varlen_on_cpu
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import vision_attention
+from vsched_workers.backends.cuda import vision_attention
 
 Stages = Callable[..., Stage]
 

@@ -20,8 +20,8 @@ from vsched_workers.families.qwen_image import (
     resized,
 )
 from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.memory.worst_case import compose, worst_batches
 from vsched_workers.plugin import plugin
-from vsched_workers.worst_case import compose, worst_batches
 
 
 def every_unit(

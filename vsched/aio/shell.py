@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from vsched.aio.crew import STOP_GRACE_S, Crew, CrewEvents
-from vsched.aio.crews import Crews, smallest_cache
-from vsched.aio.groups import ServedGroups
-from vsched.aio.revival import Reports, Revival
-from vsched.aio.stream import Generation
-from vsched.aio.streams import StreamTable, int32_array
-from vsched.aio.upkeep import Upkeep
+from vsched.aio.replicas.admin import Upkeep
+from vsched.aio.replicas.groups import ServedGroups
+from vsched.aio.replicas.supervisor import Reports, Revival
+from vsched.aio.replicas.worker_group import STOP_GRACE_S, Crew, CrewEvents
+from vsched.aio.replicas.worker_groups import Crews, smallest_cache
+from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import GroupLost as GroupLostError
 from vsched.errors import RequestRefused, limit_message
 from vsched.kernel import KernelPolicies, Scheduler, Sizes

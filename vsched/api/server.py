@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
 
-from vsched.aio.crew import STOP_GRACE_S
-from vsched.aio.surroundings import Surroundings
+from vsched.aio.environment import Surroundings
+from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
 from vsched.plugins import load_worker
-from vsched.worker.abilities import LeanPreprocessing
+from vsched.worker.capabilities import LeanPreprocessing
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75

@@ -1,19 +1,20 @@
-"""`vsched bench`: measure a server, or a part of one."""
+"""`vsched bench`: measure a server, or a part of one; `vsched tune`: measure what shares the cores best."""
 
 from __future__ import annotations
 
 import typer
 
+from vsched.bench.accuracy.command import accuracy
+from vsched.bench.cache.command import cache
+from vsched.bench.fidelity.command import fidelity
+from vsched.bench.kernel.command import kernel
+from vsched.bench.load.command import serve
+from vsched.bench.memory.command import memory
+from vsched.bench.profile.command import profile
+from vsched.bench.ranks.command import ranks
+from vsched.bench.recovery.command import recovery
+from vsched.bench.tune.command import tune
 from vsched.cli import app
-from vsched.cli.bench_accuracy import accuracy
-from vsched.cli.bench_cache import cache
-from vsched.cli.bench_fidelity import fidelity
-from vsched.cli.bench_kernel import kernel
-from vsched.cli.bench_memory import memory
-from vsched.cli.bench_profile import profile
-from vsched.cli.bench_ranks import ranks
-from vsched.cli.bench_recovery import recovery
-from vsched.cli.bench_serve import serve
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, or a part of one.")
 app.add_typer(bench_app, name="bench")
@@ -26,3 +27,4 @@ bench_app.command("recovery")(recovery)
 bench_app.command("fidelity")(fidelity)
 bench_app.command("profile")(profile)
 bench_app.command("accuracy")(accuracy)
+app.command("tune")(tune)

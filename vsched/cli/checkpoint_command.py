@@ -11,7 +11,7 @@ import typer
 from vsched.cli import app
 from vsched.errors import ConfigError
 from vsched.plugins import load_worker
-from vsched.worker.abilities import CheckpointMaker
+from vsched.worker.capabilities import CheckpointMaker
 
 
 @app.command("make-checkpoint")

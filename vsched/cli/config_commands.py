@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vsched.cli import app
-from vsched.config import LoadedConfig, config_schema, keys_table, load_config, to_toml
+from vsched.config import config_schema, keys_table, to_toml
+from vsched.terminal.options import ConfigOption, SetOption, load
 
 config_app = typer.Typer(help="Check, show and document the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file.", show_default=False)
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as generate.slots=8."),
-]
-
-
-def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
-    """Load what the options `--config` and `--set` and the environment say."""
-    return load_config(config, sets=assignments or (), environ=os.environ)
 
 
 @config_app.command()

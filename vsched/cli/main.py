@@ -9,14 +9,13 @@ from vsched.cli import (
     bench,
     checkpoint_command,
     config_commands,
-    demo_command,
     policy_commands,
     profile_command,
     replay_command,
     serve_command,
-    simulate_command,
-    tune_command,
 )
+from vsched.cli.demo import command as demo_command
+from vsched.cli.simulate import command as simulate_command
 from vsched.errors import VschedError
 
 COMMANDS = (
@@ -29,7 +28,6 @@ COMMANDS = (
     profile_command,
     replay_command,
     simulate_command,
-    tune_command,
 )
 """The modules whose import has added commands to `app`."""
 

@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vsched.cli import app
-from vsched.cli.calibration import (
+from vsched.bench.fidelity.calibration_command import (
     CALIBRATION_S,
     SecondsOption,
     run_calibration_here,
     show_costs,
 )
-from vsched.cli.config_commands import ConfigOption, SetOption, load
-from vsched.cli.report import JsonOption, PlotOption, new_figure, write_json
+from vsched.cli import app
 from vsched.errors import ConfigError
+from vsched.terminal.options import (
+    ConfigOption,
+    JsonOption,
+    PlotOption,
+    SetOption,
+    load,
+    new_figure,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +76,7 @@ def profile(
 
 
 def _calibrate(settings: Config, console: Console, seconds: float, out: Path | None) -> None:
-    from vsched.sim.cost import save_cost_model
+    from vsched.sim.cost.model import save_cost_model
 
     model = run_calibration_here(settings, console, seconds)
     show_costs(model, console)
@@ -80,8 +87,8 @@ def _calibrate(settings: Config, console: Console, seconds: float, out: Path | N
 
 async def _size(settings: Config, console: Console) -> tuple[Ledger, int]:
     """Start an engine, which sizes everything, and stop it before it serves."""
-    from vsched.cli.progress import loading_bars
     from vsched.engine import Engine
+    from vsched.terminal.progress import loading_bars
 
     with loading_bars(console) as report:
         async with Engine(settings, on_progress=report) as engine:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.cli import app
-from vsched.cli.report import JsonOption, write_json
+from vsched.terminal.options import JsonOption, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vsched.cli import app
-from vsched.cli.config_commands import ConfigOption, SetOption, load
+from vsched.terminal.options import ConfigOption, SetOption, load
 
 
 @app.command()
@@ -31,7 +31,7 @@ def serve(
 
     from vsched.api.server import RunningServer, forgo_models
     from vsched.api.server import serve as serve_http
-    from vsched.cli.progress import loading_bars
+    from vsched.terminal.progress import loading_bars
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     overrides = [*(assignments or ())]

@@ -3,7 +3,7 @@
 It imports neither clocks, randomness, sockets nor tensors. `Scheduler.handle(event, now_ns)` is the whole interface.
 """
 
+from vsched.kernel.limits import KernelPolicies, Sizes
 from vsched.kernel.scheduler import Scheduler
-from vsched.kernel.sizes import KernelPolicies, Sizes
 
 __all__ = ["KernelPolicies", "Scheduler", "Sizes"]

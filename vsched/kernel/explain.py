@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.kernel.encode import EncodeStage
-from vsched.kernel.generate import GenerateStage
+from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.limits import Sizes
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.sizes import Sizes
 
 
 def explain(state: RequestState, sizes: Sizes, encode: EncodeStage, home: GenerateStage) -> str:

@@ -10,8 +10,8 @@ from struct import pack
 
 import msgspec
 
-from vsched.kernel.blocks import chain_hashes, root_hash
 from vsched.kernel.decisions import ItemPlace, RequestData
+from vsched.kernel.generate.blocks import chain_hashes, root_hash
 from vsched.types import MediaItem, Request
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.kernel.generate import GenerateStage
-from vsched.kernel.guard import PolicyFaults, ask_routing
+from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.limits import Sizes
+from vsched.kernel.policy_calls import PolicyFaults, ask_routing
 from vsched.kernel.request import RequestState
-from vsched.kernel.sizes import Sizes
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
 ITEMS_MAX = 8192

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vsched.kernel.book import RequestBook
 from vsched.kernel.commands import (
     Command,
     Decide,
@@ -19,7 +18,8 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode import EncodeStage
+from vsched.kernel.encode.group import EncodeLane
+from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.events import (
     Aborted,
     Cleared,
@@ -36,12 +36,12 @@ from vsched.kernel.events import (
     Timer,
 )
 from vsched.kernel.explain import explain
-from vsched.kernel.generate import GenerateStage
+from vsched.kernel.generate.group import GenerateStage
 from vsched.kernel.groups import Group, Status
-from vsched.kernel.guard import PolicyFaults
-from vsched.kernel.lane import EncodeLane
+from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.policy_calls import PolicyFaults
 from vsched.kernel.request import Phase
-from vsched.kernel.sizes import KernelPolicies, Sizes
+from vsched.kernel.request_table import RequestBook
 from vsched.types import FinishReason, group_names
 
 

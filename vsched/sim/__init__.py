@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vsched.sim.channel import LinkProfile
     from vsched.sim.cluster import SimEngine
-    from vsched.sim.cost import (
+    from vsched.sim.cluster.swarm import swarm
+    from vsched.sim.cost.model import (
         CostModel,
         EncodeCost,
         EncodeSample,
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
         load_cost_model,
         save_cost_model,
     )
-    from vsched.sim.deadlock import VirtualDeadlock
-    from vsched.sim.faults import FaultPlan, random_plan
-    from vsched.sim.generators import generate_workload
-    from vsched.sim.html import render_html
-    from vsched.sim.http import Client
-    from vsched.sim.injection import Injector
-    from vsched.sim.loop import VirtualLoop
-    from vsched.sim.metrics import Targets
-    from vsched.sim.network import Network
-    from vsched.sim.outcome import Outcome
-    from vsched.sim.plans import troubles_of
-    from vsched.sim.report import comparison, write_csv, write_json
-    from vsched.sim.run import simulate
-    from vsched.sim.simulation import SimulationFailed
-    from vsched.sim.swarm import swarm
-    from vsched.sim.traces import TraceError, load_trace, save_trace
-    from vsched.sim.troubles import EncodeFault, Outage, Pause, Slowness
-    from vsched.sim.workload import Arrival, Image, Reply, Text, Workload, workload_of
+    from vsched.sim.fast.fault_plans import troubles_of
+    from vsched.sim.fast.faults import EncodeFault, Outage, Pause, Slowness
+    from vsched.sim.fast.outcome import Outcome
+    from vsched.sim.fast.run import simulate
+    from vsched.sim.fast.simulation import SimulationFailed
+    from vsched.sim.faults.injection import Injector
+    from vsched.sim.faults.plan import FaultPlan, random_plan
+    from vsched.sim.loop.deadlock import VirtualDeadlock
+    from vsched.sim.loop.virtual_loop import VirtualLoop
+    from vsched.sim.network.asgi_client import Client
+    from vsched.sim.network.channel import LinkProfile
+    from vsched.sim.network.links import Network
+    from vsched.sim.report.comparison import comparison, write_csv, write_json
+    from vsched.sim.report.html import render_html
+    from vsched.sim.report.metrics import Targets
+    from vsched.sim.workload.generators import generate_workload
+    from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
+    from vsched.sim.workload.traces import TraceError, load_trace, save_trace
 
 __all__ = [
     "Arrival",
@@ -83,48 +83,48 @@ __all__ = [
     "write_json",
 ]
 _MODULES = {
-    "Arrival": "vsched.sim.workload",
-    "Client": "vsched.sim.http",
-    "CostModel": "vsched.sim.cost",
-    "EncodeCost": "vsched.sim.cost",
-    "EncodeFault": "vsched.sim.troubles",
-    "EncodeSample": "vsched.sim.cost",
-    "FaultPlan": "vsched.sim.faults",
-    "GenerateCost": "vsched.sim.cost",
-    "GenerateSample": "vsched.sim.cost",
-    "HostCost": "vsched.sim.cost",
-    "Image": "vsched.sim.workload",
-    "Injector": "vsched.sim.injection",
-    "LinkProfile": "vsched.sim.channel",
-    "Network": "vsched.sim.network",
-    "Outage": "vsched.sim.troubles",
-    "Outcome": "vsched.sim.outcome",
-    "Pause": "vsched.sim.troubles",
-    "Reply": "vsched.sim.workload",
+    "Arrival": "vsched.sim.workload.requests",
+    "Client": "vsched.sim.network.asgi_client",
+    "CostModel": "vsched.sim.cost.model",
+    "EncodeCost": "vsched.sim.cost.model",
+    "EncodeFault": "vsched.sim.fast.faults",
+    "EncodeSample": "vsched.sim.cost.model",
+    "FaultPlan": "vsched.sim.faults.plan",
+    "GenerateCost": "vsched.sim.cost.model",
+    "GenerateSample": "vsched.sim.cost.model",
+    "HostCost": "vsched.sim.cost.model",
+    "Image": "vsched.sim.workload.requests",
+    "Injector": "vsched.sim.faults.injection",
+    "LinkProfile": "vsched.sim.network.channel",
+    "Network": "vsched.sim.network.links",
+    "Outage": "vsched.sim.fast.faults",
+    "Outcome": "vsched.sim.fast.outcome",
+    "Pause": "vsched.sim.fast.faults",
+    "Reply": "vsched.sim.workload.requests",
     "SimEngine": "vsched.sim.cluster",
-    "SimulationFailed": "vsched.sim.simulation",
-    "Slowness": "vsched.sim.troubles",
-    "Targets": "vsched.sim.metrics",
-    "Text": "vsched.sim.workload",
-    "TraceError": "vsched.sim.traces",
-    "VirtualDeadlock": "vsched.sim.deadlock",
-    "VirtualLoop": "vsched.sim.loop",
-    "Workload": "vsched.sim.workload",
-    "comparison": "vsched.sim.report",
-    "fit": "vsched.sim.cost",
-    "generate_workload": "vsched.sim.generators",
-    "load_cost_model": "vsched.sim.cost",
-    "load_trace": "vsched.sim.traces",
-    "random_plan": "vsched.sim.faults",
-    "render_html": "vsched.sim.html",
-    "save_cost_model": "vsched.sim.cost",
-    "save_trace": "vsched.sim.traces",
-    "simulate": "vsched.sim.run",
-    "swarm": "vsched.sim.swarm",
-    "troubles_of": "vsched.sim.plans",
-    "workload_of": "vsched.sim.workload",
-    "write_csv": "vsched.sim.report",
-    "write_json": "vsched.sim.report",
+    "SimulationFailed": "vsched.sim.fast.simulation",
+    "Slowness": "vsched.sim.fast.faults",
+    "Targets": "vsched.sim.report.metrics",
+    "Text": "vsched.sim.workload.requests",
+    "TraceError": "vsched.sim.workload.traces",
+    "VirtualDeadlock": "vsched.sim.loop.deadlock",
+    "VirtualLoop": "vsched.sim.loop.virtual_loop",
+    "Workload": "vsched.sim.workload.requests",
+    "comparison": "vsched.sim.report.comparison",
+    "fit": "vsched.sim.cost.model",
+    "generate_workload": "vsched.sim.workload.generators",
+    "load_cost_model": "vsched.sim.cost.model",
+    "load_trace": "vsched.sim.workload.traces",
+    "random_plan": "vsched.sim.faults.plan",
+    "render_html": "vsched.sim.report.html",
+    "save_cost_model": "vsched.sim.cost.model",
+    "save_trace": "vsched.sim.workload.traces",
+    "simulate": "vsched.sim.fast.run",
+    "swarm": "vsched.sim.cluster.swarm",
+    "troubles_of": "vsched.sim.fast.fault_plans",
+    "workload_of": "vsched.sim.workload.requests",
+    "write_csv": "vsched.sim.report.comparison",
+    "write_json": "vsched.sim.report.comparison",
 }
 
 

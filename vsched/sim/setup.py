@@ -15,7 +15,7 @@ from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, Sizes
 from vsched.plugins import check_contract, load_worker
 from vsched.policy import CONTRACTS, Policy
-from vsched.sim.cost import CostModel
+from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 
 FIELDS = {

@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vsched.testing.check import check_policy
-    from vsched.testing.cluster import ModelCluster
-    from vsched.testing.contract import ContractBroken
-    from vsched.testing.contract_transport import check_transport
-    from vsched.testing.contract_worker import check_worker
+    from vsched.testing.contracts.base import ContractBroken
+    from vsched.testing.contracts.transport import check_transport
+    from vsched.testing.contracts.worker import check_worker
     from vsched.testing.defaults import default_policies
-    from vsched.testing.requests import make_request, random_request, random_sizes
-    from vsched.testing.schedule import run_random
-    from vsched.testing.strategies import fault_plans, faults
+    from vsched.testing.model_ranks.cluster import ModelCluster
+    from vsched.testing.policy_check import check_policy
+    from vsched.testing.schedules.random_runs import run_random
+    from vsched.testing.schedules.requests import make_request, random_request, random_sizes
+    from vsched.testing.schedules.strategies import fault_plans, faults
 
 __all__ = [
     "ContractBroken",
@@ -34,18 +34,18 @@ __all__ = [
     "run_random",
 ]
 _MODULES = {
-    "ContractBroken": "vsched.testing.contract",
-    "ModelCluster": "vsched.testing.cluster",
-    "check_policy": "vsched.testing.check",
-    "check_transport": "vsched.testing.contract_transport",
-    "check_worker": "vsched.testing.contract_worker",
+    "ContractBroken": "vsched.testing.contracts.base",
+    "ModelCluster": "vsched.testing.model_ranks.cluster",
+    "check_policy": "vsched.testing.policy_check",
+    "check_transport": "vsched.testing.contracts.transport",
+    "check_worker": "vsched.testing.contracts.worker",
     "default_policies": "vsched.testing.defaults",
-    "fault_plans": "vsched.testing.strategies",
-    "faults": "vsched.testing.strategies",
-    "make_request": "vsched.testing.requests",
-    "random_request": "vsched.testing.requests",
-    "random_sizes": "vsched.testing.requests",
-    "run_random": "vsched.testing.schedule",
+    "fault_plans": "vsched.testing.schedules.strategies",
+    "faults": "vsched.testing.schedules.strategies",
+    "make_request": "vsched.testing.schedules.requests",
+    "random_request": "vsched.testing.schedules.requests",
+    "random_sizes": "vsched.testing.schedules.requests",
+    "run_random": "vsched.testing.schedules.random_runs",
 }
 
 

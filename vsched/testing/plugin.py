@@ -24,9 +24,9 @@ import pytest
 if TYPE_CHECKING:
     from vsched.config import Config
     from vsched.sim.cluster import SimEngine
-    from vsched.sim.faults import FaultPlan
-    from vsched.sim.loop import VirtualLoop
-    from vsched.sim.workload import Arrival
+    from vsched.sim.faults.plan import FaultPlan
+    from vsched.sim.loop.virtual_loop import VirtualLoop
+    from vsched.sim.workload.requests import Arrival
 
 LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
 
@@ -52,7 +52,7 @@ class SeededLoops:
 
     def __call__(self) -> VirtualLoop:
         """Make a loop."""
-        from vsched.sim.loop import VirtualLoop
+        from vsched.sim.loop.virtual_loop import VirtualLoop
 
         loop = VirtualLoop(self.seed if self._permute else None)
         loop.set_exception_handler(self._take_failure)
@@ -92,14 +92,14 @@ class SimCase:
 
     def draw_faults(self, groups: Sequence[str], span_ns: int, *, ranks: int = 1) -> FaultPlan:
         """Return a plan drawn from the seed, or the one given with `--sim-plan`; a report of failure shows it."""
-        from vsched.sim.faults import random_plan
+        from vsched.sim.faults.plan import random_plan
 
         generator = random.Random(f"faults {self.seed}")  # noqa: S311
         return self.faults_or(random_plan(generator, groups, span_ns, ranks=ranks))
 
     def faults_or(self, plan: FaultPlan) -> FaultPlan:
         """Return this plan, or the one given with `--sim-plan`; a report of failure shows it."""
-        from vsched.sim.faults import FaultPlan
+        from vsched.sim.faults.plan import FaultPlan
 
         return self.adopt(FaultPlan.load(self._plan_path) if self._plan_path else plan)
 

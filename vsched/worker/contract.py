@@ -4,7 +4,7 @@ A plug-in executes; it never decides. `vsched.rank` follows the decision log, ke
 sequences, and hands complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is buffers.
 
 A plug-in is one module-level object that the entry-point group `vsched.workers` names; it implements `WorkerPlugin`.
-What it and its workers may be able to do beyond that is in `vsched.worker.abilities`.
+What it and its workers may be able to do beyond that is in `vsched.worker.capabilities`.
 """
 
 from __future__ import annotations

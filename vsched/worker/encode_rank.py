@@ -12,7 +12,7 @@ from vsched.errors import DeviceOutOfMemory, GroupLost, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult, Paused
-from vsched.worker.abilities import can_pause
+from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, EncodeWorker
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
 from vsched.worker.contract import GenerateWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.member import EncodeSide, GenerateSide, Link, Member, RankHost
+from vsched.worker.profiling_run import image_for
 from vsched.worker.reserve import reserve_encoder
-from vsched.worker.sizing import KvSizing
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
-from vsched.worker.stress import image_for
 
 
 class MappedArena(Protocol):

@@ -38,7 +38,7 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.abilities import PeriodicWork
+from vsched.worker.capabilities import PeriodicWork
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank

@@ -2,8 +2,8 @@
 
 A rank on a CPU is bounded by `RLIMIT_DATA`, which counts the private writable mappings of the process whether or not
 anybody wrote to them. What the C library keeps of freed memory counts, too: it is told to keep most of it (see
-`vsched.aio.process`), so that what the largest steps took is held from then on. A KV cache is a mapping of its own, and
-goes back whole.
+`vsched.aio.replicas.process`), so that what the largest steps took is held from then on. A KV cache is
+a mapping of its own, and goes back whole.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.abilities import WorstCaseBuilder, can_pause
+from vsched.worker.capabilities import WorstCaseBuilder, can_pause
 from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, WorkerPlugin
 from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
 from vsched.worker.spec import EncodeRole

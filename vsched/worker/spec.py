@@ -6,7 +6,7 @@ import msgspec
 
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.stress import Load
+from vsched.worker.profiling_run import Load
 
 
 class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,29 +15,34 @@ import torch.nn.functional as functional
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers import attention
-from vsched_workers.attention import DecodeKernel, KvCache, PagedStep
-from vsched_workers.cpu_modules import PackedWeight, pack_linears, packs, warm_up
-from vsched_workers.decode_graphs import DecodeGraphs
-from vsched_workers.decode_lane import CudaLane, DecodeLane
-from vsched_workers.device_memory import (
+from vsched_workers.backends.cpu.modules import PackedWeight, pack_linears, packs, warm_up
+from vsched_workers.backends.cuda.copies import open_copies
+from vsched_workers.backends.cuda.graph_stream import CudaLane, DecodeLane
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.kernel_choice import (
+    choose_decode,
+    choose_prefill,
+    choose_products,
+    try_kernels,
+)
+from vsched_workers.batching import paged_attention as attention
+from vsched_workers.batching.packed_step import Images, fetch_images, pack, send
+from vsched_workers.batching.paged_attention import DecodeKernel, KvCache, PagedStep
+from vsched_workers.batching.sampling import sample
+from vsched_workers.batching.step_rows import Prepared, sampling_rows, special_rows
+from vsched_workers.memory.device_memory import (
     open_device_memory,
     require_available,
     typed_out_of_memory,
 )
-from vsched_workers.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
-from vsched_workers.kernel_choice import choose_decode, choose_prefill, choose_products, try_kernels
-from vsched_workers.packed_step import Images, fetch_images, pack, send
-from vsched_workers.row_copies import open_copies
-from vsched_workers.sampling import sample
-from vsched_workers.step_rows import Prepared, sampling_rows, special_rows
+from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from vsched_workers.backends.cpu.language_layers import FusedLanguage
     from vsched_workers.families import Family
-    from vsched_workers.fused_layers import FusedLanguage
-    from vsched_workers.tensor_parallel import RankGroup
+    from vsched_workers.parallel.rank_group import RankGroup
 
 
 logger = logging.getLogger(__name__)
@@ -315,7 +320,7 @@ def _fused_layers(settings: WorkerSettings) -> Any:
     if settings.attention not in {"auto", "numba"}:
         return None
     try:
-        from vsched_workers import fused_layers
+        from vsched_workers.backends.cpu import language_layers as fused_layers
     except ImportError:
         return None
     return fused_layers
@@ -327,11 +332,11 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     Raises:
         CheckpointError: When weights are missing or a file is corrupt.
     """
-    from vsched_workers.checkpoint import checkpoint_directory
+    from vsched_workers.checkpoint.facts import checkpoint_directory
+    from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
     from vsched_workers.families import FAMILIES
-    from vsched_workers.slicing import cut_of, slice_module, sum_rows
-    from vsched_workers.tensor_parallel import RankGroup
-    from vsched_workers.weights import WeightIndex, fill_module, load_head
+    from vsched_workers.parallel.rank_group import RankGroup
+    from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 
     torch.set_num_threads(settings.threads)
     attention.register()

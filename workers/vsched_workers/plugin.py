@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vsched.types import ModelInfo
-from vsched.worker.abilities import ExamTurn
+from vsched.worker.capabilities import ExamTurn
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
@@ -38,13 +38,13 @@ class TransformersPlugin:
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         """Read the checkpoint's facts without loading weights."""
-        from vsched_workers.checkpoint import inspect_checkpoint
+        from vsched_workers.checkpoint.facts import inspect_checkpoint
 
         return inspect_checkpoint(path, dtype=dtype, item_tokens_max=item_tokens_max)
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
         """Check that a stage, `encode` or `generate`, can be shared by so many ranks."""
-        from vsched_workers.checkpoint import check_parallel
+        from vsched_workers.checkpoint.facts import check_parallel
 
         check_parallel(info, stage=stage, ranks=ranks)
 
@@ -56,7 +56,7 @@ class TransformersPlugin:
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
-        from vsched_workers.preprocess import load_preprocessor
+        from vsched_workers.checkpoint.preprocess import load_preprocessor
 
         return load_preprocessor(info)
 
@@ -82,13 +82,13 @@ class TransformersPlugin:
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
     ) -> list[list[ImagePlan]]:
         """Return the candidates for the worst legal batch under every cap."""
-        from vsched_workers.worst_case import worst_batches
+        from vsched_workers.memory.worst_case import worst_batches
 
         return worst_batches(info, items=items, tokens=tokens, pixels_max=pixels_max)
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
         """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
-        from vsched_workers.make_checkpoint import SIZES
+        from vsched_workers.checkpoint.random_init import SIZES
 
         return {name: size.summary for name, size in SIZES.items()}
 
@@ -96,7 +96,7 @@ class TransformersPlugin:
         self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
     ) -> int:
         """Write a random-weight checkpoint of a named size; return its number of parameters."""
-        from vsched_workers.make_checkpoint import make_checkpoint
+        from vsched_workers.checkpoint.random_init import make_checkpoint
 
         return make_checkpoint(path, size, dtype=dtype, seed=seed)
 
@@ -106,13 +106,13 @@ class TransformersPlugin:
 
     def exam_tasks(self) -> Sequence[str]:
         """Return the tasks that the checkpoint was trained for."""
-        from vsched_workers.training.samples import TASKS
+        from demo_training.samples import TASKS
 
         return TASKS
 
     def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
         """Return held-out conversations of a task."""
-        from vsched_workers.training.samples import held_out
+        from demo_training.samples import held_out
 
         return [
             tuple(

@@ -12,14 +12,14 @@ import numpy.typing as npt
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.device_memory import open_device_memory, typed_out_of_memory
+from vsched_workers.memory.device_memory import open_device_memory, typed_out_of_memory
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from vsched_workers.families import Family
-    from vsched_workers.tensor_parallel import RankGroup
+    from vsched_workers.parallel.rank_group import RankGroup
 
 
 class VisionWorker:
@@ -36,7 +36,7 @@ class VisionWorker:
     ) -> None:
         import torch
 
-        from vsched_workers.pausing import PausingRun
+        from vsched_workers.batching.pausing import PausingRun
 
         self._info = info
         self._family = family
@@ -160,20 +160,20 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     """
     import torch
 
-    from vsched_workers import vision_attention
-    from vsched_workers.checkpoint import checkpoint_directory
-    from vsched_workers.cpu_modules import (
+    from vsched_workers.backends.cpu.modules import (
         MANY_ROWS,
         flatten_patches,
         pack_linears,
         packs,
         warm_up,
     )
+    from vsched_workers.backends.cuda import vision_attention
+    from vsched_workers.backends.kernel_choice import choose_products
+    from vsched_workers.checkpoint.facts import checkpoint_directory
+    from vsched_workers.checkpoint.weights import WeightIndex, fill_module
     from vsched_workers.families import FAMILIES
-    from vsched_workers.kernel_choice import choose_products
-    from vsched_workers.slicing import slice_module, sum_rows
-    from vsched_workers.tensor_parallel import RankGroup
-    from vsched_workers.weights import WeightIndex, fill_module
+    from vsched_workers.parallel.rank_group import RankGroup
+    from vsched_workers.parallel.slicing import slice_module, sum_rows
 
     torch.set_num_threads(settings.threads)
     family = FAMILIES[info.family]
@@ -208,7 +208,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         warm_up(tower)
         if settings.attention != "exact":
             with contextlib.suppress(ImportError):  # nothing compiles the kernels here
-                from vsched_workers.fused_vision import fuse_blocks
+                from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 
                 fuse_blocks(tower, settings.threads)
     return VisionWorker(info, settings, family, tower, weights_bytes, group)

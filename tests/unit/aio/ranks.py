@@ -17,9 +17,9 @@ import pytest
 
 from tests.unit.rank.crews import Place, kv_sizing, sizes_for
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
-from vsched.aio.leader import Deadlines
+from vsched.aio.leader.leader import Deadlines
 from vsched.aio.shell import Recorder, Shell
-from vsched.aio.stream import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision

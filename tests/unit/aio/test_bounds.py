@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.bounds import check_numbers
+from vsched.aio.request_bounds import check_numbers
 from vsched.errors import RequestRefused
 from vsched.types import SamplingParams
 

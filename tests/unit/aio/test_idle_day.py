@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.aio.virtual import VirtualLoop
-from vsched.aio.leader import Deadlines, Leader
+from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Hello, Pulse, Ready, encode_report

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tests.unit.aio.led import LIMITS, Led
-from vsched.aio.leader import EARLY, Leader
+from vsched.aio.leader.leader import EARLY, Leader
 from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import LeaderLink, rank_identity
 from vsched.wire import (

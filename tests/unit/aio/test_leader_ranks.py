@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.led import LIMITS, Led
-from vsched.aio.leader import Presence
-from vsched.aio.watch import Checks
+from vsched.aio.leader.failure_detector import Checks
+from vsched.aio.leader.leader import Presence
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity

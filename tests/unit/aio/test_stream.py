@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vsched.aio.stream import Generation, OutputDelta, StopMatcher, TokenLogprob
+from vsched.aio.streams.stream import Generation, OutputDelta, StopMatcher, TokenLogprob
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.aio.ranks import Text
-from vsched.aio.stream import Generation
-from vsched.aio.streams import StreamTable, int32_array
+from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason

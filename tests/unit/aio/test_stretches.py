@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.led import LIMITS, Led
-from vsched.aio.leader import Presence
-from vsched.aio.stretches import Stretches
+from vsched.aio.leader.encode_slices import Stretches
+from vsched.aio.leader.leader import Presence
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
 from vsched.wire import Beat, Continue, EncodeResult, Entry, Heartbeat, Paused, RunHook, StepCheck

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.api.fakes import Delta, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.stream import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.api.exchange import Exchange
 from vsched.api.metrics import ApiMetrics
 from vsched.api.relay import Relay

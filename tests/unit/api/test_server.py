@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from vsched.aio.crew import STOP_GRACE_S
+from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig

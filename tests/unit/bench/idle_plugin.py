@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,
@@ -21,7 +21,7 @@ from vsched.worker.contract import (
     SequenceState,
     WorkerSettings,
 )
-from vsched_workers.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
 LETTER = ord("e")

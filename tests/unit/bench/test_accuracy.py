@@ -10,16 +10,16 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vsched.bench import accuracy
-from vsched.bench.accuracy import Answer, Outcome, Report, measure_accuracy, offenders
-from vsched.bench.exam import CHAINED, Question, draw_questions
-from vsched.bench.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
+from vsched.bench.accuracy import measure as accuracy
+from vsched.bench.accuracy.command import conclusions
+from vsched.bench.accuracy.exam import CHAINED, Question, draw_questions
+from vsched.bench.accuracy.measure import Answer, Outcome, Report, measure_accuracy, offenders
+from vsched.bench.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
 from vsched.cli import app
-from vsched.cli.bench_accuracy import conclusions
 from vsched.cli.main import COMMANDS
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
-from vsched.worker.abilities import Examiner, ExamTurn
+from vsched.worker.capabilities import Examiner, ExamTurn
 
 SIZE = (3, 2)
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image as PillowImage
 
 from tests.unit.media.fakes import PLACEHOLDER, FakePreprocessor, model_info
-from vsched.bench.arrivals import Dresser, draw_picture
-from vsched.sim.workload import Arrival, Image, Part, Reply, Text, workload_of
+from vsched.bench.fidelity.arrivals import Dresser, draw_picture
+from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text, workload_of
 
 LIMIT = 64
 """The most tokens of an image; one is 8 pixels square."""

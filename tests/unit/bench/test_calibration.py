@@ -5,10 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vsched.bench.calibration import CROWD_DECODES, ROUND_COST_MIN, Ask, Limits, Trial, plan_round
-from vsched.bench.machine import Others, describe_machine
+from vsched.bench.fidelity.calibration import (
+    CROWD_DECODES,
+    ROUND_COST_MIN,
+    Ask,
+    Limits,
+    Trial,
+    plan_round,
+)
+from vsched.bench.report.machine import Others, describe_machine
 from vsched.config import load_config
-from vsched.sim.cost import COST_MODELS
+from vsched.sim.cost.model import COST_MODELS
 
 LARGE = Limits(
     slots=64,

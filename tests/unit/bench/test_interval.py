@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.bench.interval import Share, wilson_interval
+from vsched.bench.report.interval import Share, wilson_interval
 
 
 @pytest.mark.parametrize(

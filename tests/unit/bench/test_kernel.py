@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.bench.kernel import measure_arrival, measure_decode, measure_request
+from vsched.bench.kernel.measure import measure_arrival, measure_decode, measure_request
 from vsched.testing import default_policies
 
 

@@ -19,7 +19,7 @@ from tests.bench.load import CASES, Plan, draw
 from tests.bench.records import Figures, Key, Run, Store
 from tests.bench.servers import HOST, Server, ServerError, Spec
 from tests.bench.session import Session
-from vsched.bench.shapes import Shape
+from vsched.bench.load.shapes import Shape
 from vsched.errors import ConfigError
 
 FIGURES = Figures(

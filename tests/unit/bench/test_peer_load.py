@@ -16,7 +16,7 @@ from tests.bench.load import RUNNING_PIECES, WARMUP, Plan, draw
 from tests.bench.records import Figures
 from tests.bench.servers import Spec
 from tests.bench.sides import at_least
-from vsched.bench.shapes import Shape
+from vsched.bench.load.shapes import Shape
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
 

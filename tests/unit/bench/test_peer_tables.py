@@ -14,7 +14,7 @@ from tests.bench.options import CHECKPOINTS, PEERS
 from tests.bench.options import PAGE as BENCHMARKS
 from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Figures, Key, Run, SchedulerRow, Started, Times
-from vsched.bench.client import Sample
+from vsched.bench.load.client import Sample
 from vsched.errors import ConfigError
 
 

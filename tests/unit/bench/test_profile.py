@@ -8,11 +8,11 @@ import time
 import pytest
 
 from tests.unit.bench import idle_plugin
-from vsched.bench.profile import Profile, Row, profile
-from vsched.bench.profile_floors import MachineRates, Work, floors
-from vsched.bench.profile_load import LoadOrder
-from vsched.bench.profile_meter import OUTSIDE, Meter, Seam, read_cells
-from vsched.bench.shapes import Case
+from vsched.bench.load.shapes import Case
+from vsched.bench.profile.floors import MachineRates, Work, floors
+from vsched.bench.profile.load_process import LoadOrder
+from vsched.bench.profile.measure import Profile, Row, profile
+from vsched.bench.profile.meter import OUTSIDE, Meter, Seam, read_cells
 from vsched.config import load_config
 
 MACHINE = MachineRates(bytes_s=1e9, operations_s=1e12, message_s=1e-5)

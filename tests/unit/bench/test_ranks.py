@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.bench.ranks import PAUSES_S, WAYS, measure_ranks
+from vsched.bench.ranks.measure import PAUSES_S, WAYS, measure_ranks
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from vsched.bench.cases import draw_image, draw_session
-from vsched.bench.client import BenchClient, BenchError, Sample
-from vsched.bench.serve import Load, run_load, sessions_for
-from vsched.bench.shapes import Case, Shape, shape_of
-from vsched.bench.summary import spread, summarise, table
+from vsched.bench.load.cases import draw_image, draw_session
+from vsched.bench.load.client import BenchClient, BenchError, Sample
+from vsched.bench.load.closed_loop import Load, run_load, sessions_for
+from vsched.bench.load.shapes import Case, Shape, shape_of
+from vsched.bench.report.summary import spread, summarise, table
 from vsched.errors import ConfigError
 from vsched.media.decode import PixelLimits, inspect
 from vsched.media.settings import MediaSettings
@@ -109,7 +109,7 @@ async def test_client_reports_failures_in_the_sample(answer: bytes, text: str) -
 
 
 async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.bench.client._READY_POLL_S", 0.0)
+    monkeypatch.setattr("vsched.bench.load.client._READY_POLL_S", 0.0)
     async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n", whole(ANSWER)) as server:
         sample = await BenchClient(server.url).chat_when_ready(b"{}")
     assert (sample.text, len(server.bodies)) == ("abc", 2)
@@ -118,7 +118,7 @@ async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.Mon
 async def test_client_gives_up_on_a_server_that_never_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vsched.bench.client._READY_POLL_S", 0.0)
+    monkeypatch.setattr("vsched.bench.load.client._READY_POLL_S", 0.0)
     async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n") as server:
         client = BenchClient(server.url, timeout_s=0.02)
         assert (await client.chat_when_ready(b"{}")).status in {503, None}

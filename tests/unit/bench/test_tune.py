@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 
 from tests.unit.bench import idle_plugin
-from vsched.bench.shapes import Case
-from vsched.bench.tune import Placement, Trial, choose, orders_of, placements, shares, trial
+from vsched.bench.load.shapes import Case
+from vsched.bench.tune.measure import Placement, Trial, choose, orders_of, placements, shares, trial
 from vsched.config import load_config
 
 

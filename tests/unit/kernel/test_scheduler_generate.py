@@ -17,7 +17,7 @@ from tests.unit.kernel.setups import (
 from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Timer
-from vsched.kernel.sizes import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, Sizes
 from vsched.policy import (
     Admission,
     AdmissionPolicy,

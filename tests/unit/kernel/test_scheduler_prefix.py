@@ -15,7 +15,7 @@ from tests.unit.kernel.setups import (
     sizes,
     words,
 )
-from vsched.kernel.blocks import chain_hashes
+from vsched.kernel.generate.blocks import chain_hashes
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing

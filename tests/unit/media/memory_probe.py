@@ -21,8 +21,8 @@ from vsched.media.decode import PixelLimits, decode, inspect
 from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
+from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import PixelLimits as ResizedLimits
-from vsched_workers.preprocess import QwenPreprocessor
 
 LIMITS = PixelLimits(image=10**8, webp=10**8)
 PATCH_VALUES = 1176

@@ -11,7 +11,7 @@ from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
 from vsched.memory import Accepted, KvNegotiation, LedgerLine
 from vsched.policy import Accept, Build, Fail, MemoryPolicy, MemoryView, Outcome, Probe
-from vsched.testing.sizing import SimulatedReport
+from vsched.testing.model_ranks.kv_sizing import SimulatedReport
 
 TWO_RANKS = [rank_memory(rank=rank, pool=f"device {rank}") for rank in range(2)]
 

@@ -12,8 +12,8 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
-from vsched.testing.device_memory import SimulatedMemory
-from vsched.testing.sizing import SimulatedRank, load_view, negotiate
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.kv_sizing import SimulatedRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20

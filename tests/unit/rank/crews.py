@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
-from vsched.aio.crew import Crew, CrewEvents
-from vsched.aio.launcher import Launcher, LocalLauncher
-from vsched.aio.leader import Deadlines
+from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.launcher import Launcher, LocalLauncher
+from vsched.aio.replicas.worker_group import Crew, CrewEvents
 from vsched.aio.shell import Shell
-from vsched.aio.sizing import Sizing, SizingLimits
-from vsched.aio.stream import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.kernel import Sizes
 from vsched.policy import MemoryPolicy
 from vsched.testing import default_policies
@@ -24,8 +24,8 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
+from vsched.worker.profiling_run import Load
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
-from vsched.worker.stress import Load
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from tests.unit.rank.fake_plugin import Behaviour
-from vsched.aio.leader import Deadlines
-from vsched.aio.process import RankProcess
+from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.process import RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from vsched.aio.process import rank_environment
-from vsched.aio.surroundings import local_launcher
+from vsched.aio.environment import local_launcher
+from vsched.aio.replicas.process import rank_environment
 from vsched.config import load_config
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.unit.rank.crews import LIMITS, Heard, Place, is_running
 from tests.unit.rank.fake_plugin import Behaviour
-from vsched.aio.crew import Crew
-from vsched.aio.leader import Deadlines
+from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.worker_group import Crew
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult

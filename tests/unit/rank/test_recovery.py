@@ -22,7 +22,7 @@ from tests.unit.rank.crews import (
     shell_of,
 )
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
-from vsched.aio import revival as revival_module
+from vsched.aio.replicas import supervisor as revival_module
 from vsched.errors import CheckpointError, RequestFailed, RequestRefused
 from vsched.testing import make_request
 

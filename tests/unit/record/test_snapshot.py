@@ -120,7 +120,7 @@ def test_snapshot_says_what_it_cannot_take(one: object, message: str) -> None:
         "builtins:eval",
         "vsched.engine:Engine",
         "vsched.kernelx:Scheduler",
-        "vsched.kernel.pace:math",
+        "vsched.kernel.generate.step_budget:math",
         "vsched.kernel.request:array",
         "vsched.kernel.nothing:Here",
         "vsched.kernel.scheduler:Scheduler.handle",

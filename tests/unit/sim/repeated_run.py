@@ -9,10 +9,10 @@ import time
 from hashlib import blake2b
 
 from tests.unit.sim.virtual import current, play
-from vsched.sim.channel import LinkProfile
-from vsched.sim.faults import random_plan
-from vsched.sim.injection import Injector
-from vsched.sim.network import Network
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import random_plan
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.network.links import Network
 from vsched.wire import Pulse, encode_report
 
 DIGEST = blake2b(digest_size=16)

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from vsched.config import LoadedConfig, load_config
-from vsched.sim.cost import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.workload import Arrival, Image, Part, Text, Workload, workload_of
+from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
+from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload, workload_of
 from vsched.types import ModelInfo
 
 TINY = ModelInfo(

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError
-from vsched.sim.calibrate import calibrate, predict, rehearsed, slower, slowness
-from vsched.sim.cost import (
+from vsched.sim.cost.calibration import calibrate, predict, rehearsed, slower, slowness
+from vsched.sim.cost.model import (
     CostModel,
     EncodeCost,
     EncodeSample,
@@ -22,7 +22,7 @@ from vsched.sim.cost import (
     load_cost_model,
     save_cost_model,
 )
-from vsched.sim.seen import JobSeen, Observation, Presence, RequestSeen, StepSeen
+from vsched.sim.cost.observations import JobSeen, Observation, Presence, RequestSeen, StepSeen
 
 MS = 1_000_000
 TRUE = CostModel(

@@ -8,11 +8,11 @@ import pytest
 
 from tests.unit.sim.virtual import play
 from tests.unit.sim.watched import COSTS, watched_engine
-from vsched.bench.calibration import measure
-from vsched.bench.fidelity import FLOOD, Comparison, Run, at_rate
-from vsched.sim.calibrate import predict
-from vsched.sim.cost import CostModel, EncodeSample, GenerateSample
-from vsched.sim.workload import Arrival, Image, Text, Workload, workload_of
+from vsched.bench.fidelity.calibration import measure
+from vsched.bench.fidelity.measure import FLOOD, Comparison, Run, at_rate
+from vsched.sim.cost.calibration import predict
+from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
+from vsched.sim.workload.requests import Arrival, Image, Text, Workload, workload_of
 
 pytestmark = pytest.mark.slow
 

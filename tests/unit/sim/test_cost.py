@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from vsched.errors import ConfigError
-from vsched.sim.cost import (
+from vsched.sim.cost.model import (
     COST_MODELS,
     CostModel,
     EncodeCost,

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
-from vsched.sim.cost import CostModel, HostCost
-from vsched.sim.crowd import Crowd, Work
-from vsched.sim.run import simulate
-from vsched.sim.workload import Image, Text, workload_of
+from vsched.sim.cost.model import CostModel, HostCost
+from vsched.sim.fast.contention import Crowd, Work
+from vsched.sim.fast.run import simulate
+from vsched.sim.workload.requests import Image, Text, workload_of
 
 
 class Doing:

@@ -11,7 +11,8 @@ from tests.unit.sim.virtual import current
 from vsched import faultpoints
 from vsched.errors import DeviceOutOfMemory
 from vsched.faultpoints import armed, fault_point
-from vsched.sim.faults import (
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import (
     AnyFault,
     DecodeError,
     FaultPlan,
@@ -21,7 +22,6 @@ from vsched.sim.faults import (
     TiePermutation,
     WorkerCrash,
 )
-from vsched.sim.injection import Injector
 
 
 def make_injector(*faults: AnyFault) -> Injector:

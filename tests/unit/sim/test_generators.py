@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.sim.shapes import TINY, arrival
 from vsched.errors import ConfigError
-from vsched.sim.generators import (
+from vsched.sim.workload.generators import (
     GENERATORS,
     bursts,
     conversations,
@@ -21,7 +21,7 @@ from vsched.sim.generators import (
     thin_images,
     weibull,
 )
-from vsched.sim.workload import (
+from vsched.sim.workload.requests import (
     OUTPUT_TOKEN,
     Image,
     Reply,

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.unit.sim.virtual import current
-from vsched.sim.http import Client, Disconnected
+from vsched.sim.network.asgi_client import Client, Disconnected
 
 
 class Service:

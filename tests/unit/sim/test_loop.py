@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.unit.sim.virtual import current, play
-from vsched.sim.deadlock import TASKS_SHOWN_MAX, VirtualDeadlock
-from vsched.sim.loop import VirtualLoop
+from vsched.sim.loop.deadlock import TASKS_SHOWN_MAX, VirtualDeadlock
+from vsched.sim.loop.virtual_loop import VirtualLoop
 
 DAY_S = 86_400.0
 

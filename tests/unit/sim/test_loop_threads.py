@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests.unit.sim.virtual import current
-from vsched.sim.deadlock import VirtualDeadlock
-from vsched.sim.loop import VirtualLoop
+from vsched.sim.loop.deadlock import VirtualDeadlock
+from vsched.sim.loop.virtual_loop import VirtualLoop
 
 
 @pytest.mark.sim

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.sim.virtual import current, play
 from vsched.kernel.decisions import GenerateDecision
-from vsched.sim.channel import LinkProfile
-from vsched.sim.faults import (
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import (
     AnyFault,
     FaultPlan,
     LateHeartbeat,
@@ -19,8 +19,8 @@ from vsched.sim.faults import (
     MissedDecision,
     Partition,
 )
-from vsched.sim.injection import Injector
-from vsched.sim.network import LeaderEnd, Network, RankEnd, group_of, wait_readable
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.network.links import LeaderEnd, Network, RankEnd, group_of, wait_readable
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Beat, Entry, FollowerLog, Heartbeat, LeaderLog, Pulse, encode_report
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.sim.virtual import current
-from vsched.aio.leader import Deadlines, Leader
+from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import EncodeDecision
-from vsched.sim.faults import AnyFault, FaultPlan, MessageFault, MissedDecision, Partition
-from vsched.sim.injection import Injector
-from vsched.sim.network import Network, RankEnd
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import AnyFault, FaultPlan, MessageFault, MissedDecision, Partition
+from vsched.sim.network.links import Network, RankEnd
 from vsched.wire import (
     Beat,
     EncodeResult,

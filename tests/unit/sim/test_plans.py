@@ -6,7 +6,10 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.faults import (
+from vsched.sim.fast.fault_plans import troubles_of
+from vsched.sim.fast.faults import Outage, Pause, Slowness, Trouble
+from vsched.sim.fast.run import simulate
+from vsched.sim.faults.plan import (
     AnyFault,
     DecodeError,
     Disconnect,
@@ -24,9 +27,6 @@ from vsched.sim.faults import (
     TiePermutation,
     WorkerCrash,
 )
-from vsched.sim.plans import troubles_of
-from vsched.sim.run import simulate
-from vsched.sim.troubles import Outage, Pause, Slowness, Trouble
 
 SECOND = 1_000_000_000
 TOGETHER = 'placement="together"'

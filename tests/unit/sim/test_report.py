@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
-from vsched.sim.html import render_html
-from vsched.sim.outcome import Outcome
-from vsched.sim.report import (
+from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.run import simulate
+from vsched.sim.report.comparison import (
     MEASURES,
     best,
     comparison,
@@ -25,8 +25,8 @@ from vsched.sim.report import (
     write_csv,
     write_json,
 )
-from vsched.sim.run import simulate
-from vsched.sim.svg import Chart, log_ticks, number, ticks
+from vsched.sim.report.html import render_html
+from vsched.sim.report.svg import Chart, log_ticks, number, ticks
 
 
 @pytest.fixture(scope="module")

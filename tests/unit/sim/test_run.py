@@ -14,14 +14,14 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
-from vsched.sim.cost import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.generators import conversations
-from vsched.sim.metrics import Targets
-from vsched.sim.outcome import Outcome
-from vsched.sim.run import simulate
+from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
+from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import START_NS
+from vsched.sim.report.metrics import Targets
 from vsched.sim.setup import prepare
-from vsched.sim.simulation import START_NS
-from vsched.sim.workload import Image, Text, Workload, workload_of
+from vsched.sim.workload.generators import conversations
+from vsched.sim.workload.requests import Image, Text, Workload, workload_of
 
 PLAIN = CostModel(
     name="plain",

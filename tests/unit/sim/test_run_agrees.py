@@ -25,10 +25,10 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.sim.run import simulate
+from vsched.sim.fast.faults import EncodeFault, Outage, Trouble
+from vsched.sim.fast.run import simulate
 from vsched.sim.setup import Setup, prepare
-from vsched.sim.troubles import EncodeFault, Outage, Trouble
-from vsched.testing.cluster import TICK_NS, ModelCluster
+from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
 
 
 class Shadow:

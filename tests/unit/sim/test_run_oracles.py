@@ -13,17 +13,17 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, TINY, config, scarce
 from vsched.kernel import Scheduler
-from vsched.kernel.blocks import BlockPool
-from vsched.kernel.book import RequestBook
 from vsched.kernel.commands import Decide, Finish
-from vsched.kernel.encode import EncodeStage
-from vsched.kernel.generate import GenerateStage
-from vsched.kernel.queue import OrderedQueue
-from vsched.kernel.running import RunningSet
-from vsched.sim.oracles import Oracles
-from vsched.sim.run import simulate
+from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.request_table import RequestBook
+from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.sim.checks.invariants import Oracles
+from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import SimulationFailed
 from vsched.sim.setup import prepare
-from vsched.sim.simulation import SimulationFailed
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
-from vsched.sim import metrics
-from vsched.sim.run import simulate
-from vsched.sim.workload import Arrival, Image, Text, Workload
+from vsched.sim.fast.run import simulate
+from vsched.sim.report import metrics
+from vsched.sim.workload.requests import Arrival, Image, Text, Workload
 
 PROGRAM = """
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
-from vsched.sim.run import simulate
-from vsched.sim.troubles import Outage
+from vsched.sim.fast.run import simulate
+from vsched.sim.fast.faults import Outage
 lost = Outage(group="generate-0", lost_s=0.03, back_s=0.05)
 settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.use=eager")
 print(simulate(settings, scarce(4), cost=COST, troubles=[lost]).digest)

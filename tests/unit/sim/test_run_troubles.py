@@ -6,9 +6,9 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.run import simulate
-from vsched.sim.troubles import EncodeFault, Outage, Pause, Slowness, Trouble
-from vsched.sim.workload import Image, Text, workload_of
+from vsched.sim.fast.faults import EncodeFault, Outage, Pause, Slowness, Trouble
+from vsched.sim.fast.run import simulate
+from vsched.sim.workload.requests import Image, Text, workload_of
 
 
 def failed(*troubles: Trouble, sets: tuple[str, ...] = SCARCE) -> dict[str, int]:

@@ -9,11 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.sim.shapes import COST
-from vsched.cli import app, simulate_command
+from vsched.cli import app
+from vsched.cli.simulate import command as simulate_command
 from vsched.errors import ConfigError
-from vsched.sim.cost import save_cost_model
-from vsched.sim.faults import FaultPlan, WorkerCrash
-from vsched.sim.report import read_json
+from vsched.sim.cost.model import save_cost_model
+from vsched.sim.faults.plan import FaultPlan, WorkerCrash
+from vsched.sim.report.comparison import read_json
 
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
     f"{0.01 * number},20,{50 + number},{number % 7}\n" for number in range(20)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sim.shapes import arrival
-from vsched.sim.traces import TraceError, load_trace, save_trace
-from vsched.sim.workload import Image, Reply, Text, workload_of
+from vsched.sim.workload.requests import Image, Reply, Text, workload_of
+from vsched.sim.workload.traces import TraceError, load_trace, save_trace
 
 SERVEGEN = "arrival_s,text_tokens,image_tokens,output_tokens\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from tests.unit.sim.virtual import current
-from vsched.aio.surroundings import Surroundings
-from vsched.bench.arrivals import Dresser
-from vsched.bench.observed import WatchedEngine
+from vsched.aio.environment import Surroundings
+from vsched.bench.fidelity.arrivals import Dresser
+from vsched.bench.fidelity.observed_engine import WatchedEngine
 from vsched.config import Config
 from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.kernel.commands import Accept, Command
@@ -18,9 +18,9 @@ from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cluster.process import SimulatedLauncher
 from vsched.sim.cluster.world import ORIGIN_NS, Pace, World
-from vsched.sim.cost import CostModel, EncodeCost, GenerateCost
-from vsched.sim.faults import FaultPlan
-from vsched.sim.workload import Arrival, Image
+from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
+from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.workload.requests import Arrival, Image
 from vsched.worker.contract import Preprocessor
 
 COSTS = CostModel(

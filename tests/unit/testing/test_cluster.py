@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from vsched.kernel import blocks, request
-from vsched.kernel.blocks import BlockPool
-from vsched.kernel.book import RequestBook
-from vsched.kernel.encode import EncodeStage
-from vsched.kernel.generate import GenerateStage
+from vsched.kernel import request
+from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.generate import blocks
+from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.generate.group import GenerateStage
 from vsched.kernel.request import RequestState
+from vsched.kernel.request_table import RequestBook
 from vsched.kernel.scheduler import Scheduler
 from vsched.testing import run_random
 from vsched.types import MediaItem

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
-from vsched.worker.stress import Load
+from vsched.worker.profiling_run import Load
 
 KV_BYTES = 4096
 MIB = 1 << 20

@@ -14,9 +14,11 @@ import pytest
 from tests.unit.worker.device_fakes import MIB, SimulatedEncoder, model_info
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
-from vsched.worker import memory, sizing, stress
+from vsched.worker import kv_sizing as sizing
+from vsched.worker import memory
+from vsched.worker import profiling_run as stress
 from vsched.worker import reserve as reserve_module
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.reserve import reserve_encoder
@@ -137,9 +139,13 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "modules",
     [
-        ("vsched.worker.reserve", "vsched_workers.plugin", "vsched_workers.worst_case"),
-        ("vsched_workers.worst_case", "vsched.worker.reserve"),
-        ("vsched_workers.device_memory", "vsched.worker.sizing", "vsched.worker.stress"),
+        ("vsched.worker.reserve", "vsched_workers.plugin", "vsched_workers.memory.worst_case"),
+        ("vsched_workers.memory.worst_case", "vsched.worker.reserve"),
+        (
+            "vsched_workers.memory.device_memory",
+            "vsched.worker.kv_sizing",
+            "vsched.worker.profiling_run",
+        ),
     ],
     ids=["reservation first", "model first", "memory first"],
 )

@@ -11,9 +11,9 @@ from tests.unit.worker.device_fakes import (
     SimulatedGenerator,
     model_info,
 )
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
-from vsched.worker.sizing import KvSizing
+from vsched.worker.kv_sizing import KvSizing
 
 PROBE = SizeKv(4096, stress=True, canary_bytes=0, probe=True)
 BUILD = SizeKv(8192, stress=True, canary_bytes=16 * MIB)

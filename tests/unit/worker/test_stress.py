@@ -14,11 +14,11 @@ from tests.unit.worker.device_fakes import (
     SimulatedGenerator,
     model_info,
 )
-from vsched.kernel.sizes import Sizes
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.kernel.limits import Sizes
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
-from vsched.worker.stress import Load, beside_decodes, heap, image_for, spread, stress
+from vsched.worker.profiling_run import Load, beside_decodes, heap, image_for, spread, stress
 
 IMAGE = ImagePlan(grid=(1, 2, 12), tokens=6)
 

@@ -1,10 +1,10 @@
 """A whole engine in simulation: all of vsched but the models, on a virtual clock, with faults and oracles."""
 
+from vsched.sim.cluster.client_sessions import Manner, Visit
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.scenario import Report, Scenario, draw_scenario, run_scenario
-from vsched.sim.cluster.visits import Manner, Visit
 from vsched.sim.cluster.world import Pace, World
-from vsched.sim.simulation import SimulationFailed
+from vsched.sim.fast.simulation import SimulationFailed
 
 __all__ = [
     "Manner",

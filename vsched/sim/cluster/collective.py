@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from vsched.sim.cluster.world import World
-from vsched.sim.faults import OutOfMemory
+from vsched.sim.faults.plan import OutOfMemory
 
 
 class Collective:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.surroundings import Surroundings
+from vsched.aio.environment import Surroundings
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
@@ -27,21 +27,21 @@ from vsched.config.sections import (
 )
 from vsched.engine import Engine
 from vsched.kernel import Scheduler
-from vsched.sim.channel import LinkProfile
-from vsched.sim.cluster import checks
+from vsched.sim.checks import whole_run as checks
+from vsched.sim.cluster.client_sessions import Manner, Visit
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.model import FIRST_TOKEN, TOKENS
+from vsched.sim.cluster.observer import Witness
 from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cluster.process import SimulatedLauncher
-from vsched.sim.cluster.visits import Manner, Visit
-from vsched.sim.cluster.witness import Witness
 from vsched.sim.cluster.world import ORIGIN_NS, QUICK, Pace, StepCosts, World
-from vsched.sim.faults import Disconnect, FaultPlan, ReplicaRestart
-from vsched.sim.http import Client
-from vsched.sim.loop import VirtualLoop
-from vsched.sim.simulation import SimulationFailed
-from vsched.sim.workload import Arrival
+from vsched.sim.fast.simulation import SimulationFailed
+from vsched.sim.faults.plan import Disconnect, FaultPlan, ReplicaRestart
+from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.network.asgi_client import Client
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.workload.requests import Arrival
 from vsched.types import Request, group_names, stage_of
 
 SHUT_DOWN_S = 60.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from PIL import Image as PillowImage
 
 from vsched.media.keys import item_key
-from vsched.sim.workload import Image
+from vsched.sim.workload.requests import Image
 
 SETTINGS_DIGEST = b"simulated"
 SIDE = 4

@@ -13,7 +13,7 @@ from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.allocator import return_freed_memory
 from vsched.sim.cluster.images import encoded, image_at
 from vsched.sim.cluster.world import World
-from vsched.sim.faults import DecodeError, FetchStall
+from vsched.sim.faults.plan import DecodeError, FetchStall
 from vsched.worker.contract import Preprocessor
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from vsched.sim.workload import TEXT_BITS
+from vsched.sim.workload.requests import TEXT_BITS
 from vsched.types import MediaItem
 
 IMAGE_TOKEN = 1 << TEXT_BITS

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from vsched.sim.cluster.world import World
-from vsched.sim.http import Client
+from vsched.sim.network.asgi_client import Client
 
 Action = Literal["drain", "restart", "resume", "clear", "look"]
 LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")

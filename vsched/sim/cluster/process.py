@@ -18,9 +18,9 @@ from vsched.sim.cluster.collective import Collective
 from vsched.sim.cluster.model import ROOT
 from vsched.sim.cluster.workers import RankPlugin
 from vsched.sim.cluster.world import World
-from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
-from vsched.sim.network import LeaderEnd, RankEnd, wait_readable
-from vsched.testing.device_memory import SimulatedMemory
+from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
+from vsched.sim.network.links import LeaderEnd, RankEnd, wait_readable
+from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
 from vsched.types import stage_of
@@ -98,7 +98,7 @@ class _Crashed(Exception):
 
 
 class SimulatedRank:
-    """One rank process; looks like `vsched.aio.process.RankProcess`."""
+    """One rank process; looks like `vsched.aio.replicas.process.RankProcess`."""
 
     def __init__(
         self,

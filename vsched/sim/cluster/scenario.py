@@ -12,12 +12,12 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.policies import check_combinations, check_together
-from vsched.sim.channel import LinkProfile
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_operations
 from vsched.sim.cluster.world import QUICK
-from vsched.sim.cost import CostModel
-from vsched.sim.faults import (
+from vsched.sim.cost.model import CostModel
+from vsched.sim.fast.simulation import SimulationFailed
+from vsched.sim.faults.plan import (
     FAULTS_MAX,
     KINDS,
     FaultPlan,
@@ -27,9 +27,9 @@ from vsched.sim.faults import (
     WorkerCrash,
     random_plan,
 )
-from vsched.sim.loop import VirtualLoop
-from vsched.sim.simulation import SimulationFailed
-from vsched.sim.workload import Arrival, Image, Part, Reply, Text
+from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text
 
 SPAN_NS = 3_000_000_000
 """How long faults may begin, and last."""

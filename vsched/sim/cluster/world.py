@@ -13,13 +13,13 @@ from typing import Protocol
 import msgspec
 
 from vsched.kernel.request import keyed_by_set
-from vsched.sim.channel import LinkProfile
 from vsched.sim.cluster.images import Look
-from vsched.sim.cost import CostModel, EncodeCost, GenerateCost
-from vsched.sim.faults import FaultPlan
-from vsched.sim.injection import Injector
-from vsched.sim.loop import VirtualLoop
-from vsched.sim.network import Network
+from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.network.channel import LinkProfile
+from vsched.sim.network.links import Network
 from vsched.types import MediaItem
 
 logger = logging.getLogger(__name__)

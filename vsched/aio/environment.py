@@ -1,0 +1,38 @@
+"""What an engine finds around it: a clock, threads, a network, and somebody who starts ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vsched.aio.replicas.launcher import Launcher, LocalLauncher
+from vsched.aio.replicas.process import RANK_COMMAND
+from vsched.aio.shell import Recorder
+from vsched.config import Config
+from vsched.kernel import Scheduler
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.record.recorder import open_recorder
+from vsched.worker.contract import Preprocessor
+
+
+def local_launcher(config: Config, *, command: Sequence[str] = RANK_COMMAND) -> LocalLauncher:
+    """Return what starts ranks as processes of this host; `command` is what makes the interpreter one."""
+    return LocalLauncher(crowded=config.crowded, command=command)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The world of an engine; the defaults are those of a server, a simulation hands in its own.
+
+    Attributes:
+        make_launcher: Asked once, with the configuration; what it returns starts the ranks of all crews.
+        make_media: Returns what prepares requests, with threads and a network to fetch images from.
+        open_record: Returns the record of a kernel, None to keep none.
+        now_ns: The kernel's clock.
+    """
+
+    make_launcher: Callable[[Config], Launcher] = local_launcher
+    make_media: Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline] = MediaPipeline
+    open_record: Callable[[Config, Scheduler], Recorder | None] = open_recorder
+    now_ns: Callable[[], int] = time.monotonic_ns

@@ -1,0 +1,360 @@
+"""The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
+
+One timer serves all of it, due a little less than one interval after the last entry was sent. When it fires, the leader
+sends a heartbeat if nothing was sent meanwhile, and asks the watch whether a rank is late. So a gap is never longer
+than one interval, whatever the leader was doing.
+
+The first rank speaks for the group: its results are taken at once. What the others computed is compared with it when
+they say so; a difference is the end of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from vsched.aio.leader.encode_slices import Stretches
+from vsched.aio.leader.failure_detector import Checks, Deadlines, Presence, Watch
+from vsched.aio.leader.hooks import HookTimes
+from vsched.aio.replicas.launcher import LeaderEnd
+from vsched.errors import PeerLost
+from vsched.kernel.decisions import Decision, EncodeDecision
+from vsched.policy import RankMemory
+from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+from vsched.types import stage_of
+from vsched.wire import (
+    AcceptKv,
+    Beat,
+    Continue,
+    EncodeResult,
+    Entry,
+    Failure,
+    GenerateResult,
+    Heartbeat,
+    Hello,
+    LeaderLog,
+    Loaded,
+    Loading,
+    Paused,
+    Pulse,
+    Ready,
+    Report,
+    Reserved,
+    RunHook,
+    Sized,
+    SizeKv,
+    StepCheck,
+    Stop,
+    check_of,
+    decode_report,
+)
+
+__all__ = ["Deadlines", "Leader", "Presence"]
+
+EARLY = 0.9
+"""A heartbeat goes out after this part of the interval: timers fire late, and what was sent has a way to go."""
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+OTHERS_WORD_S = 0.5
+"""How long what another rank says is waited for, when one says that it misses it."""
+
+
+class _Roll(Generic[Answer]):
+    """One answer of each rank; `complete` holds them, by rank, once there is none left to wait for."""
+
+    def __init__(self, ranks: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.complete: asyncio.Future[list[Answer]] = loop.create_future()
+        self._ranks = ranks
+        self._answers: dict[int, Answer] = {}
+
+    def answer(self, rank: int, answer: Answer) -> None:
+        """Take the answer of a rank; the first counts."""
+        self._answers.setdefault(rank, answer)
+        if len(self._answers) == self._ranks and not self.complete.done():
+            self.complete.set_result([self._answers[rank] for rank in range(self._ranks)])
+
+
+class Leader:
+    """Leads the ranks of one group.
+
+    `on_result` gets each step's result once; `on_lost` is called once, with the reason, when the group cannot go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_link: Callable[[OnFrame], LeaderEnd],
+        *,
+        secret: str,
+        ranks: int,
+        deadlines: Deadlines,
+        on_result: Callable[[GenerateResult | EncodeResult], None],
+        on_lost: Callable[[str], None],
+        on_progress: Callable[[str, float], None],
+        presence: Presence | None = None,
+    ) -> None:
+        assert secret, "an empty secret would let anybody in"
+        self.name = name
+        self.memory: dict[int, dict[str, int]] = {}
+        self.loaded = _Roll[RankMemory](ranks)
+        self.reserved = _Roll[Reserved](ranks)
+        self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
+        self._votes = _Roll[Sized](ranks)
+        self._secret = secret
+        self._ranks = ranks
+        self._deadlines = deadlines
+        self._on_result = on_result
+        self._on_lost = on_lost
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._presence = presence or Presence()
+        self._log = LeaderLog(self._presence.turns)
+        self._link = open_link(self._on_frame)
+        self._known = {rank_identity(rank): rank for rank in range(ranks)}
+        self._pulses = {pulse_identity(rank): rank for rank in range(ranks)}
+        self._proved: set[bytes] = set()
+        self._disagreed = False
+        self._watch = Watch(ranks, deadlines, self._presence)
+        self._checks = Checks(ranks)
+        self._hooks = HookTimes({}, self._loop.time())
+        self._stretches = Stretches()
+        self._beat_s = EARLY * deadlines.heartbeat_s
+        self._ready: dict[int, Ready] = {}
+        self._sent_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    # --- sending ---
+
+    def decide(self, decision: Decision) -> None:
+        """Append a decision to the log and send it to every rank."""
+        self._run_hooks()
+        self._hooks.stepped()
+        self._watch.owe(decision.step, self._loop.time())
+        if isinstance(decision, EncodeDecision):
+            decision = self._stretches.begin(decision)
+        self._append(decision)
+        deaf = self._watch.deaf()
+        if deaf is not None:
+            self.lose(f"rank {deaf} is more steps behind than its queue is long")
+
+    def _run_hooks(self) -> None:
+        """Have every rank do the periodic work that is due, unless a step is done in part."""
+        if self._stretches.open:
+            return
+        for name in self._hooks.take_due(self._loop.time()):
+            self._append(RunHook(name))
+            self._watch.owe(self._log.seq, self._loop.time(), hook=name)
+
+    async def size(self, order: SizeKv) -> list[Sized]:
+        """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
+
+        Blocks: as long as the slowest takes; whoever waits for the ranks to be ready has the deadline.
+        """
+        self._votes = _Roll[Sized](self._ranks)
+        self._append(msgspec.structs.replace(order, renew=self._disagreed))
+        votes = await self._votes.complete
+        self._disagreed = len({vote.outcome for vote in votes}) > 1
+        return votes
+
+    def accept(self, blocks: int) -> None:
+        """Tell the ranks to serve with the KV cache that stands."""
+        self._append(AcceptKv(blocks))
+
+    def stop(self) -> None:
+        """Tell the ranks to finish and exit."""
+        if not self._over:
+            self._append(Stop())
+
+    def _append(self, entry: Entry) -> None:
+        frame = self._log.append(entry)
+        self._sent_s = self._loop.time()
+        for rank in range(self._ranks):
+            if not self._link.send(rank, frame):
+                self._link.read()  # its last word may lie there, and tell more
+                self.lose(f"rank {rank} is gone or does not read its decisions")
+                return
+
+    def close(self) -> None:
+        """Stop leading: no more callbacks."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for waited_for in (self.ready, *(roll.complete for roll in self._rolls())):
+            waited_for.cancel()
+        self._link.close()
+
+    def lose(self, reason: str) -> None:
+        """Give the group up."""
+        if not self._over:
+            self._over = True
+            self._on_lost(f"{self.name}: {reason}")
+
+    # --- hearing ---
+
+    def _on_frame(self, identity: bytes, frame: bytes) -> None:
+        pulse = identity in self._pulses
+        rank = self._pulses.get(identity) if pulse else self._known.get(identity)
+        if rank is None or self._over:
+            return
+        try:
+            report = decode_report(frame)
+        except (msgspec.DecodeError, ValueError):
+            if identity in self._proved:
+                self.lose(f"rank {rank} sent a frame that is no report")
+            return
+        if isinstance(report, Hello):
+            said, secret = report.secret.encode(), self._secret.encode()
+            if report.rank == rank and hmac.compare_digest(said, secret):
+                self._proved.add(identity)
+                self._presence.hear(rank, self._loop.time(), follows=not pulse)
+            return
+        if identity not in self._proved:
+            logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
+            return
+        self._presence.hear(rank, self._loop.time(), follows=not pulse)
+        if not pulse:
+            self._on_report(rank, report)
+
+    def _on_report(self, rank: int, report: Report) -> None:
+        match report:
+            case Paused():
+                self._take_pause(rank, report)
+            case GenerateResult() | EncodeResult() | StepCheck():
+                self._take_answer(rank, report)
+            case Beat(seq, memory):
+                self.memory[rank] = {**self.memory.get(rank, {}), **memory}
+                self._take_beat(rank, seq)
+            case Loading(what, fraction):
+                if rank == 0:
+                    self._on_progress(what, fraction)
+            case Loaded(memory):
+                self.loaded.answer(rank, memory)
+            case Reserved():
+                self.reserved.answer(rank, report)
+            case Sized():
+                self._votes.answer(rank, report)
+            case Ready():
+                self._take_ready(rank, report)
+            case Failure():
+                self._take_failure(rank, report)
+            case Hello() | Pulse():  # of the peer's life, which is noted already
+                pass
+
+    def _take_failure(self, rank: int, failure: Failure) -> None:
+        reason = f"rank {rank} stopped with {failure.kind}: {failure.message}"
+        if failure.kind == PeerLost.__name__:
+            # A rank that misses another one is not taken at its word at once: the other's is on its way.
+            self._loop.call_later(OTHERS_WORD_S, self.lose, reason)
+        else:
+            self.lose(reason)
+
+    def _rolls(self) -> tuple[_Roll[Any], ...]:
+        return self.loaded, self.reserved, self._votes
+
+    def _take_ready(self, rank: int, report: Ready) -> None:
+        self.memory[rank] = report.memory
+        self._ready[rank] = report
+        if len(self._ready) == self._ranks and not self.ready.done():
+            self._begin()
+
+    def _begin(self) -> None:
+        """All ranks are ready: from now on they owe answers, however early they were."""
+        first = self._ready[0]
+        for rank, one in self._ready.items():
+            if (one.kv_blocks, one.hooks) != (first.kv_blocks, first.hooks):
+                self.lose(
+                    f"rank {rank} is ready with {one.kv_blocks} KV blocks and hooks {one.hooks}, rank 0 with "
+                    f"{first.kv_blocks} and {first.hooks} (RankDesync)"
+                )
+                return
+        now_s = self._loop.time()
+        for rank in range(self._ranks):
+            self._presence.hear(rank, now_s, follows=True)
+        self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
+        self._timer = self._loop.call_later(self._beat_s, self._tick)
+        self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
+
+    def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
+        """Take what a rank says of the step that it has to answer next."""
+        wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
+        due = self._watch.due(rank)
+        if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
+            self.lose(f"rank {rank} sent a result of no step that is out")
+            return
+        if answer.step != due.number:
+            self.lose(f"rank {rank} sent the result of step {answer.step}, due was {due.number}")
+            return
+        self._watch.answered(rank, self._loop.time())
+        if self._ranks > 1:
+            check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
+            other = self._checks.add(rank, answer.step, check)
+            if other is not None:
+                self.lose(
+                    f"rank {other} has another result of step {answer.step} than rank 0 (RankDesync)"
+                )
+                return
+        if isinstance(answer, StepCheck):
+            return
+        if isinstance(answer, EncodeResult):
+            self._end_stretches(answer)
+        for name in answer.wanted:
+            if not self._hooks.ask(name):
+                self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
+                return
+        self._on_result(answer)
+        if answer.wanted and not self._over:
+            self._run_hooks()
+
+    def _end_stretches(self, result: EncodeResult) -> None:
+        was_open = self._stretches.end()
+        if was_open and result.error and self._ranks > 1:
+            # Others may wait for their next part: they go on, and fail where they miss this rank.
+            self._append(Continue(result.step, 0))
+
+    def _take_pause(self, rank: int, paused: Paused) -> None:
+        """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
+        due = self._watch.due(rank)
+        expected = self._stretches.open and due is not None and due.number == paused.step
+        if rank or paused.parts < 1 or not expected:
+            self.lose(f"rank {rank} paused in step {paused.step}, which is not out in parts")
+            return
+        self._watch.renew(paused.step, self._loop.time())
+        parts = self._stretches.go_on(paused)
+        busy_s, limit_s = self._stretches.busy_ns / 1e9, self._deadlines.step_s
+        if busy_s > limit_s:
+            self.lose(
+                f"rank 0 has worked on step {paused.step} for {busy_s:.0f} s, limit {limit_s:g} (deadlines.step_s)"
+            )
+            return
+        self._append(Continue(paused.step, parts))
+
+    def _take_beat(self, rank: int, seq: int) -> None:
+        due = self._watch.due(rank)
+        if due is not None and due.hook and due.number == seq:
+            self._watch.answered(rank, self._loop.time())
+            if rank == 0:
+                self._hooks.done(due.hook, self._loop.time())
+
+    def _tick(self) -> None:
+        if self._over:
+            return
+        now_s = self._loop.time()
+        complaint = self._watch.complaint(now_s)
+        if complaint:
+            self.lose(complaint)
+            return
+        self._run_hooks()
+        if now_s >= self._sent_s + self._beat_s:
+            self._append(Heartbeat())
+        due_s = self._sent_s + self._beat_s
+        self._timer = self._loop.call_later(due_s - now_s, self._tick)

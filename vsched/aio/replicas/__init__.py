@@ -1,0 +1,1 @@
+"""Replicas: the rank processes of a group, how they start, fail, restart and are administered."""

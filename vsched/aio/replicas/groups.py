@@ -1,0 +1,114 @@
+"""The groups that a shell serves with: which crew each belongs to, and how it is."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vsched.aio.replicas.supervisor import Revival
+from vsched.types import stage_of
+
+
+class ServedGroup:
+    """One replica of a stage.
+
+    Attributes:
+        down: Its ranks are not there, or not in use yet.
+        drain_wanted: An operator wants it to take nothing new; this outlives a loss.
+        drained: Set once nothing runs there any more.
+        retired: Why it will not come back; empty while it may.
+    """
+
+    def __init__(self, name: str, revival: Revival) -> None:
+        self.name = name
+        self.stage = stage_of(name)
+        self.revival = revival
+        self.down = False
+        self.drain_wanted = False
+        self.drained = asyncio.Event()
+        self.retired = ""
+        self.busy_ns = 0
+
+    @property
+    def state(self) -> str:
+        """One of `up`, `down`, `draining`, `retired`, as in the kernel's statistics."""
+        if self.retired:
+            return "retired"
+        if self.down:
+            return "down"
+        return "draining" if self.drain_wanted else "up"
+
+    def row(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
+        crew, loss = self.revival.crew, self.revival.last_loss
+        memory = crew.memory().get(self.name, {})
+        when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat() if loss else None
+        return {
+            "name": self.name,
+            "stage": self.stage,
+            "state": self.state,
+            "ranks": [
+                {"rank": rank, "pid": pid, "memory": dict(memory.get(rank, {}))}
+                for rank, pid in enumerate(crew.pids)
+            ],
+            **self._work(figures),
+            "restarts": self.revival.restarts,
+            "last_loss": {"reason": loss.reason, "at": when} if loss else None,
+        }
+
+    def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
+        """Return what runs and waits: requests of a generate group, items of an encode group, which share one line."""
+        own = figures.get("groups", {}).get(self.name, {})
+        if self.stage == "encode":
+            waiting = figures.get("waiting_items", 0)
+            return {"running": own.get("running_items", 0), "waiting": waiting}
+        running = own.get("prefilling", 0) + own.get("decoding", 0)
+        return {"running": running, "waiting": own.get("waiting", 0)}
+
+
+class ServedGroups(Mapping[str, ServedGroup]):
+    """All groups by name."""
+
+    def __init__(self, revivals: Sequence[Revival]) -> None:
+        self._groups = {
+            name: ServedGroup(name, revival) for revival in revivals for name in revival.crew.groups
+        }
+
+    def __getitem__(self, name: str) -> ServedGroup:
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of_stage(self, stage: str) -> list[ServedGroup]:
+        """Return the groups of a stage, in order."""
+        return [group for group in self._groups.values() if group.stage == stage]
+
+    def of_crew(self, revival: Revival) -> list[ServedGroup]:
+        """Return the groups that a revival brings back together."""
+        return [group for group in self._groups.values() if group.revival is revival]
+
+    def all_up(self) -> bool:
+        """Return whether every group serves."""
+        return all(group.state == "up" for group in self._groups.values())
+
+    def gone_stage(self) -> str:
+        """Name a stage none of whose groups may come back; empty while there is no such stage."""
+        stages = dict.fromkeys(group.stage for group in self._groups.values())
+        return next(
+            (stage for stage in stages if all(group.retired for group in self.of_stage(stage))), ""
+        )
+
+    def busy_ms(self) -> dict[str, float]:
+        """Return the time that ranks computed, by stage, and by group where a stage has several."""
+        spent: dict[str, float] = {}
+        for group in self._groups.values():
+            spent[group.stage] = spent.get(group.stage, 0.0) + group.busy_ns / 1e6
+            if group.name != group.stage:
+                spent[group.name] = group.busy_ns / 1e6
+        return spent

@@ -1,0 +1,260 @@
+"""The processes of one replica: they start, fail and stop together, and take no other replica with them.
+
+With `placement = "separate"` each group has a crew of its own, so a lost encoder leaves the generate ranks alone. With
+`"together"` one crew serves an encode and a generate group, in the same processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.leader.leader import Deadlines, Leader, Presence
+from vsched.aio.replicas.launcher import LaunchedRank, Launcher
+from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
+from vsched.kernel.decisions import Decision
+from vsched.types import stage_of
+from vsched.wire import EncodeResult, GenerateResult, Ready
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+logger = logging.getLogger(__name__)
+STOP_GRACE_S = 5.0
+
+
+class CrewEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a crew tells: results by group, the loss of all its groups, progress of loading by group."""
+
+    on_result: Callable[[str, GenerateResult | EncodeResult], None]
+    on_lost: Callable[[list[str], str], None]
+    on_progress: Callable[[str, str, float], None]
+
+
+class Crew:
+    """The ranks of one replica: of `groups`, which `template` has roles for.
+
+    What differs between ranks and between starts is filled into the template: numbers, secret, addresses, devices, and
+    the place where ranks that share a model find each other.
+    """
+
+    def __init__(
+        self,
+        template: RankSpec,
+        launcher: Launcher,
+        *,
+        groups: Sequence[str],
+        ranks: int,
+        deadlines: Deadlines,
+        events: CrewEvents,
+        sizing: Sizing,
+    ) -> None:
+        roles = {"encode": template.encode, "generate": template.generate}
+        served = [stage for stage, role in roles.items() if role is not None]
+        assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
+        self.groups = list(groups)
+        self._template = template
+        self._launcher = launcher
+        self._ranks = ranks
+        self._threads = max(role.settings.threads for role in roles.values() if role is not None)
+        self._deadlines = deadlines
+        self._events = events
+        self._sizing = sizing
+        self._leaders: dict[str, Leader] = {}
+        self._processes: list[LaunchedRank] = []
+        self._starts = 0
+        self._failure = ""
+        self._up = False
+        self._stopping = False
+        self._lost = asyncio.Event()
+
+    async def start(self) -> dict[str, list[Ready]]:
+        """Start all ranks in parallel and wait until every one is ready.
+
+        Blocks: up to `deadlines.ready_s`.
+
+        Raises:
+            CheckpointError, DeviceOutOfMemory: When a rank says so.
+            DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
+            GroupLost: When a rank exits otherwise, or is not ready in time.
+        """
+        self._starts += 1
+        self._failure = ""
+        self._lost.clear()
+        for group in self.groups:
+            self._events.on_progress(group, "starting", 0.0)
+        secret = secrets.token_hex(16)
+        presence = Presence()
+        self._leaders = {name: self._lead(name, secret, presence) for name in self.groups}
+        self._processes = []
+        for rank in range(
+            self._ranks
+        ):  # one by one: should a later one fail, `stop` ends the others
+            spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
+            process = self._launcher.launch(spec, threads=self._threads, on_exit=on_exit)
+            self._processes.append(process)
+        loop = asyncio.get_running_loop()
+        stages = [loop.create_task(self._bring_up(name)) for name in self.groups]
+        lost = loop.create_task(self._lost.wait())
+        try:
+            async with asyncio.timeout(self._deadlines.ready_s):
+                await first_failure([*stages, lost], until=stages)
+        except TimeoutError:
+            self._failure = self._not_ready()
+        finally:
+            for task in (lost, *stages):
+                task.cancel()
+            # Awaited, or else the log complains that nobody asked how they ended.
+            outcomes = await asyncio.gather(*stages, return_exceptions=True)
+            await asyncio.gather(lost, return_exceptions=True)
+        failures = [one for one in outcomes if isinstance(one, Exception)]
+        if self._failure or failures:
+            failure = _startup_error(self._failure) if self._failure else failures[0]
+            await self.stop(grace_s=0)
+            raise failure
+        self._up = True
+        return {name: self._leaders[name].ready.result() for name in self.groups}
+
+    async def _bring_up(self, group: str) -> None:
+        """See a group through to its readiness."""
+        leader = self._leaders[group]
+        if stage_of(group) == "encode":
+            await self._sizing.publish(group, leader)
+        else:
+            await self._sizing.lead(group, leader)
+        await asyncio.shield(leader.ready)
+
+    def _not_ready(self) -> str:
+        waited_for = self._sizing.waited_for(self.groups)
+        reason = f"; {waited_for}" if waited_for else ""
+        return (
+            f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
+            f"(deadlines.ready_s){reason}"
+        )
+
+    def decide(self, group: str, decision: Decision) -> None:
+        """Send a decision to a group; a group that is being lost drops it."""
+        self._leaders[group].decide(decision)
+
+    def lose(self, reason: str) -> None:
+        """Give the crew up because of what one of its ranks sent."""
+        self._lose(reason)
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all ranks.
+
+        Blocks: at most the grace; then ranks are killed.
+        """
+        self._stopping = True
+        if not self._up:
+            grace_s = (
+                0  # ranks that load do not listen, and those of a lost crew are not worth a wait
+            )
+        self._up = False
+        for leader in self._leaders.values():
+            if grace_s > 0:
+                leader.stop()
+        try:
+            await asyncio.gather(*(process.end(grace_s=grace_s) for process in self._processes))
+            self._processes = []
+        finally:
+            for leader in self._leaders.values():
+                leader.close()
+            self._stopping = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process in self._processes]
+
+    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
+        """Return what the ranks last said of their memory, by group and rank, in bytes."""
+        return {name: dict(leader.memory) for name, leader in self._leaders.items()}
+
+    def _address(self, group: str) -> str:
+        return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
+
+    def _lead(self, group: str, secret: str, presence: Presence) -> Leader:
+        return Leader(
+            group,
+            partial(self._launcher.open_link, self._address(group)),
+            secret=secret,
+            ranks=self._ranks,
+            deadlines=self._deadlines,
+            on_result=lambda result: self._events.on_result(group, result),
+            on_lost=self._lose,
+            on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
+            presence=presence,
+        )
+
+    def _spec(self, rank: int, secret: str) -> RankSpec:
+        template = self._template
+        changes: dict[str, Any] = {}
+        for group in self.groups:
+            stage = stage_of(group)
+            role: EncodeRole | GenerateRole = getattr(template, stage)
+            settings = dataclasses.replace(
+                role.settings,
+                device=rank_device(role.settings.device, rank),
+                ranks=self._ranks,
+                rank=rank,
+                rendezvous=self._rendezvous(group) if self._ranks > 1 else "",
+            )
+            changes[stage] = msgspec.structs.replace(
+                role, address=self._address(group), settings=settings
+            )
+        return msgspec.structs.replace(template, rank=rank, secret=secret, **changes)
+
+    def _rendezvous(self, group: str) -> str:
+        """Return a path that no earlier start has used: what it left there would be taken for this one's."""
+        return str(Path(self._template.run_dir) / f"{group}-{self._starts}-collective")
+
+    def _exit_handler(self, rank: int) -> Callable[[int], None]:
+        def on_exit(code: int) -> None:
+            if not self._stopping:
+                names = " and ".join(self.groups)
+                self._lose(f"{names}: rank {rank} exited with code {code}")
+
+        return on_exit
+
+    def _lose(self, reason: str) -> None:
+        """All groups of the crew go down together; the first reason is the one to tell."""
+        if self._stopping or self._failure:
+            return
+        self._failure = reason
+        self._lost.set()
+        if self._up:  # else `start` is still waiting, and raises
+            logger.error("lost: %s", reason)
+            self._events.on_lost(self.groups, reason)
+
+
+def rank_device(device: str, index: int) -> str:
+    """Return the device that lies so many behind this one; only `cuda` has several."""
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
+
+
+async def first_failure(
+    tasks: Sequence[asyncio.Task[Any]], *, until: Sequence[asyncio.Task[Any]]
+) -> None:
+    """Wait until one of the tasks ends by itself that is not in `until`, one fails, or all of `until` are done."""
+    pending = set(tasks)
+    while not all(task.done() for task in until):
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if any(task not in until or task.exception() is not None for task in done):
+            return
+
+
+def _startup_error(failure: str) -> Exception:
+    """Return the error that fits what a rank said before it went."""
+    for error in (CheckpointError, DeviceOutOfMemory, PolicyError):
+        if f" {error.__name__}: " in failure:
+            return error(failure.split(f"{error.__name__}: ", 1)[1])
+    return GroupLost(failure)

@@ -1,0 +1,1 @@
+"""Token streams to clients: detokenizing, stop strings, buffers, timing."""

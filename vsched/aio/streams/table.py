@@ -1,0 +1,107 @@
+"""The streams of a replica's live requests: tokens in, exactly one end for each, and no stream harms another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from array import array
+from collections.abc import Callable
+
+from vsched.aio.streams.stream import BROKEN, Generation, TokenLogprob
+from vsched.kernel.commands import Finish, RequestTimes
+from vsched.types import FinishReason
+from vsched.wire import GenerateResult
+
+logger = logging.getLogger(__name__)
+
+
+class StreamTable:
+    """Live requests by id and by the kernel's number; `on_broken(request_id)` when one cannot go on."""
+
+    def __init__(self, on_broken: Callable[[str], None]) -> None:
+        self._on_broken = on_broken
+        self._by_number: dict[int, Generation] = {}
+        self._numbers: dict[str, int] = {}
+        self._loop = asyncio.get_running_loop()
+        self._changed: dict[str, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add(self, number: int, generation: Generation) -> None:
+        """Register an accepted request."""
+        self._by_number[number] = generation
+        self._numbers[generation.request_id] = number
+        self._idle.clear()
+
+    def emit(self, result: GenerateResult) -> None:
+        """Hand the tokens of a step to their streams."""
+        logprobs = {one.slot: one for one in result.logprobs}
+        numbers, tokens = int32_array(result.numbers), int32_array(result.tokens)
+        for slot, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
+            stream = self._by_number.get(number) if token >= 0 else None
+            if stream is None:
+                continue  # no token, or it was aborted while the step was out
+            found = logprobs.get(slot)
+            logprob = TokenLogprob(token, found.logprob, found.top) if found is not None else None
+            try:
+                stream.push(token, logprob)
+            except Exception:
+                logger.exception("request %s cannot go on", stream.request_id)
+                stream.give_up(BROKEN)
+                self._on_broken(stream.request_id)
+            self._note(stream)
+
+    def _note(self, stream: Generation) -> None:
+        """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
+        if not self._changed:
+            self._loop.call_soon(self._deliver)
+        self._changed[stream.request_id] = stream
+
+    def _deliver(self) -> None:
+        changed, self._changed = self._changed, {}
+        for stream in changed.values():
+            try:
+                stream.deliver()
+            except Exception:
+                logger.exception("the reader of request %s failed", stream.request_id)
+
+    def finish(self, finish: Finish) -> None:
+        """Give a stream its end."""
+        generation = self._by_number.pop(finish.number)
+        del self._numbers[finish.request_id]
+        if not self._by_number:
+            self._idle.set()
+        try:
+            generation.finish(finish)
+        except Exception:
+            logger.exception("request %s did not end well", finish.request_id)
+        self._note(generation)
+
+    def fail_all(self, message: str, *, code: str) -> None:
+        """End every stream with an error, without asking the kernel."""
+        for request_id, number in list(self._numbers.items()):
+            reason = FinishReason.ERROR
+            self.finish(Finish(request_id, number, reason, RequestTimes(), message, code))
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live.
+
+        Blocks: without limit; wrap it in `asyncio.timeout`.
+        """
+        await self._idle.wait()
+
+    def request_ids(self, count: int) -> list[str]:
+        """Return the ids of the oldest live requests."""
+        return list(itertools.islice(self._numbers, count))
+
+    def tokens(self) -> int:
+        """Return the tokens of all live requests, for routing."""
+        return sum(one.prompt_tokens + one.output_tokens for one in self._by_number.values())
+
+
+def int32_array(data: bytes) -> array[int]:
+    """Return little-endian int32 values."""
+    values = array("i")
+    values.frombytes(data)
+    return values

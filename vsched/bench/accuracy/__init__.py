@@ -1,0 +1,1 @@
+"""`vsched bench accuracy`: answers under every setting, compared."""

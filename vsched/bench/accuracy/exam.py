@@ -1,0 +1,88 @@
+"""The questions of an exam, drawn before any clock runs.
+
+A question is one turn of a conversation. The turns before it are told with their right answers, not with what the model
+said: so each question is the same under every setting, and a changed answer counts once.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from vsched.worker.capabilities import Examiner, ExamTurn
+
+CHAINED = "conversation"
+"""The task of conversations that the benchmark makes up of the others' questions."""
+CHAINED_TURNS = 3
+CHAINED_SEED = 1
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one conversation; `messages` and `images` include the turns before it."""
+
+    task: str
+    conversation: int
+    turn: int
+    text: str
+    expected: str
+    messages: list[dict[str, Any]]
+    images: list[str]
+
+
+def draw_questions(examiner: Examiner, count: int) -> list[list[Question]]:
+    """Return conversations as questions: `count` conversations a task, and as many of several tasks and images."""
+    drawn = [(task, examiner.exam(task, count)) for task in examiner.exam_tasks()]
+    drawn.append((CHAINED, draw_chains(examiner, count)))
+    return [
+        list(_questions(task, number, conversation))
+        for task, conversations in drawn
+        for number, conversation in enumerate(conversations)
+    ]
+
+
+def draw_chains(examiner: Examiner, count: int) -> list[tuple[ExamTurn, ...]]:
+    """Return conversations in which each turn brings an image of its own, of another task than the turn before."""
+    pools = [examiner.exam(task, count, seed=CHAINED_SEED) for task in examiner.exam_tasks()]
+    # What asks about the first or the second image means something else where more images are about.
+    plain = [pool for pool in pools if all(len(turns[0].images) == 1 for turns in pool)]
+    return [
+        tuple(plain[(number + turn) % len(plain)][number][0] for turn in range(CHAINED_TURNS))
+        for number in range(count if plain else 0)
+    ]
+
+
+def _questions(task: str, number: int, conversation: Sequence[ExamTurn]) -> Iterator[Question]:
+    messages: list[dict[str, Any]] = []
+    images: list[str] = []
+    for index, turn in enumerate(conversation):
+        images = [*images, *map(data_url, turn.images)]
+        messages = [*messages, user_message(turn)]
+        yield Question(
+            task=task,
+            conversation=number,
+            turn=index,
+            text=turn.question,
+            expected=turn.answer,
+            messages=messages,
+            images=images,
+        )
+        messages = [*messages, {"role": "assistant", "content": turn.answer}]
+
+
+def is_answer(text: str, expected: str) -> bool:
+    """Whether a text is the right answer, white space around it aside."""
+    return text.strip() == expected
+
+
+def data_url(png: bytes) -> str:
+    """Return a PNG file as a client sends it."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def user_message(turn: ExamTurn) -> dict[str, Any]:
+    """Return a turn as OpenAI's clients send it: its images, then its question."""
+    images = [{"type": "image_url", "image_url": {"url": data_url(png)}} for png in turn.images]
+    return {"role": "user", "content": [*images, {"type": "text", "text": turn.question}]}

@@ -1,0 +1,1 @@
+"""`vsched bench cache`: the worth of caching embeddings by item."""

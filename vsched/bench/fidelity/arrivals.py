@@ -1,0 +1,150 @@
+"""Real requests for simulated ones: token ids and pictures such that an engine does what is simulated."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import random
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image as PillowImage
+
+from vsched.bench.load.cases import draw_text
+from vsched.errors import ConfigError
+from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload
+from vsched.types import SamplingParams
+from vsched.worker.contract import ImagePlan, Preprocessor
+
+WORDS = 4000
+"""So many random words are tokenized to see which tokens are ordinary ones."""
+SPACE = Text(0, 1)
+"""Stands between two images, which may not be neighbours."""
+CELL_PIXELS = 16
+UNIT_MAX = 256
+"""A token has no more pixels than this, squared."""
+
+
+def draw_picture(seed: int, width: int, height: int) -> str:
+    """Return a smooth random picture as a `data:` URL, compressed as photographs are."""
+    cells = max(height // CELL_PIXELS, 1), max(width // CELL_PIXELS, 1), 3
+    values = np.random.default_rng(seed).integers(0, 255, cells, dtype=np.uint8)
+    picture = PillowImage.fromarray(values).resize((width, height), PillowImage.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class Dresser:
+    """Makes real prompts and pictures for a checkpoint.
+
+    Attributes:
+        patches_per_token: Patches that are merged into one token.
+        pixels_per_patch: Pixels of a patch, before the merge.
+    """
+
+    def __init__(self, preprocessor: Preprocessor, *, words: str = "") -> None:
+        """Prepare for a checkpoint; prompts are made of the tokens of `words`, by default random ones."""
+        self._preprocessor = preprocessor
+        rng = random.Random(0)  # noqa: S311 - a load, not a secret
+        tokens = preprocessor.tokenize(words or draw_text(rng, WORDS))
+        self._ordinary = sorted(set(tokens) - {preprocessor.info.image_token_id})
+        self._unit, plan = self._find_unit()
+        self.patches_per_token = math.prod(plan.grid) // plan.tokens
+        self.pixels_per_patch = self._unit**2 // self.patches_per_token
+
+    def _find_unit(self) -> tuple[int, ImagePlan]:
+        """Return the side of the square of pixels that becomes a token, and the plan of a large picture of such.
+
+        Processors round sizes, so only a picture of many tokens tells it exactly.
+        """
+        plan_image = self._preprocessor.plan_image
+        rows = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
+        half = max(rows // 2, 1)
+        for side in range(UNIT_MAX, 0, -1):
+            plan = plan_image(rows * side, rows * side)
+            smaller = plan_image(half * side, rows * side)
+            if (plan.tokens, smaller.tokens) == (rows * rows, half * rows):
+                return side, plan
+        raise ConfigError(
+            f"no picture becomes {rows} x {rows} tokens. Remedy: check the image processor of the checkpoint"
+        )
+
+    def size_of(self, tokens: int) -> tuple[int, int]:
+        """Return width and height of a picture of about so many tokens, and no more than an image may have."""
+        tokens = min(tokens, self._preprocessor.info.item_tokens_max)
+        rows = max(math.isqrt(tokens), 1)
+        return tokens // rows * self._unit, rows * self._unit
+
+    def pixels_of(self, tokens: int) -> int:
+        """Return the pixels of the picture of about so many tokens, once it has exactly as many as it can."""
+        width, height = self.size_of(self.tokens_of(tokens))
+        return width * height
+
+    def tokens_of(self, tokens: int) -> int:
+        """Return how many tokens the picture of about so many has exactly."""
+        return self._preprocessor.plan_image(*self.size_of(tokens)).tokens
+
+    def text(self, content: int, tokens: int) -> list[int]:
+        """Return ordinary tokens; of two texts with the same content, one is a beginning of the other."""
+        rng = random.Random(content)  # noqa: S311 - a load, not a secret
+        return rng.choices(self._ordinary, k=tokens)
+
+    def picture(self, key: str, tokens: int) -> str:
+        """Return the picture of a key, of about so many tokens, as a `data:` URL."""
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+        return draw_picture(seed, *self.size_of(tokens))
+
+    def fit(self, workload: Workload) -> Workload:
+        """Return the workload as real requests of about its sizes are; it is kept."""
+        arrivals = [self.fit_arrival(arrival) for arrival in workload]
+        return Workload(workload.name, lambda: iter(arrivals), len(arrivals), workload.notes)
+
+    def fit_arrival(self, arrival: Arrival) -> Arrival:
+        """Return an arrival with the sizes that its pictures really have, and a token between any two of them."""
+        prompt: list[Part] = []
+        for part in arrival.prompt:
+            if type(part) is Image:
+                if prompt and type(prompt[-1]) is Image:
+                    prompt.append(SPACE)
+                prompt.append(Image(part.key, self.tokens_of(part.tokens)))
+            else:
+                prompt.append(part)
+        return msgspec.structs.replace(arrival, prompt=tuple(prompt))
+
+    def pictures(self, arrival: Arrival) -> list[str]:
+        """Return the pictures of an arrival, in order."""
+        return [self.picture(arrival.key_of(image), image.tokens) for image in arrival.images]
+
+    def call(
+        self, arrival: Arrival, pictures: list[str], replies: Sequence[Sequence[int]] = ()
+    ) -> dict[str, Any]:
+        """Return what to call `Engine.generate` with for an arrival that was fitted; see `prompt` and `pictures`."""
+        return {
+            "prompt": self.prompt(arrival, replies),
+            "images": pictures,
+            "sampling": SamplingParams(
+                max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True
+            ),
+            "request_id": arrival.request_id,
+            "priority": arrival.priority,
+            "ttft_target_ms": arrival.ttft_target_ms,
+            "cache_salt": arrival.tenant,
+        }
+
+    def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Return the prompt of an arrival with one placeholder an image; `replies` are those of the turns before."""
+        ids: list[int] = []
+        left = list(replies)
+        for part in arrival.prompt:
+            if type(part) is Text:
+                ids += self.text(part.content, part.tokens)
+            elif type(part) is Image:
+                ids.append(self._preprocessor.info.image_token_id)
+            else:
+                ids += left.pop(0)[: part.tokens]
+        return ids

@@ -1,0 +1,316 @@
+"""Make an engine do everything that a cost model has a figure for, and watch it.
+
+The requests are chosen such that steps of all kinds occur on their own: few and many that decode, with short and long
+contexts; prompts of all lengths; images of all sizes, alone and several in a batch. Then everything happens at once,
+which shows how much company slows work down. All of it comes in several rounds (see `vsched.sim.cost.calibration`).
+
+Steps among others of other kinds take longer than in a row of their own, because caches hold something else. So a
+rehearsal comes last: requests as clients send them, at half of what the engine can bear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vsched.aio.streams.stream import Generation
+from vsched.bench.fidelity.arrivals import Dresser
+from vsched.bench.fidelity.measure import Comparison, at_rate, small_requests
+from vsched.bench.fidelity.observed_engine import WatchedEngine
+from vsched.bench.report.machine import Others, describe_machine
+from vsched.config import Config
+from vsched.engine import Progress
+from vsched.sim.cost.calibration import calibrate, rehearsed
+from vsched.sim.cost.model import CostModel
+from vsched.sim.cost.observations import RequestSeen
+from vsched.sim.workload.requests import Arrival, Image, Text
+
+Advanced = Callable[[int, int], None]
+ROUNDS = 5
+DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (32, 512, 2048, 8192)
+DECODE_STEPS = 24
+PROMPTS = (16, 48, 128, 300, 512, 1024, 2048, 4096, 8192)
+IMAGES = (4, 16, 64, 144, 256, 576, 1024, 2048, 4096)
+BATCHES = ((2, 64), (4, 64), (8, 16), (3, 256))
+"""How many images of how many tokens a request has that fills a batch."""
+KV_SHARE = 0.75
+"""So much of the KV cache is used: nothing is to be preempted."""
+CROWD_TOKENS_MIN = 64
+"""Smaller images are encoded too fast to be in anybody's way."""
+CROWD_DECODES = (1, 8)
+QUESTION = 8
+"""Tokens of text beside an image."""
+STEP_TOKENS = 30
+"""A step takes at least about so long as the prefill of this many tokens."""
+ROUND_COST_MIN = 6000
+"""With less, there is not enough to tell one cost from the other."""
+WARM_UP = 3
+FIRST_TEXT = 1 << 20
+REHEARSAL_SHARE = 0.25
+"""Of the time to measure in."""
+REHEARSAL_LOAD = 0.5
+REHEARSAL_REQUESTS = 4000
+REHEARSAL_SEED = 4711
+"""A workload that no comparison uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: tokens of text, tokens of each image, tokens to answer with."""
+
+    text: int
+    images: tuple[int, ...] = ()
+    outputs: int = 1
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt, one between images included."""
+        return self.text + sum(self.images) + len(self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Requests that are sent at once, or one after the other, while others decode beside them."""
+
+    asks: tuple[Ask, ...]
+    at_once: bool = True
+    beside: tuple[Ask, ...] = ()
+
+    @property
+    def cost(self) -> int:
+        """What it costs the engine, roughly, in prompt tokens: images are encoded, too, and each step has a price."""
+        asks = (*self.asks, *self.beside)
+        tokens = sum(ask.prompt + 2 * sum(ask.images) for ask in asks)
+        return tokens + STEP_TOKENS * max(ask.outputs for ask in asks)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can take.
+
+    Attributes:
+        slots: Requests at a time.
+        kv_tokens: Tokens of all of them, prompts and answers.
+        context_tokens: Tokens of one.
+        item_tokens: Tokens of an image; 0 where there are none.
+        pixel_tokens: Tokens of all images that are there at a time.
+    """
+
+    slots: int
+    kv_tokens: int
+    context_tokens: int
+    item_tokens: int
+    images: int
+    pixel_tokens: int
+
+    def fit(self, asks: Sequence[Ask]) -> bool:
+        """Return whether requests fit, all at once."""
+        images = [tokens for ask in asks for tokens in ask.images]
+        return (
+            len(asks) <= self.slots
+            and sum(ask.prompt + ask.outputs for ask in asks) <= self.kv_tokens * KV_SHARE
+            and max(ask.prompt + ask.outputs for ask in asks) < self.context_tokens
+            and max(images, default=0) <= self.item_tokens
+            and max(len(ask.images) for ask in asks) <= self.images
+            and sum(images) <= self.pixel_tokens
+        )
+
+
+def limits_of(engine: WatchedEngine, dresser: Dresser) -> Limits:
+    """Return what a started engine can take."""
+    config, info = engine.config, engine.info
+    generate = engine.statistics()["generate"]
+    pixel_bytes = 4 * info.patch_values * dresser.patches_per_token
+    return Limits(
+        slots=generate["slots_total"],
+        kv_tokens=generate["blocks_total"] * config.generate.block_size,
+        context_tokens=info.context_tokens,
+        item_tokens=info.item_tokens_max,
+        images=config.media.images_max,
+        pixel_tokens=config.arena.pixel_bytes // pixel_bytes,
+    )
+
+
+def plan_round(limits: Limits, cost_max: float) -> list[Trial]:
+    """Return the trials of a round, the cheapest first, that cost so much together at most."""
+    trials = [
+        Trial((Ask(context, outputs=DECODE_STEPS),) * count)
+        for count in DECODES
+        for context in CONTEXTS
+    ]
+    trials += [Trial((Ask(length),), at_once=False) for length in PROMPTS]
+    trials += [Trial((Ask(QUESTION, (tokens,)),) * 2, at_once=False) for tokens in IMAGES]
+    trials += [Trial((Ask(QUESTION, (tokens,) * count),)) for count, tokens in BATCHES]
+    chosen, spent = [], 0
+    for trial in sorted(trials, key=lambda trial: trial.cost):
+        if limits.fit(trial.asks):
+            spent += trial.cost
+            if spent > max(cost_max, ROUND_COST_MIN):
+                break
+            chosen.append(trial)
+    return chosen + _plan_crowds(limits, chosen)
+
+
+def _plan_crowds(limits: Limits, chosen: Sequence[Trial]) -> list[Trial]:
+    """Return trials in which all images that the others have are prepared and encoded while requests decode."""
+    images = {ask.images for trial in chosen for ask in trial.asks if len(ask.images) == 1}
+    asks = tuple(Ask(QUESTION, one) for one in sorted(images) if one[0] >= CROWD_TOKENS_MIN)
+    most = min(limits.context_tokens, limits.kv_tokens // 2)
+    crowds = []
+    for count in CROWD_DECODES:
+        beside = (Ask(QUESTION, outputs=most // count - 2 * QUESTION),) * count
+        crowds += [Trial(asks, at_once=at_once, beside=beside) for at_once in (False, True)]
+    return [crowd for crowd in crowds if crowd.asks and limits.fit((*crowd.asks, *crowd.beside))]
+
+
+class Driver:
+    """Sends requests to an engine that is watched.
+
+    Attributes:
+        requests: How the preparation of those went that came alone.
+    """
+
+    def __init__(self, engine: WatchedEngine, dresser: Dresser) -> None:
+        self.requests: list[RequestSeen] = []
+        self._engine = engine
+        self._dresser = dresser
+        self._numbers = itertools.count()
+
+    async def run(self, trial: Trial) -> None:
+        """Carry out a trial."""
+        calls = [self._dress(ask) for ask in trial.asks]  # which takes a while, so it comes first
+        async with self._decoding(trial.beside):
+            if trial.at_once:
+                await asyncio.gather(*(self._answer(call) for call in calls))
+                return
+            for ask, call in zip(trial.asks, calls, strict=True):
+                received_ns = self._engine.watch.now_ns()
+                generation = await self._answer(call)
+                seen = RequestSeen(
+                    tokens=ask.prompt,
+                    images=len(ask.images),
+                    pixels=sum(map(self._dresser.pixels_of, ask.images)),
+                    received_ns=received_ns,
+                    submitted_ns=generation.times.submitted_ns,
+                )
+                if not trial.beside:
+                    self.requests.append(seen)
+
+    @contextlib.asynccontextmanager
+    async def _decoding(self, asks: Sequence[Ask]) -> AsyncIterator[None]:
+        """Let requests decode until all is done that happens meanwhile."""
+        generations = [await self._engine.generate(**self._dress(ask)) for ask in asks]
+        began = [asyncio.Event() for _ in generations]
+        readers = [
+            asyncio.create_task(_read(generation, event))
+            for generation, event in zip(generations, began, strict=True)
+        ]
+        try:
+            for event in began:
+                await event.wait()
+            yield
+        finally:
+            for generation in generations:
+                generation.abort()
+            await asyncio.gather(*readers)
+
+    async def _answer(self, call: dict[str, Any]) -> Generation:
+        generation = await self._engine.generate(**call)
+        await _read(generation, asyncio.Event())
+        return generation
+
+    def _dress(self, ask: Ask) -> dict[str, Any]:
+        """Return what to call `Engine.generate` with; no two requests have anything in common."""
+        number = next(self._numbers)
+        name = f"calibration {number}"
+        images = [Image(f"{name} {index}", tokens) for index, tokens in enumerate(ask.images)]
+        arrival = self._dresser.fit_arrival(
+            Arrival(
+                at_ns=0,
+                request_id=name,
+                prompt=(*images, Text(FIRST_TEXT + number, ask.text)),
+                output_tokens=ask.outputs,
+            )
+        )
+        return self._dresser.call(arrival, self._dresser.pictures(arrival))
+
+
+async def _read(generation: Generation, began: asyncio.Event) -> None:
+    try:
+        async for _ in generation:
+            began.set()
+    finally:
+        began.set()
+
+
+async def run_calibration(
+    config: Config, *, seconds: float, on_progress: Progress | None = None, advanced: Advanced
+) -> CostModel:
+    """Start an engine, measure it for about so long, and return the cost model that fits it.
+
+    `on_progress` is told how the engine loads, `advanced` how many trials of how many are done. The figures hold for
+    this configuration and this machine only.
+
+    Raises:
+        ConfigError: When what was seen does not tell a cost, as where there are no images.
+        GroupLost: When ranks were lost meanwhile.
+    """
+    async with WatchedEngine(config, on_progress=on_progress) as engine:
+        return await measure(engine, Dresser(engine.preprocessor), seconds, advanced)
+
+
+async def measure(
+    engine: WatchedEngine, dresser: Dresser, seconds: float, advanced: Advanced
+) -> CostModel:
+    """Do what `run_calibration` does with an engine that has started, and is idle."""
+    watch, limits, driver = engine.watch, limits_of(engine, dresser), Driver(engine, dresser)
+    per_second = 0.0
+    for _ in range(WARM_UP):
+        began_ns = watch.now_ns()
+        warm_up = Trial((Ask(QUESTION, (min(64, limits.item_tokens),), 8),) * 2)
+        await driver.run(warm_up)
+        per_second = max(per_second, warm_up.cost * 1e9 / (watch.now_ns() - began_ns + 1))
+    rounds_s = seconds * (1 - REHEARSAL_SHARE)
+    trials = plan_round(limits, rounds_s / ROUNDS * per_second)
+    others = Others(lambda: engine.rank_pids)
+    rounds_ns = []
+    for round_number in range(ROUNDS):
+        rounds_ns.append(watch.now_ns())
+        for index, trial in enumerate(trials, 1):
+            await driver.run(trial)
+            advanced(round_number * len(trials) + index, ROUNDS * len(trials))
+    machine = describe_machine(engine.config, engine.info, others=others.cores())
+    model = calibrate(
+        watch.observation(rounds_ns, driver.requests),
+        name=engine.model_name,
+        source=f"measured at {machine.measured} on {machine.processor}, {machine.cores} cores",
+        pixels_per_patch=dresser.pixels_per_patch,
+        patches_per_token=dresser.patches_per_token,
+        shape=msgspec.structs.replace(engine.info, path=""),
+        kv_tokens=limits.kv_tokens,
+        machine=machine,
+        cores=machine.cores,
+    )
+    return await rehearse(engine, dresser, model, seconds * REHEARSAL_SHARE)
+
+
+async def rehearse(
+    engine: WatchedEngine, dresser: Dresser, model: CostModel, seconds: float
+) -> CostModel:
+    """Serve requests of all kinds for so long; return the model with steps that take as long as they did there.
+
+    Its first half does not count: whatever comes in a new size then is compiled first.
+    """
+    comparison = Comparison(engine, model, dresser=dresser)
+    requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
+    load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
+    counts_ns = engine.watch.now_ns() + int(seconds / 2 * 1e9)
+    await comparison.run(load, REHEARSAL_LOAD)
+    return rehearsed(model, engine.watch.observation([counts_ns], []))

@@ -1,0 +1,98 @@
+"""Measuring a cost model on the command line, and showing it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vsched.config import Config
+    from vsched.sim.cost.model import CostModel, FitError
+
+CALIBRATION_S = 60.0
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", min=1, help="What to spend on measuring, more or less.")
+]
+REFRESH_HZ = 2
+"""Bars take time from what is measured."""
+NOISY_OTHERS = 0.2
+"""Cores that others keep busy, from which on figures are not to be trusted."""
+
+
+def run_calibration_here(settings: Config, console: Console, seconds: float) -> CostModel:
+    """Start an engine, measure it under progress bars, and return its cost model."""
+    import uvloop
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from vsched.bench.fidelity.calibration import run_calibration
+
+    columns = (
+        TextColumn("{task.description:<40}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=REFRESH_HZ
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+        return uvloop.run(
+            run_calibration(
+                settings,
+                seconds=seconds,
+                on_progress=lambda group, what, _: progress.update(
+                    task, description=f"{group}: {what}"
+                ),
+                advanced=lambda done, of: progress.update(
+                    task, description="measuring", completed=done, total=of
+                ),
+            )
+        )
+
+
+def show_costs(model: CostModel, console: Console) -> None:
+    """Print what was measured, and how well it fits."""
+    from rich.table import Table
+
+    encode, generate, host = model.encode, model.generate, model.host
+    table = Table(title=f"{model.name}: {model.source}")
+    for name in ("part", "cost", "of", "off by, p50 / p95"):
+        table.add_column(name, justify="right" if name == "cost" else "left")
+    rows = (
+        ("encode", encode.step_ns / 1e6, "ms a step", model.encode_error),
+        ("", encode.item_ns / 1e6, "ms an image", None),
+        ("", encode.patch_ns / 1e3, "µs a patch", None),
+        ("", encode.patch_pair_ns, "ns a pair of patches", None),
+        ("generate", generate.step_ns / 1e6, "ms a step", model.generate_error),
+        ("", generate.decode_ns / 1e3, "µs a request that decodes", None),
+        ("", generate.context_ns, "ns a token of its context", None),
+        ("", generate.prefill_ns / 1e3, "µs a prompt token", None),
+        ("", generate.pair_ns, "ns a pair of prompt tokens", None),
+        ("prepare", host.request_ns / 1e6, "ms a request", model.prepare_error),
+        ("", host.token_ns, "ns a token", None),
+        ("", host.image_ns / 1e6, "ms an image", None),
+        ("", host.pixel_ns, "ns a pixel", None),
+        ("engine", host.decision_ns / 1e6, "ms a decision to idle ranks", None),
+        ("", host.gap_ns / 1e6, "ms between two steps", None),
+    )
+    for part, cost, unit, error in rows:
+        table.add_row(part, f"{cost:.3g}", unit, _off(error))
+    console.print(table)
+    for count, slowdown in enumerate(model.host.crowding[1:], 2):
+        console.print(f"{count} at work at a time: all takes {slowdown:.2f} times as long")
+    console.print(f"steps of one kind differ by {100 * model.noise:.1f} % (standard deviation)")
+    machine = model.machine
+    if machine is not None and machine.others > NOISY_OTHERS:
+        console.print(
+            f"[yellow]Other programs kept {machine.others:.1f} of {machine.cores} cores busy meanwhile: measure again "
+            "when there are none."
+        )
+
+
+def _off(error: FitError | None) -> str:
+    if error is None:
+        return ""
+    return f"{100 * error.median:.0f} % / {100 * error.p95:.0f} % of {error.samples}"

@@ -1,0 +1,259 @@
+"""`vsched bench fidelity`: how far a simulation is from the engine that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vsched.bench.fidelity.calibration_command import (
+    CALIBRATION_S,
+    REFRESH_HZ,
+    run_calibration_here,
+    show_costs,
+)
+from vsched.errors import ConfigError
+from vsched.terminal.options import (
+    ConfigOption,
+    JsonOption,
+    PlotOption,
+    SetOption,
+    load,
+    new_figure,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from vsched.bench.fidelity.measure import Run
+    from vsched.config import Config
+    from vsched.sim.cost.model import CostModel
+    from vsched.sim.workload.requests import Workload
+
+GENERATED = 20_000
+"""More requests than any run sends."""
+PIPE_COLUMNS = 140
+
+
+def fidelity(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(help="Cost model of it.", show_default="measured first"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests to send.", show_default=False)
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="Generator of requests, where there is no trace.")
+    ] = "small",
+    loads: Annotated[
+        str, typer.Option(help="Shares of the capacity that is measured first, by commas.")
+    ] = "0.3,0.6,0.9",
+    rates: Annotated[
+        str, typer.Option(help="Requests a second instead, by commas.", show_default=False)
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=1, help="Time of each load.")] = 60.0,
+    flood_s: Annotated[float, typer.Option(min=1, help="Time to measure the capacity.")] = 20.0,
+    calibration_s: Annotated[
+        float, typer.Option(min=1, help="Time to measure costs, without --cost.")
+    ] = CALIBRATION_S,
+    seed: Annotated[int, typer.Option(help="Of the generator, and of noise.")] = 0,
+    out: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Serve a workload for real and simulate it; compare TTFT, TPOT and throughput."""
+    import uvloop
+    from rich.console import Console
+
+    from vsched.sim.cost.model import load_cost_model
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)
+    levels = _numbers("--rates", rates) if rates else _numbers("--loads", loads)
+    settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    requests = _workload(trace, workload, seed)
+    if cost is None:
+        costs = run_calibration_here(settings, console, calibration_s)
+        show_costs(costs, console)
+    else:
+        costs = load_cost_model(str(cost))
+    runs = uvloop.run(
+        _measure(
+            settings,
+            requests,
+            costs,
+            console,
+            levels=levels,
+            are_rates=bool(rates),
+            seconds=seconds,
+            flood_s=flood_s,
+            seed=seed,
+        )
+    )
+    _show(runs, requests.name, console)
+    if out is not None:
+        write_json(out, {"workload": requests.name, "seed": seed, "cost": costs, "runs": runs})
+        console.print(f"JSON: {out}")
+    if plot is not None:
+        _plot(runs, plot)
+        console.print(f"Plot: {plot}")
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise ConfigError(
+            f"{option} {text}: not a list of positive numbers. Remedy: give one such as 1,2.5"
+        )
+    return numbers
+
+
+def _workload(trace: Path | None, name: str, seed: int) -> Workload:
+    from vsched.bench.fidelity.measure import SMALL, small_requests
+    from vsched.sim.workload.generators import generate_workload
+    from vsched.sim.workload.traces import load_trace
+
+    if trace is not None:
+        return load_trace(trace)
+    if name == SMALL:
+        return small_requests(seed, GENERATED)
+    return generate_workload(name, seed=seed, requests=GENERATED, rate=1.0)
+
+
+async def _measure(
+    settings: Config,
+    requests: Workload,
+    costs: CostModel,
+    console: Console,
+    *,
+    levels: Sequence[float],
+    are_rates: bool,
+    seconds: float,
+    flood_s: float,
+    seed: int,
+) -> list[Run]:
+    from rich.progress import Progress
+
+    from vsched.bench.fidelity.measure import FLOOD, Comparison, at_rate
+    from vsched.bench.fidelity.observed_engine import WatchedEngine
+
+    runs: list[Run] = []
+    with Progress(console=console, transient=True, refresh_per_second=REFRESH_HZ) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def begin(what: str, load_of: Workload) -> None:
+            progress.reset(task, description=what, total=load_of.requests)
+
+        async with WatchedEngine(settings) as engine:
+            comparison = Comparison(engine, costs, seed=seed)
+            await comparison.warm_up(requests)
+            capacity = 1.0
+            if not are_rates:
+                flood = comparison.flood_of(requests, flood_s)
+                begin("all at once", flood)
+                runs.append(await comparison.run(flood, FLOOD, lambda: progress.advance(task)))
+                capacity = runs[0].real.requests_s
+            for level in levels:
+                load_of = at_rate(requests, level * capacity, seconds)
+                begin(f"{level * capacity:.2f} requests/s", load_of)
+                share = level if not are_rates else 0.0
+                runs.append(await comparison.run(load_of, share, lambda: progress.advance(task)))
+    return runs
+
+
+def _show(runs: Sequence[Run], name: str, console: Console) -> None:
+    console.print(_table(f"{name}: real / simulated (error)", runs, adjusted=False))
+    console.print(
+        _table("the same, simulated with the speed that the machine had then", runs, adjusted=True)
+    )
+    for run in runs:
+        if run.real.failed or run.simulated.failed:
+            console.print(f"{_label(run)}: failed {run.real.failed} / {run.simulated.failed}")
+
+
+def _table(title: str, runs: Sequence[Run], *, adjusted: bool) -> Table:
+    from rich.table import Table
+
+    from vsched.bench.fidelity.measure import LIMITS
+
+    table = Table(title=f"{title}; red where it is off by more than is aimed at")
+    about = ("encode", "generate") if adjusted else ("requests", "others")
+    for column in ("load", *about, *HEADINGS.values()):
+        table.add_column(column, justify="right")
+    for run in runs:
+        side = run.adjusted if adjusted else run.simulated
+        cells = []
+        for figure, error in run.errors(side).items():
+            colour = "red" if abs(error) > LIMITS[figure] else "green"
+            real, simulated = _shown(getattr(run.real, figure)), _shown(getattr(side, figure))
+            cells.append(f"{real} / {simulated} [{colour}]({100 * error:+.0f}%)")
+        told = (
+            [f"{run.slowness[stage]:.2f} x" for stage in about]
+            if adjusted
+            else [str(run.requests), f"{run.others:.2f}"]
+        )
+        table.add_row(_label(run), *told, *cells)
+    return table
+
+
+def _shown(value: float) -> str:
+    return f"{value:.0f}" if value >= TELLING else f"{value:.3g}"
+
+
+TELLING = 100
+"""From here on, what is behind the decimal point tells nothing."""
+HEADINGS = {
+    "ttft_p50": "TTFT p50, ms",
+    "ttft_p95": "TTFT p95, ms",
+    "tpot_p50": "TPOT p50, ms",
+    "tpot_p95": "TPOT p95, ms",
+    "requests_s": "requests/s",
+}
+
+
+def _label(run: Run) -> str:
+    if run.is_flood:
+        return "all at once"
+    return f"{100 * run.load:.0f} %" if run.load else f"{run.rate:.2f}/s"
+
+
+def _plot(runs: Sequence[Run], path: Path) -> None:
+    figure = new_figure(3.2 * len(runs), 6)
+    cdfs, bars = figure.subplots(2, len(runs), squeeze=False)
+    for axis, run in zip(cdfs, runs, strict=True):
+        for side, style, name in (
+            (run.real, "-", "real"),
+            (run.simulated, "--", "simulated"),
+            (run.adjusted, ":", "simulated at that speed"),
+        ):
+            axis.plot(side.ttft, range(101), style, label=name)
+        axis.set_title(_label(run), size=10)
+        axis.set_xlabel("TTFT, ms")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    for axis, run in zip(bars, runs, strict=True):
+        names = [name.partition(",")[0] for name in HEADINGS.values()]
+        for side, height in ((run.simulated, 0.8), (run.adjusted, 0.4)):
+            label = "as calibrated" if side is run.simulated else "at the speed of the run"
+            errors = [100 * one for one in run.errors(side).values()]
+            axis.barh(names, errors, height, label=label)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_xlim(-50, 50)
+        axis.set_xlabel("error of the simulation, %")
+        axis.grid(alpha=0.3)
+        axis.invert_yaxis()
+    cdfs[0].set_ylabel("% of requests")
+    cdfs[0].legend()
+    bars[0].legend(fontsize="small")
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,343 @@
+"""The same requests for real and simulated: how far a simulation is from the engine that it stands for.
+
+A real engine serves a workload in real time, with the arrivals, images and lengths that the simulation has; both are
+asked for what clients see. First as many requests as can be: that tells the engine's capacity, and what the simulation
+makes of it. Then the same kinds of requests at shares of that capacity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vsched.bench.fidelity.arrivals import Dresser
+from vsched.bench.fidelity.observed_engine import WatchedEngine
+from vsched.bench.report.machine import Others
+from vsched.engine import Engine
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.sim.cost.calibration import slower, slowness
+from vsched.sim.cost.model import CostModel
+from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.run import simulate
+from vsched.sim.workload.generators import independent, poisson
+from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload, workload_of
+
+FLOOD = -1.0
+"""The load of a run in which all requests are sent at once."""
+FLOOD_PROBE = 64
+FLOOD_MOST = 400
+"""So many requests may be in preparation, with room to spare."""
+WARM_UP = 3
+SMALL = "small"
+"""The name of the workload that is sent where no other is named."""
+SMALL_OUTPUTS = 32
+FIRST_TEXT = 1 << 41
+"""Numbers of texts that nobody else has."""
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients saw, for real or simulated; milliseconds, and requests a second.
+
+    `ttft` holds the percentiles from 0 to 100.
+    """
+
+    finished: int
+    failed: dict[str, int]
+    ttft_p50: float
+    ttft_p95: float
+    tpot_p50: float
+    tpot_p95: float
+    requests_s: float
+    ttft: list[float]
+
+
+LIMITS = {"ttft_p50": 0.1, "ttft_p95": 0.2, "tpot_p50": 0.1, "tpot_p95": 0.2, "requests_s": 0.05}
+"""How far each figure may be off, as a share of the real one."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One load, for real and simulated.
+
+    Attributes:
+        load: The share of the capacity; 0 where that was not measured, `FLOOD` where it was.
+        rate: Requests a second that were sent.
+        slowness: By stage, how many times as long steps that were alone took in the real run as the cost model says:
+            what has changed on the machine since that was measured.
+        adjusted: A simulation with a cost model that is so much slower: what is left is the simulation's own error.
+        others: Cores that other programs kept busy during the real run: not something that is simulated.
+        late_ms: How much later than planned a request was sent at most.
+    """
+
+    load: float
+    rate: float
+    requests: int
+    real: Side
+    simulated: Side
+    slowness: dict[str, float]
+    adjusted: Side
+    others: float
+    late_ms: float
+
+    @property
+    def is_flood(self) -> bool:
+        """Whether all requests were sent at once."""
+        return self.load == FLOOD
+
+    def errors(self, side: Side) -> dict[str, float]:
+        """Return how far the figures of a simulation are from the real ones: -0.1 for 10 % too low."""
+        real = {name: getattr(self.real, name) for name in LIMITS}
+        return {name: getattr(side, name) / one - 1 if one else 0.0 for name, one in real.items()}
+
+    def missed(self, side: Side) -> list[str]:
+        """Return the figures of a simulation that are off by more than they may be."""
+        return [name for name, one in self.errors(side).items() if abs(one) > LIMITS[name]]
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client saw of a request; nanoseconds since the workload began, and the tokens of the answer."""
+
+    planned_ns: int
+    sent_ns: int
+    first_ns: int
+    last_ns: int
+    outputs: int
+
+
+class Client:
+    """Sends a workload to an engine in real time."""
+
+    def __init__(self, engine: Engine, now_ns: Callable[[], int]) -> None:
+        self.seen: list[Seen] = []
+        self.failed: dict[str, int] = defaultdict(int)
+        self._engine = engine
+        self._now_ns = now_ns
+        self._began_ns = 0
+
+    async def run(self, dresser: Dresser, workload: Workload, advanced: Callable[[], None]) -> None:
+        """Send all requests and read the answers; turns of a conversation go one after the other."""
+        talks: dict[str, list[Arrival]] = {}
+        for arrival in workload:
+            talks.setdefault(arrival.conversation or arrival.request_id, []).append(arrival)
+        pictures = {
+            arrival.request_id: dresser.pictures(arrival)
+            for turns in talks.values()
+            for arrival in turns
+        }
+        self._began_ns = self._now_ns()
+        async with asyncio.TaskGroup() as group:
+            for turns in talks.values():
+                group.create_task(self._talk(dresser, turns, pictures, advanced))
+
+    async def _talk(
+        self,
+        dresser: Dresser,
+        turns: Sequence[Arrival],
+        pictures: dict[str, list[str]],
+        advanced: Callable[[], None],
+    ) -> None:
+        replies: list[list[int]] = []
+        ended_ns = 0
+        for arrival in turns:
+            due_ns = arrival.at_ns
+            if replies:
+                due_ns = max(due_ns, ended_ns + arrival.think_ns)
+            await asyncio.sleep((due_ns - self._since_ns()) / 1e9)
+            call = dresser.call(arrival, pictures[arrival.request_id], replies)
+            replies.append(await self._ask(call, due_ns))
+            ended_ns = self._since_ns()
+            advanced()
+
+    def _since_ns(self) -> int:
+        return self._now_ns() - self._began_ns
+
+    async def _ask(self, call: dict[str, Any], due_ns: int) -> list[int]:
+        sent_ns, first_ns, token_ids = self._since_ns(), 0, list[int]()
+        try:
+            async for delta in await self._engine.generate(**call):
+                token_ids += delta.token_ids
+                first_ns = first_ns or self._since_ns()
+        except (RequestRefused, RequestFailed) as error:
+            self.failed[error.code] += 1
+            return token_ids
+        self.seen.append(
+            Seen(
+                planned_ns=due_ns,
+                sent_ns=sent_ns,
+                first_ns=first_ns,
+                last_ns=self._since_ns(),
+                outputs=len(token_ids),
+            )
+        )
+        return token_ids
+
+    def side(self) -> Side:
+        """Return the figures."""
+        seen = self.seen
+        ttft = [(one.first_ns - one.planned_ns) / 1e6 for one in seen]
+        tpot = [
+            (one.last_ns - one.first_ns) / 1e6 / (one.outputs - 1)
+            for one in seen
+            if one.outputs > 1
+        ]
+        first_ns = min(one.planned_ns for one in seen)
+        return Side(
+            finished=len(seen),
+            failed=dict(self.failed),
+            ttft_p50=_share(ttft, 50),
+            ttft_p95=_share(ttft, 95),
+            tpot_p50=_share(tpot, 50),
+            tpot_p95=_share(tpot, 95),
+            requests_s=len(seen) / ((max(one.last_ns for one in seen) - first_ns) / 1e9),
+            ttft=np.percentile(ttft, range(101)).tolist() if ttft else [],
+        )
+
+
+def _share(values: Sequence[float], share: float) -> float:
+    return float(np.percentile(values, share)) if values else 0.0
+
+
+def side_of(outcome: Outcome) -> Side:
+    """Return the figures of a simulation."""
+    figures = outcome.figures
+    points = outcome.cdf["ttft"]
+    shares = [share * 100 for _, share in points]
+    return Side(
+        finished=figures.finished,
+        failed=figures.failed,
+        ttft_p50=figures.ttft_ms.p50,
+        ttft_p95=figures.ttft_ms.p95,
+        tpot_p50=figures.tpot_ms.p50,
+        tpot_p95=figures.tpot_ms.p95,
+        requests_s=figures.requests_s,
+        ttft=np.interp(range(101), shares, [value for value, _ in points]).tolist(),
+    )
+
+
+class Comparison:
+    """Runs workloads on a started engine and in simulations of it."""
+
+    def __init__(
+        self,
+        engine: WatchedEngine,
+        cost: CostModel,
+        *,
+        seed: int = 0,
+        dresser: Dresser | None = None,
+    ) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._seed = seed
+        self._now_ns = engine.watch.now_ns
+        self._dresser = dresser or Dresser(engine.preprocessor)
+        blocks: int = engine.statistics()["generate"]["blocks_total"]
+        self._kv_tokens = blocks * engine.config.generate.block_size
+        self._runs = 0
+
+    async def warm_up(self, workload: Workload) -> None:
+        """Send the first requests of a workload once, one after the other."""
+        client = Client(self._engine, self._now_ns)
+        for arrival in self._own(workload.first(WARM_UP)):
+            await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
+
+    def _own(self, workload: Workload) -> list[Arrival]:
+        """Return arrivals of a tenant that was never here: nothing of a run before is in any cache."""
+        self._runs += 1
+        return [
+            msgspec.structs.replace(one, tenant=f"run {self._runs} {one.tenant}")
+            for one in self._dresser.fit(workload)
+        ]
+
+    def simulate(self, workload: Workload, cost: CostModel | None = None) -> Outcome:
+        """Simulate a workload on what the engine is; the cost model may be another."""
+        return simulate(
+            self._engine.config,
+            workload,
+            cost=cost or self._cost,
+            seed=self._seed,
+            info=self._engine.info,
+            kv_tokens=self._kv_tokens,
+        )
+
+    def flood_of(self, workload: Workload, seconds: float) -> Workload:
+        """Return the first requests of a workload, all at once: so many as should take so long."""
+        most = max(int(self.capacity_of(workload) * seconds), 1)
+        return _at_once(workload.first(min(most, FLOOD_MOST)))
+
+    def capacity_of(self, workload: Workload) -> float:
+        """Return how many of the first requests a second the engine could serve, by a simulation of it."""
+        probe = self._dresser.fit(_at_once(workload.first(FLOOD_PROBE)))
+        return self.simulate(probe).figures.requests_s
+
+    async def run(
+        self, workload: Workload, load: float, advanced: Callable[[], None] = lambda: None
+    ) -> Run:
+        """Run a workload for real, then simulate it."""
+        own = self._own(workload)
+        fitted = workload_of(workload.name, own)
+        client, others = Client(self._engine, self._now_ns), Others(lambda: self._engine.rank_pids)
+        began_ns = self._now_ns()
+        await client.run(self._dresser, fitted, advanced)
+        busy = others.cores()
+        slow = slowness(self._cost, self._engine.watch.observation([began_ns], []))
+        span_s = max(max(one.at_ns for one in own) / 1e9, 1e-9)
+        return Run(
+            load=load,
+            rate=0.0 if load == FLOOD else len(own) / span_s,
+            requests=len(own),
+            real=client.side(),
+            simulated=side_of(self.simulate(fitted)),
+            slowness=slow,
+            adjusted=side_of(self.simulate(fitted, slower(self._cost, **slow))),
+            others=busy,
+            late_ms=max((one.sent_ns - one.planned_ns) / 1e6 for one in client.seen),
+        )
+
+
+def _at_once(workload: Workload) -> Workload:
+    return workload_of(
+        "flood", [msgspec.structs.replace(one, at_ns=0, think_ns=0) for one in workload]
+    )
+
+
+def small_requests(seed: int, requests: int) -> Workload:
+    """Return requests that even a small machine serves many of: a third texts, the others with an image or two."""
+
+    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+        images = [
+            Image(f"{number}/{index}", rng.randint(32, 256))
+            for index in range(rng.choice((0, 1, 1, 2, 1, 0)))
+        ]
+        return (*images, Text(FIRST_TEXT + number, rng.randint(16, 256)))
+
+    return independent(
+        SMALL,
+        seed=seed,
+        requests=requests,
+        gaps=poisson(1.0),
+        prompt=prompt,
+        output_tokens=SMALL_OUTPUTS,
+    )
+
+
+def at_rate(workload: Workload, rate: float, seconds: float) -> Workload:
+    """Return as many of the first requests as `rate` a second are in so long, arriving at that rate.
+
+    Where the workload has not that many, all of them.
+    """
+    arrivals = list(workload.first(max(int(rate * seconds), 2)))
+    first_ns = arrivals[0].at_ns
+    wanted_ns = (len(arrivals) - 1) / rate * 1e9
+    factor = wanted_ns / max(arrivals[-1].at_ns - first_ns, 1)
+    return workload_of(
+        workload.name,
+        [
+            msgspec.structs.replace(one, at_ns=int((one.at_ns - first_ns) * factor))
+            for one in arrivals
+        ],
+    )

@@ -1,0 +1,213 @@
+"""An engine that is watched: what its ranks were told, how long they worked on it, and when.
+
+Nothing is added to the protocol: results carry the time that ranks were busy, and what a step consisted of follows from
+the decisions. Both are only noted while the engine serves, and read when it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from vsched.aio.environment import Surroundings
+from vsched.aio.replicas.worker_group import Crew, CrewEvents
+from vsched.aio.shell import Recorder
+from vsched.config import Config
+from vsched.engine import Engine, Progress
+from vsched.errors import GroupLost as GroupLostError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command, Decide
+from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
+from vsched.kernel.events import Event, GroupLost
+from vsched.kernel.generate.step_budget import pairs_of
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.sim.cost.model import EncodeSample, GenerateSample
+from vsched.sim.cost.observations import JobSeen, Observation, RequestSeen, StepSeen
+from vsched.wire import EncodeResult, GenerateResult
+from vsched.worker.contract import Preprocessor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Watch:
+    """Notes what happens in an engine, as it happens.
+
+    Attributes:
+        jobs: When threads prepared requests.
+        recorder: Told of everything, too, if there is one.
+    """
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self.now_ns = now_ns
+        self.jobs: list[JobSeen] = []
+        self.recorder: Recorder | None = None
+        self._decided: dict[str, list[tuple[int, Decision]]] = {}
+        self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
+        self._lost = ""
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Note decisions; this makes it a recorder."""
+        if isinstance(event, GroupLost):
+            self._lost = f"{event.group}: {event.reason}"
+        for command in commands:
+            if type(command) is Decide:
+                self._decided.setdefault(command.group, []).append((now_ns, command.decision))
+        if self.recorder is not None:
+            self.recorder.note(event, now_ns, commands)
+
+    def close(self) -> None:
+        """Close the recorder."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def note_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
+        """Note a result, when it comes."""
+        self._results.setdefault(group, []).append((self.now_ns(), result))
+
+    def observation(self, rounds_ns: list[int], requests: list[RequestSeen]) -> Observation:
+        """Return what happened since the first of these rounds began; of requests, what whoever sent them saw.
+
+        Raises:
+            GroupLost: When a group was lost meanwhile: what its ranks did is not known then.
+        """
+        if self._lost:
+            raise GroupLostError(f"ranks were lost while they were measured: {self._lost}")
+        steps = [
+            step for group, results in self._results.items() for step in self._read(group, results)
+        ]
+        since_ns = rounds_ns[0]
+        return Observation(
+            rounds_ns=rounds_ns,
+            steps=[step for step in steps if step.decided_ns >= since_ns],
+            jobs=[job for job in self.jobs if job.start_ns >= since_ns],
+            requests=[request for request in requests if request.received_ns >= since_ns],
+        )
+
+    def _read(
+        self, group: str, results: Sequence[tuple[int, GenerateResult | EncodeResult]]
+    ) -> list[StepSeen]:
+        steps: list[StepSeen] = []
+        lengths: dict[int, int] = {}
+        # The last decisions may have no result yet.
+        for (decided_ns, decision), (ended_ns, result) in zip(
+            self._decided[group], results, strict=False
+        ):
+            if isinstance(decision, EncodeDecision):
+                sample: EncodeSample | GenerateSample = _encode_sample(decision, result.busy_ns)
+                paused = 0 < decision.stretch_ns < result.busy_ns
+            else:
+                assert isinstance(result, GenerateResult)
+                sample = _generate_sample(decision, result, lengths)
+                paused = False
+            steps.append(
+                StepSeen(
+                    group=group,
+                    sample=sample,
+                    decided_ns=decided_ns,
+                    ended_ns=ended_ns,
+                    paused=paused,
+                )
+            )
+        return steps
+
+
+def _encode_sample(decision: EncodeDecision, busy_ns: int) -> EncodeSample:
+    patches = [np.prod(task.grid).item() for task in decision.tasks if not task.encoded]
+    return EncodeSample(
+        items=len(patches),
+        patches=sum(patches),
+        pairs=sum(count * count for count in patches),
+        ns=busy_ns,
+    )
+
+
+def _generate_sample(
+    decision: GenerateDecision, result: GenerateResult, lengths: dict[int, int]
+) -> GenerateSample:
+    """Return what a step consisted of; `lengths` are the tokens of each slot, kept from step to step."""
+    for join in decision.joined:
+        lengths[join.slot] = join.length
+    prefill, pairs = 0, 0.0
+    firsts = []
+    for chunk in decision.chunks:
+        count = chunk.stop - chunk.start
+        prefill += count
+        pairs += pairs_of(chunk.start, count)
+        if chunk.stop == lengths[chunk.slot]:
+            firsts.append(chunk.slot)
+    yielded: list[int] = np.flatnonzero(np.frombuffer(result.tokens, np.int32) >= 0).tolist()
+    decoded = [slot for slot in yielded if slot not in firsts]
+    context = sum(lengths[slot] for slot in decoded)
+    for slot in yielded:
+        lengths[slot] += 1
+    return GenerateSample(
+        decodes=len(decoded), context=context, prefill=prefill, pairs=pairs, ns=result.busy_ns
+    )
+
+
+class WatchedThreads(ThreadPoolExecutor):
+    """Threads that note when they are at work."""
+
+    def __init__(self, threads: int, watch: Watch) -> None:
+        super().__init__(threads, thread_name_prefix="media")
+        self._watch = watch
+
+    def submit(
+        self,
+        fn: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Future[Result]:
+        """Submit a call, as any pool does."""
+
+        def run() -> Result:
+            start_ns = self._watch.now_ns()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._watch.jobs.append(JobSeen(start_ns, self._watch.now_ns()))
+
+        return super().submit(run)
+
+
+class WatchedEngine(Engine):
+    """Serves as `Engine` does; `watch` knows what its ranks and threads did."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_progress: Progress | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        around = surroundings or Surroundings()
+        watch = self.watch = Watch(around.now_ns)
+
+        def open_record(config: Config, kernel: Scheduler) -> Recorder:
+            watch.recorder = around.open_record(config, kernel)
+            return watch
+
+        def make_media(
+            preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
+        ) -> MediaPipeline:
+            threads = WatchedThreads(settings.threads, watch)
+            return MediaPipeline(preprocessor, store, settings, executor=threads)
+
+        watched = dataclasses.replace(around, open_record=open_record)
+        if surroundings is None:
+            watched = dataclasses.replace(watched, make_media=make_media)
+        super().__init__(config, on_progress=on_progress, surroundings=watched)
+
+    def _crews(self, events: CrewEvents) -> list[Crew]:
+        def on_result(group: str, result: GenerateResult | EncodeResult) -> None:
+            self.watch.note_result(group, result)
+            events.on_result(group, result)
+
+        return super()._crews(msgspec.structs.replace(events, on_result=on_result))

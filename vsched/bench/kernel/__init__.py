@@ -1,0 +1,1 @@
+"""`vsched bench kernel`: the cost of the scheduler itself."""

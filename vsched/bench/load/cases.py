@@ -1,0 +1,90 @@
+"""What the load generator asks: four cases, drawn from a seed before any clock runs.
+
+Text is random words, so that a prefix cache helps with nothing but the chat template. Images are smooth random
+pictures, whose entropy is that of photographs rather than of noise. In `conversation` caching is the point: turn k
+brings one new image and repeats everything before it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vsched.bench.load.shapes import Case, Shape
+
+_WORDS = (
+    *(
+        "river",
+        "stone",
+        "window",
+        "garden",
+        "letter",
+        "bridge",
+        "yellow",
+        "market",
+        "summer",
+        "engine",
+    ),
+    *(
+        "silver",
+        "planet",
+        "winter",
+        "forest",
+        "paper",
+        "ladder",
+        "candle",
+        "basket",
+        "harbour",
+        "mirror",
+    ),
+    *(
+        "pepper",
+        "carpet",
+        "island",
+        "button",
+        "meadow",
+        "pocket",
+        "lantern",
+        "copper",
+        "saddle",
+        "violin",
+    ),
+)
+
+_CELL_PIXELS = 16
+
+
+def draw_image(seed: int, pixels: int) -> str:
+    """Return a smooth random square picture as a `data:` URL."""
+    cells = max(pixels // _CELL_PIXELS, 1)
+    values = np.random.default_rng(seed).integers(0, 255, (cells, cells, 3), dtype=np.uint8)
+    picture = Image.fromarray(values).resize((pixels, pixels), Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def draw_text(rng: random.Random, words: int) -> str:
+    """Return random words."""
+    return " ".join(rng.choices(_WORDS, k=words))
+
+
+def draw_session(case: Case, shape: Shape, seed: int) -> list[dict[str, Any]]:
+    """Return the user's messages of one session, one a turn."""
+    rng = random.Random(seed)  # noqa: S311 - a load, not a secret
+    turns: list[dict[str, Any]] = []
+    for _ in range(shape.turns):
+        text = draw_text(rng, shape.words)
+        if case is Case.TEXT:
+            turns.append({"role": "user", "content": text})
+            continue
+        image_seed = 0 if case is Case.SAME_IMAGE else rng.getrandbits(32)
+        image = {"url": draw_image(image_seed, shape.image_pixels)}
+        parts = [{"type": "image_url", "image_url": image}, {"type": "text", "text": text}]
+        turns.append({"role": "user", "content": parts})
+    return turns

@@ -1,0 +1,79 @@
+"""Clients in a process of their own, started by who serves them: see `profile_load`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from vsched.bench.load.client import BenchError
+from vsched.bench.profile.load_process import LoadOrder
+from vsched.bench.report.summary import Figures
+
+CLIENTS_S = 1800.0
+"""How long warming up, or a run, may take at most."""
+
+
+@contextlib.asynccontextmanager
+async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start clients and warm up; yields their process, which waits for `begin_clients` or `run_clients`.
+
+    Raises:
+        BenchError: When they could not warm up.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vsched.bench.profile.load_process", msgspec.json.encode(order)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        if await _line_of(process) != b"ready\n":
+            raise BenchError("the clients could not warm up. Remedy: see what they wrote above.")
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def begin_clients(process: asyncio.subprocess.Process) -> None:
+    """Let them send."""
+    assert process.stdin is not None
+    process.stdin.write(b"go\n")
+
+
+async def figures_of(process: asyncio.subprocess.Process) -> Figures:
+    """Return what the clients have seen, when they are through.
+
+    Raises:
+        BenchError: When a request failed.
+    """
+    answer = await _line_of(process)
+    if not answer:
+        raise BenchError("the clients have ended early. Remedy: see what they wrote above.")
+    figures = msgspec.json.decode(answer, type=Figures)
+    if figures.failed:
+        raise BenchError(f"{figures.failed} requests failed, the first: {figures.first_error}")
+    return figures
+
+
+async def _line_of(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(CLIENTS_S):
+            return await process.stdout.readline()
+    except TimeoutError:
+        raise BenchError(f"the clients were not through after {CLIENTS_S:g} s") from None
+
+
+async def run_clients(process: asyncio.subprocess.Process) -> Figures:
+    """Let them send, and return what they have seen.
+
+    Raises:
+        BenchError: When a request failed.
+    """
+    begin_clients(process)
+    return await figures_of(process)

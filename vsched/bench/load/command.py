@@ -1,0 +1,87 @@
+"""`vsched bench serve`: closed-loop load on any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsched.bench.load.shapes import Case, shape_of
+from vsched.errors import ConfigError
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    model: Annotated[str, typer.Option(help="Model name; the server's first by default.")] = "",
+    case: Annotated[
+        list[Case] | None, typer.Option(help="Case to run; repeat for several, all by default.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Sessions at a time, by commas.")] = "1,8,32",
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sessions a case; by default 2 x concurrency, at least 8."),
+    ] = None,
+    words: Annotated[int | None, typer.Option(min=1, help="Words a message.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer.")] = None,
+    image_pixels: Annotated[int, typer.Option(min=16, help="Side of an image.")] = 448,
+    turns: Annotated[int, typer.Option(min=1, help="Turns a conversation.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Draws other texts and images.")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before each measurement.")] = 2,
+    extra: Annotated[
+        bool,
+        typer.Option(help="Fix the output's length with min_tokens and ignore_eos."),
+    ] = True,
+    api_key: Annotated[str, typer.Option(envvar="VSCHED_API_KEY", help="Bearer token.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Limit for one request.")] = 600.0,
+    label: Annotated[str, typer.Option(help="A name for this run in the report.")] = "",
+    json: Annotated[
+        Path | None, typer.Option(help="Write the figures as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Load an OpenAI-compatible server in a closed loop and report req/s, tok/s, TTFT, ITL and TPOT."""
+    import uvloop
+
+    from vsched.bench.load.client import BenchClient
+    from vsched.bench.load.closed_loop import Load, sessions_for
+    from vsched.bench.report.run import measure, write_report
+
+    levels = _levels(concurrency)
+    sizes = {"words": words, "output_tokens": output_tokens}
+
+    def plan(name: str) -> list[Load]:
+        return [
+            Load(
+                case=one,
+                shape=shape_of(one, image_pixels=image_pixels, turns=turns, **sizes),
+                concurrency=level,
+                sessions=sessions_for(one, level, sessions),
+                model=name,
+                seed=seed,
+                warmup=warmup,
+                fixed_length=extra,
+            )
+            for one in case or Case
+            for level in levels
+        ]
+
+    client = BenchClient(url, api_key=api_key, timeout_s=timeout_s)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(measure(client, plan, url=url, model=model, label=label))
+    write_report(report, json)
+    if any(figures.failed == figures.requests for figures in report.results):
+        raise typer.Exit(1)
+
+
+def _levels(text: str) -> list[int]:
+    try:
+        levels = [int(part) for part in text.split(",")]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1:
+        message = "concurrency: not a list of positive numbers. Remedy: give one such as 1,8,32."
+        raise ConfigError(message)
+    return levels

@@ -1,0 +1,1 @@
+"""`vsched bench memory`: memory policies under a hard limit."""

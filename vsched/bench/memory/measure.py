@@ -1,0 +1,245 @@
+"""An adversarial load under a hard limit: what memory policies keep of their promise.
+
+Every client asks for the most that is legal: prompts that fill the context, images of the largest size, and so many
+clients that every slot decodes. A server that measured its memory must answer all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from vsched.bench.load.cases import draw_image
+from vsched.config import load_config
+from vsched.engine import Engine
+from vsched.errors import RequestFailed, RequestRefused, VschedError
+from vsched.types import SamplingParams
+
+SAMPLE_S = 0.05
+PICTURES = 4
+OUTPUT_TOKENS = 8
+FILLER_TOKENS = 64
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """Private memory of the rank that holds most, after so many seconds; bytes."""
+
+    seconds: float
+    bytes: int
+
+
+class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How one memory policy came through.
+
+    `refusals` counts requests that were told at once that they cannot be served; `lost` those that were accepted and
+    then ended in an error; by code. `losses` counts rank processes that went away.
+    """
+
+    policy: str
+    limit_bytes: int
+    kv_tokens: int
+    start_s: float
+    failure: str = ""
+    served: int = 0
+    refusals: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    losses: int = 0
+    samples: list[Sample] = []
+
+    @property
+    def kept_its_promise(self) -> bool:
+        """Whether it served, and nothing was lost."""
+        return not self.failure and self.served > 0 and not self.lost and not self.losses
+
+
+async def measure_memory(
+    settings: Sequence[str],
+    *,
+    policy: str,
+    overrides: Sequence[str],
+    limit_bytes: int,
+    seconds: float,
+    advanced: Callable[[float], None],
+) -> MemoryRun:
+    """Start an engine with a memory policy under the limit, load it, and see what is left of it."""
+    sets = [*settings, f"generate.memory_limit={limit_bytes}", *overrides]
+    started_s = time.perf_counter()
+    engine = Engine(load_config(None, sets=sets, environ={}).config)
+    outcomes: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    samples: list[Sample] = []
+    try:
+        async with engine:
+            start_s = time.perf_counter() - started_s
+            kv_tokens = (
+                engine.statistics()["generate"]["blocks_total"] * engine.config.generate.block_size
+            )
+            async with _sampled(engine, samples) as pids:
+                await _load(engine, seconds, outcomes, lost, refusals, advanced)
+            return MemoryRun(
+                policy=policy,
+                limit_bytes=limit_bytes,
+                kv_tokens=kv_tokens,
+                start_s=round(start_s, 2),
+                served=outcomes["served"],
+                refusals=dict(refusals),
+                lost=dict(lost),
+                losses=len(pids) - len(engine.rank_pids),
+                samples=samples,
+            )
+    except VschedError as error:
+        return MemoryRun(
+            policy=policy,
+            limit_bytes=limit_bytes,
+            kv_tokens=0,
+            start_s=round(time.perf_counter() - started_s, 2),
+            failure=str(error),
+        )
+
+
+async def find_largest(
+    settings: Sequence[str], *, limit_bytes: int, canary_bytes: int, low: int, high: int
+) -> int:
+    """Return the largest KV cache, in tokens, that a pinned size survives the same stress with, by bisection."""
+    while high - low > max(low // 200, 256):
+        middle = (low + high) // 2
+        pinned = f'generate.memory={{use="pinned", tokens={middle}, mem_fraction=1.0, canary_bytes={canary_bytes}}}'
+        sets = [*settings, f"generate.memory_limit={limit_bytes}", pinned]
+        try:
+            async with Engine(load_config(None, sets=sets, environ={}).config):
+                low = middle
+        except VschedError:
+            high = middle
+    return low
+
+
+async def _load(
+    engine: Engine,
+    seconds: float,
+    outcomes: Counter[str],
+    lost: Counter[str],
+    refusals: Counter[str],
+    advanced: Callable[[float], None],
+) -> None:
+    """Keep every slot busy with the largest requests there are until the time is over."""
+    images = _largest_images(engine)
+    ends_s = time.perf_counter() + seconds
+    slots = engine.config.generate.slots
+
+    async def client(number: int) -> None:
+        rng = random.Random(number)  # noqa: S311 - a load, not a secret
+        turn = 0
+        while time.perf_counter() < ends_s:
+            prompt, pictures, tokens = _request(engine, images, rng, kind=(number + turn) % 4)
+            turn += 1
+            try:
+                generation = await engine.generate(
+                    prompt=prompt,
+                    images=pictures,
+                    sampling=SamplingParams(max_tokens=tokens, top_p=0.9, ignore_eos=True),
+                    request_id=f"bench-{number}-{turn}",
+                )
+                try:
+                    async for _ in generation:
+                        pass
+                finally:
+                    generation.abort()  # of no effect on one that has ended
+                outcomes["served"] += 1
+            except RequestRefused as error:
+                refusals[error.code] += 1
+                await asyncio.sleep(0.05)
+            except RequestFailed as error:
+                lost[error.code] += 1
+
+    async def tell() -> None:
+        while (left_s := ends_s - time.perf_counter()) > 0:
+            advanced(seconds - left_s)
+            await asyncio.sleep(min(0.5, left_s))
+
+    clients = [asyncio.create_task(client(number)) for number in range(slots + slots // 4)]
+    await tell()
+    for one in clients:
+        one.cancel()  # what runs still was not lost: it is we who leave
+    for outcome in await asyncio.gather(*clients, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+def _largest_images(engine: Engine) -> list[str]:
+    """Draw square images that have the most tokens that one image may have."""
+    pixels = 256
+    best, tokens = pixels, 0
+    while pixels <= 4096:
+        try:
+            planned = engine.preprocessor.plan_image(pixels, pixels).tokens
+        except RequestRefused:
+            break
+        if planned > tokens:
+            best, tokens = pixels, planned
+        pixels += 64
+    return [draw_image(seed, best) for seed in range(PICTURES)]
+
+
+def _request(
+    engine: Engine, images: list[str], rng: random.Random, *, kind: int
+) -> tuple[str | list[int], list[str], int]:
+    """Return a prompt that fills the context, one of the largest images, or one that only holds a slot."""
+    context_tokens = engine.info.context_tokens
+    if kind == 0:
+        tokens = [rng.randrange(16, engine.info.vocab_size) for _ in range(context_tokens - 16)]
+        return tokens, [], OUTPUT_TOKENS
+    if kind == 1:
+        picked = [rng.choice(images)]
+        return engine.preprocessor.render([_with_images(picked)]), picked, OUTPUT_TOKENS
+    words = [rng.randrange(16, engine.info.vocab_size) for _ in range(8)]
+    return words, [], FILLER_TOKENS
+
+
+def _with_images(images: Sequence[str]) -> dict[str, object]:
+    parts: list[dict[str, object]] = []
+    for number, _ in enumerate(images):
+        parts += [
+            {"type": "image_url", "image_url": {"url": ""}},
+            {"type": "text", "text": f"Picture {number}."},
+        ]
+    return {"role": "user", "content": parts}
+
+
+@asynccontextmanager
+async def _sampled(engine: Engine, samples: list[Sample]) -> AsyncIterator[set[int]]:
+    """Sample the memory of the ranks; yields the ids of all rank processes seen."""
+    started_s = time.perf_counter()
+    pids: set[int] = set()
+
+    async def sample() -> None:
+        while True:
+            pids.update(engine.rank_pids)
+            held = max((_private_bytes(pid) for pid in engine.rank_pids), default=0)
+            samples.append(Sample(round(time.perf_counter() - started_s, 2), held))
+            await asyncio.sleep(SAMPLE_S)
+
+    task = asyncio.create_task(sample())
+    try:
+        yield pids
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _private_bytes(pid: int) -> int:
+    """Return what the limit on a process counts; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), 0)

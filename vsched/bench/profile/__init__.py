@@ -1,0 +1,1 @@
+"""`vsched bench profile`: where the time of a served load goes."""

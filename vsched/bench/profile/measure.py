@@ -1,0 +1,298 @@
+"""Where the time of a served load goes, component by component, next to what each cannot cost less than.
+
+The real server runs in this process, its ranks and the clients in their own. Clocks stand at the seams between
+components while it runs (see `profile_meter`); CPU time is the system's. A clock costs 0.2 µs at a seam within another
+and two at an outermost one, so what is entered for every token is shown a little dearer than it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from vsched.aio.environment import Surroundings, local_launcher
+from vsched.aio.replicas.worker_group import Crew
+from vsched.aio.shell import Shell
+from vsched.aio.streams.table import StreamTable
+from vsched.api.completions import CompletionEndpoint
+from vsched.api.exchange import Exchange
+from vsched.api.server import running_server
+from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
+from vsched.bench.profile import rank as profile_rank
+from vsched.bench.profile.floors import MachineRates, Work, floors, measure_machine
+from vsched.bench.profile.load_process import LoadOrder
+from vsched.bench.profile.meter import OUTSIDE, Meter, Seam, Spent, read_cells
+from vsched.bench.report.machine import TICK_S, Others
+from vsched.bench.report.summary import Figures
+from vsched.config import Config
+from vsched.engine import Engine, Progress
+from vsched.kernel import Scheduler
+from vsched.media import fills
+from vsched.media.measure import Measurer
+from vsched.transport.zmq_link import LeaderLink
+
+COMPONENTS = (
+    "http",
+    "api",
+    "preprocessing",
+    "kernel",
+    "shell",
+    "transport",
+    "detokenising",
+    "streaming",
+    "writing",
+)
+SEAMS = (
+    Seam(HttpToolsProtocol, "data_received", "http"),
+    Seam(RequestResponseCycle, "run_asgi", "http"),
+    Seam(CompletionEndpoint, "__call__", "api"),
+    Seam(Measurer, "measure", "preprocessing"),
+    Seam(fills, "process", "preprocessing"),
+    Seam(Scheduler, "handle", "kernel"),
+    Seam(Shell, "handle", "shell"),
+    Seam(Crew, "decide", "transport"),
+    Seam(LeaderLink, "read", "transport"),
+    Seam(StreamTable, "emit", "detokenising"),
+    Seam(StreamTable, "finish", "detokenising"),
+    Seam(StreamTable, "_deliver", "streaming"),
+    Seam(CompletionEndpoint, "_stream", "streaming"),
+    Seam(Exchange, "send_event_nowait", "writing"),
+)
+PREPROCESSOR_METHODS = ("render", "tokenize", "expand")
+EVENT_LOOP = "event loop"
+OTHER_THREADS = "other threads"
+_START_POLL_S = 0.005
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One component of one side: `server` or `ranks`. CPU time, in microseconds.
+
+    `share` is that of a core; `floor_us` is for a token, None where nothing bounds it from below.
+    """
+
+    side: str
+    component: str
+    request_us: float
+    token_us: float
+    share: float
+    floor_us: float | None = None
+
+
+class Profile(msgspec.Struct, kw_only=True):
+    """What `--json` writes.
+
+    Attributes:
+        model_ms: Wall time of the model and its sampling in a step of the generate ranks.
+        overhead_ms: What a step took on top of that, wall time, while there was always a step to do.
+        others: Cores that everything but the server, its ranks and the clients has kept busy.
+    """
+
+    case: str
+    clients: int
+    requests: int
+    output_tokens: int
+    wall_s: float
+    requests_s: float
+    steps: int
+    step_ms: float
+    model_ms: float
+    overhead_ms: float
+    server_resident_bytes: int
+    others: float
+    machine: MachineRates
+    rows: list[Row]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The clocks at one moment: cells of the server and of all ranks, CPU time of the loop's thread and others."""
+
+    at_s: float
+    server: list[int]
+    ranks: list[int]
+    loop_s: float
+    threads_s: float
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What was spent between two snapshots."""
+
+    wall_s: float
+    server: dict[str, Spent]
+    ranks: dict[str, Spent]
+    loop_s: float
+    threads_s: float
+    others: float
+
+
+async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) -> Profile:
+    """Serve a load, `order` but for its address, and return where the time went.
+
+    Raises:
+        BenchError: When a request failed.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+    """
+    machine = await asyncio.to_thread(measure_machine)
+    meter = Meter(COMPONENTS)
+    with tempfile.TemporaryDirectory(prefix="vsched-profile-") as name:
+        folder = Path(name)
+        command = ("-m", "vsched.bench.profile.rank", name)
+        around = Surroundings(make_launcher=partial(local_launcher, command=command))
+        with meter.at(SEAMS):
+            async with running_server(
+                config, on_progress=on_progress, surroundings=around
+            ) as running:
+                engine = running.engine
+                seams = [
+                    Seam(type(engine.preprocessor), method, "preprocessing")
+                    for method in PREPROCESSOR_METHODS
+                ]
+                sent = msgspec.structs.replace(order, url=running.url, model=engine.model_name)
+                with meter.at(seams):
+                    window, figures = await _measure(sent, meter, engine, folder)
+                work = _work(order, engine, figures, window)
+                resident = int(engine.statistics()["memory"]["engine_resident"])
+    return _profile(window, figures, work, machine, resident)
+
+
+async def _measure(
+    order: LoadOrder, meter: Meter, engine: Engine, folder: Path
+) -> tuple[Window, Figures]:
+    async with ready_clients(order) as process:
+        begun = _http_calls(meter)
+        begin_clients(process)
+        while _http_calls(meter) == begun:  # noqa: ASYNC110 - a server that is measured tells nobody
+            await asyncio.sleep(_START_POLL_S)
+        before = _snapshot(meter, engine, folder)
+        others = Others(lambda: [*engine.rank_pids, process.pid])
+        figures = await figures_of(process)
+        after = _snapshot(meter, engine, folder)
+        cores = others.cores()
+    return _window(meter, before, after, cores), figures
+
+
+def _http_calls(meter: Meter) -> int:
+    """Return how often something came in: the first request shows that the clients are prepared."""
+    return meter.cells()[meter.names.index("http")]
+
+
+def _snapshot(meter: Meter, engine: Engine, folder: Path) -> Snapshot:
+    ranks = [profile_rank.cells_of(folder, pid) for pid in engine.rank_pids]
+    return Snapshot(
+        at_s=time.perf_counter(),
+        server=meter.cells(),
+        ranks=[sum(column) for column in zip(*ranks, strict=True)],
+        loop_s=time.thread_time(),
+        threads_s=_other_threads_s(),
+    )
+
+
+def _window(meter: Meter, before: Snapshot, after: Snapshot, others: float) -> Window:
+    server, ranks = (
+        [late - early for late, early in zip(ends, starts, strict=True)]
+        for ends, starts in ((after.server, before.server), (after.ranks, before.ranks))
+    )
+    return Window(
+        wall_s=after.at_s - before.at_s,
+        server=read_cells(meter.names, server),
+        ranks=read_cells(profile_rank.NAMES, ranks),
+        loop_s=after.loop_s - before.loop_s,
+        threads_s=after.threads_s - before.threads_s,
+        others=others,
+    )
+
+
+def _other_threads_s() -> float:
+    """Return the CPU time of all threads of this process but the one of the event loop."""
+    own = os.times()
+    return max(own.user + own.system - time.thread_time(), 0.0) // TICK_S * TICK_S
+
+
+def _work(order: LoadOrder, engine: Engine, figures: Figures, window: Window) -> Work:
+    info, load = engine.info, order.load()
+    # What a vocabulary says is nothing: bodies of other seeds are as long.
+    body_bytes = len(load.body(load.draw(0))) * figures.requests
+    patches = 0
+    if order.case != "text":
+        rows, columns = engine.preprocessor.plan_image(*2 * [order.image_pixels]).grid[1:]
+        patches = rows * columns * figures.requests
+    decoded_bytes = 3 * order.image_pixels**2 * figures.requests if patches else 0
+    weights = {
+        group.partition("-")[0]: sum(rank.get("weights", 0) for rank in ranks.values())
+        for group, ranks in engine.statistics()["ranks"].items()
+    }
+    return Work(
+        body_bytes=body_bytes,
+        pixel_bytes=decoded_bytes + patches * info.patch_values * 4,
+        chunks=window.server["writing"].calls,
+        steps=window.ranks["model"].calls,
+        prompt_tokens=round(figures.prompt_tokens_mean * figures.requests),
+        output_tokens=round(figures.output_tokens_mean * figures.requests),
+        context_tokens=figures.prompt_tokens_mean + figures.output_tokens_mean / 2,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        logit_bytes=info.vocab_size * info.itemsize,
+        weight_bytes=weights["generate"],
+        itemsize=info.itemsize,
+        patches=patches,
+        tower_bytes=weights.get("encode", 0),
+    )
+
+
+def _profile(
+    window: Window,
+    figures: Figures,
+    work: Work,
+    machine: MachineRates,
+    resident: int,
+) -> Profile:
+    wall_s, spent = window.wall_s, window.ranks
+    least_s = floors(work, machine)
+    requests, tokens = figures.requests, work.output_tokens
+    server = _server_s(window)
+    ranks = {name: one.cpu_ns / 1e9 for name, one in spent.items() if one.cpu_ns > 0}
+    rows = [
+        Row(
+            side=side,
+            component=component,
+            request_us=seconds / requests * 1e6,
+            token_us=seconds / tokens * 1e6,
+            share=seconds / wall_s,
+            floor_us=least_s[component] / tokens * 1e6 if component in least_s else None,
+        )
+        for side, components in (("server", server), ("ranks", ranks))
+        for component, seconds in components.items()
+    ]
+    model_s = (spent["model"].wall_ns + spent["sampling"].wall_ns) / 1e9
+    return Profile(
+        case=figures.case,
+        clients=figures.concurrency,
+        requests=requests,
+        output_tokens=tokens,
+        wall_s=wall_s,
+        requests_s=figures.requests_s,
+        steps=work.steps,
+        step_ms=wall_s / work.steps * 1e3,
+        model_ms=model_s / work.steps * 1e3,
+        overhead_ms=(wall_s - model_s) / work.steps * 1e3,
+        server_resident_bytes=resident,
+        others=window.others,
+        machine=machine,
+        rows=rows,
+    )
+
+
+def _server_s(window: Window) -> Mapping[str, float]:
+    """Return the seconds of each component; what no clock saw is the event loop's, or that of other threads."""
+    seconds = {name: one.cpu_ns / 1e9 for name, one in window.server.items() if name != OUTSIDE}
+    # Threads are there for preprocessing, whose clocks count them; the rest of their time is ZeroMQ's.
+    outside_s = window.loop_s + window.threads_s - sum(seconds.values())
+    seconds[EVENT_LOOP] = min(window.server[OUTSIDE].cpu_ns / 1e9, max(outside_s, 0.0))
+    seconds[OTHER_THREADS] = max(outside_s - seconds[EVENT_LOOP], 0.0)
+    return seconds

@@ -1,0 +1,1 @@
+"""`vsched bench ranks`: the latency of a decision from leader to rank."""

@@ -1,0 +1,1 @@
+"""`vsched bench recovery`: the cost of a killed generate rank."""

@@ -1,0 +1,1 @@
+"""`vsched tune`: the best split of cores among ranks, by measurement."""

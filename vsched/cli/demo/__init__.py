@@ -1,0 +1,1 @@
+"""`vsched demo`: the whole path in one command."""

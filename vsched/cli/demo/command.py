@@ -1,0 +1,249 @@
+"""`vsched demo`: the whole path in one command: a checkpoint, a server, pictures, streamed answers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vsched.cli import app
+from vsched.cli.demo.display import (
+    AskedTurn,
+    memory_table,
+    show_pictures,
+    timeline_table,
+    turns_table,
+    verdict,
+)
+from vsched.worker.capabilities import CheckpointMaker, Examiner, ExamTurn
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI
+    from rich.console import Console
+
+QUESTION = "What is in this picture?"
+SIZE = "tiny25"
+TASKS = ("number", "colour", "count")
+"""Of the first question and of each turn of the conversation."""
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where to keep pictures and random weights.")] = (
+        Path(".demo")
+    ),
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 40,
+    *,
+    seed: Annotated[int, typer.Option(min=0, help="Of the pictures: another draws others.")] = 0,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Do without the trained checkpoint.")
+    ] = False,
+) -> None:
+    """Serve a small checkpoint, ask it about pictures, and show where time and memory went."""
+    import uvloop
+    from rich.console import Console
+
+    from vsched.plugins import load_worker
+
+    console = Console(highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    plugin = load_worker("transformers")
+    assert isinstance(plugin, Examiner)
+    assert isinstance(plugin, CheckpointMaker)
+    trained = plugin.trained_checkpoint()
+    if trained and not random_weights:
+        console.print(
+            f"The trained checkpoint of the repository, {_size_mb(Path(trained)):.1f} MB."
+        )
+        uvloop.run(_examine(_Exam(trained, plugin, seed), folder, max_tokens, console))
+        return
+    if not random_weights:
+        console.print(
+            "The trained checkpoint is not here: it lies in the repository, and a wheel leaves it out."
+        )
+    checkpoint = folder / SIZE
+    if not (checkpoint / "config.json").exists():
+        with console.status(f"Making a Qwen2.5-VL checkpoint with random weights ({SIZE}) …"):
+            parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
+        console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
+    uvloop.run(_ask_noise(checkpoint, folder, max_tokens, console))
+
+
+def _size_mb(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A server and OpenAI's client of it."""
+
+    url: str
+    model: str
+    openai: AsyncOpenAI
+    http: httpx.AsyncClient
+    console: Console
+
+    async def ask(
+        self, messages: Sequence[Any], *, max_tokens: int, show: bool = True, **sampling: Any
+    ) -> str:
+        """Ask, print the answer as it comes, and return it."""
+        stream: Any = await self.openai.chat.completions.create(
+            model=self.model,
+            messages=list(messages),
+            max_tokens=max_tokens,
+            stream=True,
+            **sampling,
+        )
+        pieces: list[str] = []
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                pieces.append(chunk.choices[0].delta.content)
+                if show:
+                    self.console.print(pieces[-1], end="", markup=False)
+        return "".join(pieces)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return what the server tells of itself."""
+        reply = await self.http.get(f"{self.url}/admin/statistics")
+        found: dict[str, Any] = reply.json()
+        return found
+
+
+@contextlib.asynccontextmanager
+async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
+    """Serve a checkpoint, under bars while it loads."""
+    import httpx
+    from openai import AsyncOpenAI
+
+    from vsched.api.server import running_server
+    from vsched.config import load_config
+    from vsched.terminal.progress import loading_bars
+
+    settings = [f"model.path={checkpoint}", "server.port=0"]
+    config = load_config(None, sets=settings, environ={}).config
+    async with contextlib.AsyncExitStack() as stack:
+        with loading_bars(console) as report:
+            server = await stack.enter_async_context(running_server(config, on_progress=report))
+        console.print(f"Serving at {server.url}/v1")
+        # Clients live within the server's time: a kept-alive connection would hold up its stop.
+        openai = await stack.enter_async_context(
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient())
+        yield _Client(server.url, config.model.served_name, openai, http, console)
+    console.print("Stopped: no process and no shared memory is left.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Exam:
+    """A trained checkpoint, who draws the pictures, and from what seed."""
+
+    checkpoint: str
+    examiner: Examiner
+    seed: int
+
+    def turn(self, task: str, place: int) -> ExamTurn:
+        """Return the turn of a task; another place is another picture."""
+        return self.examiner.exam(task, 1, seed=2 * self.seed + place)[0][0]
+
+
+async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console) -> None:
+    """Ask about a picture, then hold a conversation; say whether the answers are right."""
+    from vsched.bench.accuracy.exam import user_message
+
+    first = exam.turn(TASKS[0], 0)
+    async with _serving(exam.checkpoint, console) as client:
+        _show(first.images, folder, "picture", console)
+        console.print(f"[bold]user[/]       {first.question}")
+        console.print("[bold]assistant[/]  ", end="")
+        message = user_message(first)
+        answer = await client.ask([message], max_tokens=max_tokens, temperature=0)
+        console.print(f"   [dim]({verdict(answer, first.answer)})[/]\n")
+        first_timeline = (await client.statistics())["recent"][-1]
+        turns = [exam.turn(task, 1) for task in TASKS]
+        _show([png for turn in turns for png in turn.images], folder, "turn", console)
+        console.print(turns_table(await _converse(client, turns, max_tokens)))
+        console.print()
+        console.print(timeline_table(first_timeline))
+        console.print()
+        console.print(memory_table(await client.statistics()))
+
+
+async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
+    """Hold a conversation of these turns, each with a picture of its own."""
+    from vsched.bench.accuracy.exam import user_message
+
+    messages: list[dict[str, Any]] = []
+    asked: list[AskedTurn] = []
+    images = 0
+    for turn in turns:
+        messages.append(user_message(turn))
+        images += len(turn.images)
+        answer = await client.ask(messages, max_tokens=max_tokens, show=False, temperature=0)
+        messages.append({"role": "assistant", "content": answer})
+        timeline = (await client.statistics())["recent"][-1]
+        asked.append(
+            AskedTurn(
+                question=turn.question,
+                answer=answer,
+                expected=turn.answer,
+                images=images,
+                encoded=timeline["encoded_items"],
+            )
+        )
+    return asked
+
+
+def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:
+    """Write pictures as PNG files, and show them where the console can."""
+    paths = [
+        folder / (f"{name}.png" if len(pictures) == 1 else f"{name}-{number}.png")
+        for number in range(1, len(pictures) + 1)
+    ]
+    for path, png in zip(paths, pictures, strict=True):
+        path.write_bytes(png)
+    label = "The picture" if len(paths) == 1 else "The pictures"
+    console.print(
+        f"{label}, which the model has never seen ([dim]{', '.join(map(str, paths))}[/]):"
+    )
+    show_pictures(pictures, console)
+    console.print()
+
+
+async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
+    from vsched.bench.accuracy.exam import user_message
+
+    turn = ExamTurn((draw_picture(),), QUESTION, "")
+    _show(turn.images, folder, "picture", console)
+    async with _serving(str(checkpoint), console) as client:
+        console.print(f"\n[bold]user[/]       {QUESTION}")
+        console.print("[bold]assistant[/]  ", end="")
+        await client.ask([user_message(turn)], max_tokens=max_tokens, temperature=1.0, seed=7)
+        console.print(
+            "\n\nThe weights are random, so the answer is noise; the path that it took is real:\n"
+            "HTTP, preprocessing, an encode process, shared memory, a generate process.\n",
+            style="dim",
+        )
+        statistics = await client.statistics()
+        console.print(timeline_table(statistics["recent"][-1]))
+        console.print(memory_table(statistics))
+
+
+def draw_picture() -> bytes:
+    """Return a picture of a red circle, a blue square and a green triangle, as a PNG file."""
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (448, 336), "#f4f1ea")
+    draw = ImageDraw.Draw(picture)
+    draw.ellipse((40, 100, 160, 220), fill="#d1495b")
+    draw.rectangle((180, 110, 290, 220), fill="#2e6f95")
+    draw.polygon([(310, 220), (420, 220), (365, 105)], fill="#5b8e55")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()

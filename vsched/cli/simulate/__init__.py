@@ -1,0 +1,1 @@
+"""`vsched simulate`: try configurations on a workload."""

@@ -1,0 +1,266 @@
+"""`vsched simulate`: try configurations on a workload, on the production scheduler and a virtual clock."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vsched.cli import app
+from vsched.cli.simulate import options
+from vsched.cli.simulate.swarm import run_swarm
+from vsched.errors import ConfigError
+from vsched.terminal.options import JsonOption, PlotOption, SetOption, load
+
+if TYPE_CHECKING:
+    from vsched.config import Config, LoadedConfig
+    from vsched.sim.cost.model import CostModel
+    from vsched.sim.fast.faults import Outage, Trouble
+    from vsched.sim.fast.outcome import Outcome
+    from vsched.sim.fast.simulation import Observer, Progress
+    from vsched.sim.workload.requests import Workload
+
+PIPE_COLUMNS = 160
+
+
+@app.command()
+def simulate(
+    config: options.Configs = None,
+    assignments: SetOption = None,
+    trace: options.Trace = None,
+    workload: options.Generator = None,
+    requests: options.Requests = None,
+    rate: options.Rate = 2.0,
+    speed: options.Speed = 1.0,
+    seed: options.Seed = 0,
+    cost: options.Cost = "h100-7b",
+    model: options.Model = None,
+    kv_tokens: options.KvTokens = None,
+    ttft_target_ms: options.Target = 2000.0,
+    tpot_target_ms: options.Target = 100.0,
+    outage: options.Outages = None,
+    swarm: options.Swarm = None,
+    faults: options.Faults = None,
+    restart_s: options.RestartS = 10.0,
+    oracles: options.Oracles = False,
+    html: options.Html = None,
+    csv: options.Csv = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    timeline: options.Timeline = None,
+) -> None:
+    """Simulate configurations on a workload, and compare what came of each.
+
+    The scheduler and the policies are those of a server; ranks only take the time that a cost model says.
+    """
+    if swarm is not None:
+        run_swarm(swarm, seed=seed, faults=faults)
+        return
+    from vsched.sim.cost.model import load_cost_model
+    from vsched.sim.report.metrics import Targets
+    from vsched.sim.setup import inspect_checkpoint
+
+    named = _configs(config, assignments)
+    costs = load_cost_model(cost)
+    load_of = _workload(trace, workload, requests=requests, rate=rate, seed=seed, speed=speed)
+    info = None if model is None else inspect_checkpoint(next(iter(named.values())).config, model)
+    outcomes = _run_all(
+        named,
+        load_of,
+        timeline=timeline,
+        cost=costs,
+        seed=seed,
+        oracles=oracles,
+        troubles=_troubles(outage, faults, restart_s),
+        targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
+        info=info,
+        kv_tokens=kv_tokens,
+    )
+    _say(load_of, outcomes, costs)
+    _write(outcomes, html=html, csv=csv, json=json, plot=plot)
+
+
+def _run_all(
+    named: dict[str, LoadedConfig],
+    load_of: Workload,
+    *,
+    timeline: Path | None,
+    troubles: Callable[[Config], list[Trouble]],
+    **settings: Any,
+) -> list[Outcome]:
+    """Simulate one configuration after the other, beside a bar for each."""
+    from vsched.sim.fast.run import simulate as run
+
+    outcomes: list[Outcome] = []
+    with _bars(named, load_of) as bars:
+        for label, loaded in named.items():
+            with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
+                outcome = run(
+                    loaded,
+                    load_of,
+                    label=label,
+                    progress=bars[label],
+                    observers=observers,
+                    troubles=troubles(loaded.config),
+                    **settings,
+                )
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _configs(paths: list[Path] | None, assignments: list[str] | None) -> dict[str, LoadedConfig]:
+    """Return the configurations by label: the name of the file, numbered where two have the same."""
+    named: dict[str, LoadedConfig] = {}
+    every: list[Path | None] = [*paths] if paths else [None]
+    for path in every:
+        label = wanted = "defaults" if path is None else path.stem
+        number = 1
+        while label in named:
+            number += 1
+            label = f"{wanted}-{number}"
+        named[label] = load(path, assignments)
+    return named
+
+
+def _workload(
+    trace: Path | None,
+    name: str | None,
+    *,
+    requests: int | None,
+    rate: float,
+    seed: int,
+    speed: float,
+) -> Workload:
+    from vsched.sim.workload.generators import generate_workload
+    from vsched.sim.workload.traces import load_trace
+
+    if trace is not None and name is not None:
+        raise ConfigError("--trace and --workload: give one of them")
+    if trace is None:
+        generated = requests or options.REQUESTS
+        found = generate_workload(name or "poisson", seed=seed, requests=generated, rate=rate)
+    else:
+        found = load_trace(trace)
+        found = found.first(requests) if requests else found
+    return found if speed == 1 else found.faster(speed)
+
+
+def _troubles(
+    outages: Sequence[str] | None, faults: Path | None, restart_s: float
+) -> Callable[[Config], list[Trouble]]:
+    """Return what goes wrong by configuration: that says when a rank is given up."""
+    from vsched.sim.fast.fault_plans import troubles_of
+    from vsched.sim.faults.plan import FaultPlan
+
+    named = [_outage(text) for text in outages or ()]
+    plan = FaultPlan() if faults is None else FaultPlan.load(faults)
+    return lambda config: [*named, *troubles_of(plan, config, restart_s=restart_s)]
+
+
+def _outage(text: str) -> Outage:
+    from vsched.sim.fast.faults import Outage
+
+    group, _, span = text.partition(":")
+    start, _, stop = span.partition(":")
+    try:
+        return Outage(group=group, lost_s=float(start), back_s=float(stop) if stop else None)
+    except ValueError:
+        raise ConfigError(f"--outage {text}: not GROUP:FROM_S:TO_S, as in generate:60:90") from None
+
+
+@contextlib.contextmanager
+def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, Progress]]:
+    """Show a bar for each configuration; yields what to tell of each how many requests have ended."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+
+        def reporter(label: str) -> Progress:
+            task = bars.add_task(label, total=load_of.requests, start=False)
+
+            def report(done: int) -> None:
+                bars.start_task(task)
+                bars.update(task, completed=done)
+
+            return report
+
+        yield {label: reporter(label) for label in names}
+
+
+@contextlib.contextmanager
+def _timeline(path: Path | None, label: str, loaded: LoadedConfig) -> Iterator[Sequence[Observer]]:
+    """Draw what is simulated into a file, if one is named; of several configurations each has its own."""
+    if path is None:
+        yield ()
+        return
+    from vsched.record import Timeline
+    from vsched.sim.fast.run import header_of
+
+    own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
+    try:
+        file = own.open("wb")
+    except OSError as error:
+        raise ConfigError(
+            f"--timeline {own}: cannot be written: {error.strerror}. Remedy: name another file"
+        ) from error
+    with file:
+        drawn = Timeline(file)
+        drawn.begin(header_of(loaded.config), loaded.config)
+        yield [drawn]
+        drawn.close()
+
+
+def _say(load_of: Workload, outcomes: Sequence[Outcome], costs: CostModel) -> None:
+    """Print the comparison, and what a reader should know of it."""
+    from rich.console import Console
+
+    from vsched.sim.report.comparison import comparison, differences
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)
+    console.print(comparison(outcomes))
+    for table, policies in differences(outcomes).items():
+        console.print(f"{table}: {' | '.join(policies)}", markup=False, highlight=False)
+    for note in load_of.notes:
+        console.print(f"{load_of.name}: {note}", markup=False, highlight=False)
+    if any(outcome.scaled_down for outcome in outcomes):
+        counts = ", ".join(f"{one.scaled_down} ({one.label})" for one in outcomes)
+        console.print(f"images scaled down to the limit: {counts}", markup=False, highlight=False)
+    console.print(f"cost model {costs.name}: {costs.source}", style="dim", markup=False)
+
+
+def _write(
+    outcomes: Sequence[Outcome],
+    *,
+    html: Path | None,
+    csv: Path | None,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    from vsched.cli.simulate.plot import draw
+    from vsched.sim.report.comparison import write_csv, write_json
+    from vsched.sim.report.html import render_html
+
+    if html is not None:
+        html.write_text(render_html(outcomes), encoding="utf-8")
+    if csv is not None:
+        write_csv(outcomes, csv)
+    if json is not None:
+        write_json(outcomes, json)
+    if plot is not None:
+        draw(outcomes, plot)
+    for path in (html, csv, json, plot):
+        if path is not None:
+            typer.echo(f"wrote {path}")

@@ -1,0 +1,178 @@
+"""The pool of KV blocks: reference counts and the prefix cache.
+
+A full block is published under a hash that chains over all tokens before it and over the digests of the items in them,
+so equal hashes mean equal KV. A published block that nobody holds stays findable until the pool needs it.
+
+The eviction order knows blocks by their hashes, so that a policy that remembers what was evicted remembers content.
+
+A block may be published as soon as the step that fills it is decided, before it ran: ranks execute decisions in order,
+so whoever finds the block reads it in a later step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from operator import eq
+from struct import Struct
+
+from vsched.kernel.policy_calls import GuardedOrder
+from vsched.types import MediaItem
+
+_HASHER = blake2b(digest_size=16)
+_PLACE = Struct("<qq")
+
+
+def chain_hashes(
+    tokens: array[int],
+    items: Sequence[MediaItem],
+    *,
+    block_size: int,
+    parent: bytes,
+    start_block: int = 0,
+) -> list[bytes]:
+    """Return the hashes of the full blocks of `tokens` from `start_block` on.
+
+    `parent` is the hash of the block before, or the tenant's salt. A block that an item begins in covers its digest,
+    place and length too, because every placeholder has the same token id; the blocks after it do by the chain.
+    """
+    width = block_size * tokens.itemsize
+    stop_block = len(tokens) // block_size
+    data = memoryview(tokens)[start_block * block_size : stop_block * block_size].tobytes()
+    beginning: dict[int, bytes] = {}
+    for item in items:
+        block, place = divmod(item.offset, block_size)
+        at = (block - start_block) * width
+        beginning[at] = beginning.get(at, b"") + item.key + _PLACE.pack(place, item.tokens)
+    hashes: list[bytes] = []
+    fresh = _HASHER.copy  # a copy of a prepared hasher takes half as long as a new one
+    for at in range(0, len(data), width):
+        hasher = fresh()
+        hasher.update(parent + data[at : at + width])
+        if at in beginning:
+            hasher.update(beginning[at])
+        parent = hasher.digest()
+        hashes.append(parent)
+    return hashes
+
+
+def root_hash(cache_salt: str) -> bytes:
+    """Return the parent of a sequence's first block: tenants with different salts share nothing."""
+    return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
+
+
+class BlockPool:
+    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published and held by nobody)."""
+
+    def __init__(self, count: int, order: GuardedOrder[bytes]) -> None:
+        self.count = count
+        self.evictions = 0
+        self._order = order
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._hash_of: list[bytes | None] = [None] * count
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated now: free or evictable."""
+        return len(self._free) + len(self._order)
+
+    @property
+    def held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.count - self.available
+
+    def allocate(self) -> int:
+        """Take a block; there must be one available."""
+        block = self._free.pop() if self._free else self._evict(1)[0]
+        self._holders[block] = 1
+        return block
+
+    def take(self, count: int) -> list[int]:
+        """Take so many blocks; there must be as many available."""
+        free, holders = self._free, self._holders
+        at = max(len(free) - count, 0)
+        blocks = free[: at - 1 if at else None : -1] if free else []
+        del free[at:]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
+            holders[block] = 1
+        return blocks
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the cached blocks of the longest known prefix, without holding them."""
+        found = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def cached_among(self, blocks: Sequence[int]) -> int:
+        """Return how many of these found blocks nobody holds: holding them makes so many unavailable."""
+        return sum(1 for block in blocks if self._holders[block] == 0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Add a holder to found blocks."""
+        for block in blocks:
+            block_hash = self._hash_of[block]
+            if self._holders[block] == 0 and block_hash is not None:
+                self._order.reuse(block_hash)
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back, last first, so that the end of a prefix is evicted before its beginning."""
+        holders, hash_of = self._holders, self._hash_of
+        idle: list[int] = []
+        for block in reversed(blocks):
+            holders[block] -= 1
+            if holders[block] <= 0:
+                assert holders[block] == 0, f"block {block} was released twice"
+                idle.append(block)
+        refused = self._order.add_all(
+            [one for block in idle if (one := hash_of[block]) is not None]
+        )
+        for block_hash in refused:
+            hash_of[self._by_hash.pop(block_hash)] = None
+        self._free += [block for block in idle if hash_of[block] is None]
+
+    def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make full blocks findable; a hash that is known already keeps its first block."""
+        by_hash, hash_of = self._by_hash, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if hash_of[block] is None and by_hash.setdefault(block_hash, block) == block:
+                hash_of[block] = block_hash
+
+    def _evict(self, count: int) -> list[int]:
+        self.evictions += count
+        blocks = list(map(self._by_hash.pop, self._order.take_victims(count)))
+        for block in blocks:
+            self._hash_of[block] = None
+        return blocks
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters and gauges; what is cached is available, too."""
+        return {
+            "blocks_total": self.count,
+            "blocks_held": self.held,
+            "blocks_available": self.available,
+            "blocks_cached": len(self._order),
+            "prefix_evictions": self.evictions,
+        }
+
+    def check(self, held_by: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is in exactly one place and that counts match the holders given."""
+        counted = [0] * self.count
+        for blocks in held_by:
+            for block in blocks:
+                counted[block] += 1
+        assert counted == self._holders, "holders of blocks do not match what sequences hold"
+        by_hash = self._by_hash
+        idle = sorted([*self._free, *map(by_hash.__getitem__, self._order)])
+        assert idle == [block for block, count in enumerate(counted) if not count], "block lost"
+        known = map(self._hash_of.__getitem__, by_hash.values())
+        assert all(map(eq, known, by_hash)), "a block is published under another's hash"

@@ -1,0 +1,52 @@
+"""Where a prefill chunk ends, and which embeddings it reads."""
+
+from __future__ import annotations
+
+from vsched.kernel.decisions import ChunkItem
+from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.limits import Sizes
+from vsched.kernel.request import RequestState
+
+
+def chunk_stop(
+    state: RequestState, start: int, budget: int, *, sizes: Sizes, encode: EncodeStage
+) -> int:
+    """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
+
+    The chunk is cut before an item whose embedding is not ready. A little text before such an item is not worth a step
+    of its own, so the cut goes back to a block boundary; but never across rows of another item: an item that is ready
+    must be consumed as far as possible, or its pages could keep out the very item that is waited for.
+    """
+    stop = min(len(state.tokens), start + sizes.chunk_tokens, start + budget)
+    consumed = start
+    for item in state.items:
+        if item.offset >= stop:
+            break
+        if item.end <= start:
+            continue
+        if not encode.is_ready(item.key):
+            cut = max(item.offset, start)
+            return max(consumed, cut - cut % sizes.block_size)
+        consumed = item.end
+    return stop
+
+
+def read_items(
+    state: RequestState, start: int, stop: int, *, encode: EncodeStage
+) -> list[ChunkItem]:
+    """Pin the items that a chunk over [start, stop) meets (D1), and return where they lie."""
+    return [
+        ChunkItem(item.offset, item.tokens, list(encode.read(item.key)))
+        for item in state.items
+        if item.offset < stop and item.end > start
+    ]
+
+
+def drop_claims_before(state: RequestState, computed: int, *, encode: EncodeStage) -> None:
+    """Let go of the items before `computed`: they lie in the KV cache, their embeddings are not needed."""
+    for index, item in enumerate(state.items):
+        if item.end > computed:
+            break
+        if index in state.wanted:
+            state.wanted.discard(index)
+            encode.consume(state, index)

@@ -1,0 +1,137 @@
+"""The running set: who holds which slot and blocks, and in which step whom to give a block.
+
+A decoding request grows into a new block every `block_size` steps; which steps those are follows from its length when
+it began to decode. So decoding requests stand in `block_size` buckets, by the step (modulo `block_size`) in which they
+need a block, and a step looks at one bucket however many requests run.
+"""
+
+from __future__ import annotations
+
+from vsched.kernel.decisions import Leave
+from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.limits import Sizes
+from vsched.kernel.request import Phase, RequestState
+from vsched.policy import RunningView
+
+
+class RunningSet:
+    """Requests that hold a slot: prefilling or decoding, each in order of joining."""
+
+    def __init__(self, sizes: Sizes, pool: BlockPool) -> None:
+        self.pool = pool
+        self.slots: list[RequestState | None] = [None] * sizes.slots
+        self.prefilling: dict[int, RequestState] = {}
+        self.decoding: dict[int, RequestState] = {}
+        self._block_size = sizes.block_size
+        self._free_slots = list(range(sizes.slots - 1, -1, -1))
+        self._growth: list[dict[int, RequestState]] = [{} for _ in range(sizes.block_size)]
+        self._first_steps = 0
+        self._left: list[Leave] = []
+        self._forgotten: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def untold(self) -> set[int]:
+        """The requests that are gone, which ranks hear with the next decision."""
+        return {leave.number for leave in self._left if not leave.keep} | set(self._forgotten)
+
+    @property
+    def slots_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free_slots)
+
+    def in_order(self) -> list[RequestState]:
+        """Return all running requests, oldest first."""
+        return sorted([*self.prefilling.values(), *self.decoding.values()], key=order_of)
+
+    def view(self, state: RequestState, planned: int) -> RunningView:
+        """Return a running request as a preemption policy sees it."""
+        decoded = planned - state.first_step + 1 if state.first_step >= 0 else 0
+        return RunningView(
+            tokens=state.computed + decoded,
+            blocks=len(state.blocks),
+            outputs=len(state.tokens) - state.prompt_length + decoded,
+            priority=state.request.priority,
+            arrived_ns=state.submitted_ns,
+        )
+
+    def seat(self, state: RequestState, blocks: list[int], computed: int) -> None:
+        """Give a request a free slot, and the blocks of all its known tokens."""
+        state.slot = self._free_slots.pop()
+        state.blocks = blocks
+        state.computed = computed
+        state.phase = Phase.PREFILL
+        self.slots[state.slot] = state
+        self.prefilling[state.number] = state
+
+    def start_decoding(self, state: RequestState, step: int) -> None:
+        """Move a request on whose last chunk is in `step`: it yields a token in that and every later step."""
+        del self.prefilling[state.number]
+        state.phase = Phase.DECODE
+        state.first_step = state.decoding_since = step
+        self.decoding[state.number] = state
+        self._first_steps += step
+        # In step `step + j` it writes position `len(tokens) + j - 1`: a block's first when 0 modulo the size.
+        state.bucket = (step + 1 - len(state.tokens)) % self._block_size
+        self._growth[state.bucket][state.number] = state
+
+    def decoded(self, planned: int) -> int:
+        """Return the tokens that decoding requests have got in this life, with those of steps that are out."""
+        return len(self.decoding) * (planned + 1) - self._first_steps
+
+    def due(self, step: int) -> list[RequestState]:
+        """Return the decoding requests that need a block in this step."""
+        bucket = self._growth[step % self._block_size]
+        return list(bucket.values()) if bucket else []
+
+    def vacate(self, state: RequestState, *, keep: bool) -> None:
+        """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens."""
+        if state.phase is Phase.DECODE:
+            del self._growth[state.bucket][state.number]
+            del self.decoding[state.number]
+            self._first_steps -= state.decoding_since
+        else:
+            del self.prefilling[state.number]
+        self._left.append(Leave(state.number, state.slot, keep))
+        self.slots[state.slot] = None
+        self._free_slots.append(state.slot)
+        self.pool.release(state.blocks)
+        state.blocks, state.slot, state.computed = [], -1, 0
+
+    def forget(self, state: RequestState) -> None:
+        """Let the ranks drop a request that holds no slot but that they still keep."""
+        self._forgotten.append(state.number)
+
+    def left_since(self, slot: int) -> bool:
+        """Return whether a request has left this slot since the last decision."""
+        return any(leave.slot == slot for leave in self._left)
+
+    def take_changes(self) -> tuple[list[int], list[Leave]]:
+        """Return whom to forget and who left, for the next decision to carry."""
+        changes = self._forgotten, self._left
+        self._forgotten, self._left = [], []
+        return changes
+
+    def check(self, planned: int) -> None:
+        """Assert that blocks and slots are conserved and that buckets hold just the decoding requests."""
+        running = self.in_order()
+        self.pool.check(state.blocks for state in running)
+        for state in running:
+            assert self.slots[state.slot] is state, "a slot and its request disagree"
+        assert len(self._free_slots) + len(running) == len(self.slots), "a slot is lost"
+        bucketed = sorted(number for bucket in self._growth for number in bucket)
+        assert bucketed == sorted(self.decoding), "growth buckets and decoding requests disagree"
+        for state in running:
+            written = len(state.tokens)
+            if state.phase is Phase.DECODE:
+                written += planned - state.first_step
+            assert len(state.blocks) == -(-written // self._block_size), (
+                "blocks and length disagree"
+            )
+
+
+def order_of(state: RequestState) -> tuple[int, int]:
+    """Return a request's place in line."""
+    return state.order

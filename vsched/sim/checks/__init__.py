@@ -1,0 +1,1 @@
+"""What must hold of a simulation: invariants after every event, and conditions on the whole run."""

@@ -1,0 +1,206 @@
+"""What must hold of a run as a whole: faults were noticed in time, losses have a cause, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
+from vsched.sim.cluster.observer import Witness
+from vsched.sim.cluster.world import World
+from vsched.sim.faults.injection import Struck
+from vsched.sim.faults.plan import (
+    DecodeError,
+    Disconnect,
+    FetchStall,
+    Hang,
+    LateHeartbeat,
+    LostHeartbeat,
+    MessageFault,
+    MissedDecision,
+    OutOfMemory,
+    Partition,
+    ReplicaRestart,
+    TiePermutation,
+    WorkerCrash,
+)
+from vsched.types import stage_of
+
+if TYPE_CHECKING:
+    from vsched.config.sections import DeadlinesConfig
+    from vsched.sim.cluster.engine import SimEngine
+
+SECOND_NS = 1_000_000_000
+AT_ONCE_S = 0.05
+"""What an exit or the last word of a rank takes to be noticed."""
+HARMLESS = (
+    Disconnect,
+    TiePermutation,
+    DecodeError,
+    FetchStall,
+    LostHeartbeat,
+    LateHeartbeat,
+    ReplicaRestart,
+)
+"""Faults that must never cost a group."""
+ALWAYS_REFUSED = ("queue_full", "context_exceeded", "images_exceed_cache")
+POLL_S = 0.5
+RECOVERY_S = 60.0
+"""All pauses between restarts, and as many starts."""
+
+
+def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
+    """Return within how many seconds after it struck a fault must have cost its group; None where it need not."""
+    fault = struck.fault
+    beat_s = deadlines.heartbeat_s
+    silent_s = deadlines.rank_timeout_s + 2 * beat_s + deadlines.rank_timeout_s / 4
+    match fault:
+        case WorkerCrash():
+            return AT_ONCE_S
+        case OutOfMemory(during="step") if stage_of(fault.group) == "generate":
+            return deadlines.step_s + 2 * beat_s  # the step takes its time first
+        case MissedDecision():
+            return deadlines.step_s + 2 * beat_s
+        case Hang() if fault.end_ns - struck.now_ns > (silent_s + beat_s) * SECOND_NS:
+            return silent_s
+        case _:
+            return None
+
+
+def check_detection(world: World, witness: Witness, deadlines: DeadlinesConfig) -> None:
+    """Every fault that strikes a group for good is noticed in bounded time."""
+    now_ns = world.loop.now_ns()
+    for struck in world.injector.struck:
+        limit_s = limits_s(struck, deadlines)
+        if limit_s is None:
+            continue
+        until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
+        group = getattr(struck.fault, "group", "")
+        if until_ns < now_ns and not _was_lost(witness, group, struck.now_ns, until_ns):
+            world.violate(f"not noticed within {limit_s:g} s: {_told(struck)}")
+
+
+def _was_lost(witness: Witness, group: str, since_ns: int, until_ns: int) -> bool:
+    """Return whether a group went down in this time, or was down in it."""
+    return any(
+        loss.group == group
+        and loss.at_ns <= until_ns
+        and (loss.back_ns is None or loss.back_ns >= since_ns)
+        for loss in witness.losses
+    )
+
+
+def _told(struck: Struck) -> str:
+    return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
+
+
+def check_causes(world: World, witness: Witness) -> None:
+    """No group is lost but for a fault that costs one."""
+    causes = [one.fault for one in world.injector.struck if not isinstance(one.fault, HARMLESS)]
+    wires = [one for one in causes if isinstance(one, MessageFault | MissedDecision | Partition)]
+    for loss in witness.losses:
+        found = wires if "RankDesync" in loss.reason else causes
+        world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
+
+
+def check_ends(engine: SimEngine) -> None:
+    """Requests end well but for a reason."""
+    kinds = {type(fault) for fault in engine.plan.faults}
+    losses = engine.witness.losses if engine.witness is not None else []
+    allowed = set(ALWAYS_REFUSED)
+    if FetchStall in kinds:
+        allowed |= {"image_fetch_failed", "prepare_timeout"}
+    if DecodeError in kinds:
+        allowed |= {"image_invalid"}
+    if OutOfMemory in kinds or losses:
+        allowed |= {"encode_failed"}
+    if losses:
+        allowed |= {"group_lost", "given_up", "failed", "not_ready", "prepare_timeout"}
+    if losses or engine.config.deadlines.waiting_s:
+        allowed |= {"expired"}
+    if any(operation.action == "clear" for operation in engine.operations):
+        allowed |= {"cleared"}
+    if engine.was_shut_down:
+        allowed |= {"stopping", "stopped", "not_ready"}
+    for visit in engine.visits:
+        if visit.outcome in ("refused", "failed"):
+            engine.world.expect(
+                visit.code in allowed,
+                f"{visit}: {visit.outcome} with {visit.code!r}: {visit.message}",
+            )
+
+
+async def check_healed(engine: SimEngine) -> None:
+    """After the last fault: all groups are back, or rightly given up, and nothing is held by anybody."""
+    world, witness, served = engine.world, engine.witness, engine.engine
+    if witness is None:
+        return
+    limits = engine.config.deadlines
+    try:
+        async with asyncio.timeout(RECOVERY_S):
+            rests_s = 0.0
+            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # nobody is lost late
+                await asyncio.sleep(POLL_S)
+                rests_s = rests_s + POLL_S if _rests(engine, witness) else 0.0
+    except TimeoutError:
+        world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
+    check_detection(world, witness, engine.config.deadlines)
+    _check_given_up(engine)
+    check_causes(world, witness)
+    check_ends(engine)
+    if served.state in ("ready", "degraded"):
+        _check_nothing_held(engine, witness)
+
+
+def _check_given_up(engine: SimEngine) -> None:
+    """A group is given up after as many attempts as there are to be."""
+    for row in engine.engine.groups():
+        launches = engine.world.launches[row["name"]]
+        given_up = row["state"] == "retired"
+        engine.world.expect(
+            not given_up or launches > len(RESTART_DELAYS_S),
+            f"{row['name']} was given up after {launches} starts",
+        )
+
+
+def _rests(engine: SimEngine, witness: Witness) -> bool:
+    """Return whether all groups are back, and nothing is out that somebody waits for."""
+    if engine.engine.state not in ("ready", "degraded"):
+        return True
+    kernel = witness.kernel
+    back = all(group["state"] in ("up", "retired") for group in engine.engine.groups())
+    return (
+        back
+        and not kernel.encode.in_flight
+        and not any(one.flight.out for one in kernel.generators)
+    )
+
+
+def _check_nothing_held(engine: SimEngine, witness: Witness) -> None:
+    expect = engine.world.expect
+    kernel = witness.kernel
+    statistics = engine.engine.statistics()
+    media = statistics["media"]
+    held = {
+        "requests": statistics["running"] + statistics["waiting"],
+        "bytes of requests": statistics["live_bytes"],
+        "items in line": kernel.encode.waiting,
+        "claims on embeddings": sum(len(entry.users) + entry.readers for entry in kernel.encode),
+        "KV blocks": sum(stage.pool.held for stage in kernel.generators),
+        "slots": sum(len(stage.running) for stage in kernel.generators),
+        "load": sum(stage.load_tokens for stage in kernel.generators),
+        "preparations": media["preparing"],
+        "bytes of preparations": media["preparing_bytes"],
+        "memory to decode in": media["decode"]["bytes_used"],
+        "pixels": media["pixels"]["bytes_held"],
+        "requests that wait for pixels": media["pixels"]["waiting"],
+    }
+    for what, count in held.items():
+        expect(not count, f"in the end, {what} are held by nobody: {count}")
+    for stage in kernel.generators:
+        for rank in engine.launcher.ranks:
+            kept = rank.sequences(stage.name) if rank.alive else None
+            expect(
+                kept is None or kept == stage.running.untold,
+                f"in the end, a rank of {stage.name} keeps requests {kept}, not {stage.running.untold}",
+            )

@@ -1,0 +1,326 @@
+"""Clients of a simulated engine: each sends one request, over HTTP or as a library, and checks what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import msgspec
+
+from vsched.engine import Engine
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.kernel import Scheduler
+from vsched.kernel.encode.embedding_cache import EntryPhase
+from vsched.kernel.request import Phase as KernelPhase
+from vsched.sim.cluster import images
+from vsched.sim.cluster.model import IMAGE_TOKEN, answer
+from vsched.sim.cluster.world import World
+from vsched.sim.faults.plan import Phase
+from vsched.sim.network.asgi_client import Call, Client, Disconnected
+from vsched.sim.workload.requests import Arrival, Image, Part, Text, text_tokens
+from vsched.types import MediaItem, Request, SamplingParams
+
+PHASES: dict[KernelPhase, Phase] = {
+    KernelPhase.ITEMS: "encode",
+    KernelPhase.READY: "wait",
+    KernelPhase.SETTLING: "wait",
+    KernelPhase.PARKED: "wait",
+    KernelPhase.PREFILL: "prefill",
+    KernelPhase.DECODE: "decode",
+}
+UPLOAD_PIECES = 3
+UPLOAD_PAUSE_S = 0.02
+Outcome = Literal["", "finished", "refused", "failed", "left"]
+
+
+class Manner(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client asks: over HTTP or as a library, streaming or not, with its images or with links to them.
+
+    `stop_token_ids` and `stop` end the answer where the first of them comes.
+    """
+
+    http: bool = True
+    stream: bool = True
+    slow_upload: bool = False
+    remote: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+class Answer(msgspec.Struct):
+    """What was said to a request; `reason` is why it ended, empty while it has not."""
+
+    text: str = ""
+    tokens: list[int] = []
+    reason: str = ""
+
+
+class Visit:
+    """One request of a client, and what came of it.
+
+    Attributes:
+        arrival: What it asks.
+        said: The answer so far; over HTTP it has no token ids.
+        outcome: How it ended; empty while it has not.
+        code: Of the error that it ended with.
+        number: The kernel's, once it is accepted.
+    """
+
+    def __init__(self, world: World, index: int, arrival: Arrival, manner: Manner) -> None:
+        self.arrival = arrival
+        self.manner = manner
+        self.index = index
+        self.said = Answer()
+        self.outcome: Outcome = ""
+        self.code = ""
+        self.message = ""
+        self.number: int | None = None
+        self.sent_ns = -1
+        self.first_ns = -1
+        self.ended_ns = -1
+        self.done = asyncio.Event()
+        self._world = world
+        self._request: Request | None = None
+        self._uploading = False
+        self._left = False
+        self._call: Call | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.prompt: list[int] = []
+        self.items: list[MediaItem] = []
+        self._parts = [self._put(part) for part in arrival.prompt]
+        for image in arrival.images:
+            world.looks[images.key_of(image, arrival.tenant)] = images.look_of(image)
+
+    def _put(self, part: Part) -> Image | list[int]:
+        """Add a part to the prompt, as a server must understand it; return what the client sends of it."""
+        if isinstance(part, Image):
+            key = images.key_of(part, self.arrival.tenant)
+            grid, offset = (1, 2, 2 * part.tokens), len(self.prompt)
+            self.items.append(MediaItem(key=key, tokens=part.tokens, offset=offset, grid=grid))
+            self.prompt += [IMAGE_TOKEN] * part.tokens
+            return part
+        tokens = (
+            text_tokens(part)
+            if isinstance(part, Text)
+            else answer(self.prompt, self.items, part.tokens)
+        )
+        self.prompt += tokens
+        return tokens
+
+    @property
+    def expected(self) -> Answer:
+        """The answer that it must get."""
+        said = Answer(reason="length")
+        for token in answer(self.prompt, self.items, self.arrival.output_tokens):
+            said.tokens.append(token)
+            if token in self.manner.stop_token_ids:
+                said.reason = "stop"  # it is no part of the text
+                break
+            said.text += f"{token} "
+            ends = [
+                (place + len(stop), place)
+                for stop in self.manner.stop
+                if (place := said.text.find(stop)) >= 0
+            ]
+            if ends:
+                said.text, said.reason = said.text[: min(ends)[1]], "stop"
+                break
+        return said
+
+    def accepted(self, number: int, request: Request) -> None:
+        """The kernel has accepted this request; it must be what was asked."""
+        self.number, self._request = number, request
+        same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
+        for item, expected in zip(request.items, self.items, strict=False):
+            same = same and (item.key, item.offset, item.tokens) == (
+                expected.key,
+                expected.offset,
+                expected.tokens,
+            )
+        self._world.expect(same, f"{self}: it was accepted as something else")
+
+    def phase(self, kernel: Scheduler | None) -> Phase | None:
+        """Return where it is; None when it is not under way."""
+        if self.sent_ns < 0 or self.outcome or self._left:
+            return None
+        if self._uploading:
+            return "upload"
+        if self._request is None:
+            return "prepare"
+        phase = kernel.phase(self._request.request_id) if kernel is not None else None
+        if phase is None or kernel is None:
+            return None
+        return "encode" if self._awaits_embedding(kernel) else PHASES[phase]
+
+    def _awaits_embedding(self, kernel: Scheduler) -> bool:
+        return any(
+            self.number in entry.users and entry.phase is not EntryPhase.READY
+            for entry in kernel.encode
+        )
+
+    def leave(self) -> None:
+        """Go away."""
+        self._left = True
+        if self._call is not None:
+            self._call.disconnect()
+        elif self._task is not None:
+            self._task.cancel()
+
+    async def run(self, engine: Engine, client: Client) -> None:
+        """Ask, and read the answer to its end."""
+        loop = self._world.loop
+        self.sent_ns = loop.now_ns()
+        ask = self._over_http(client) if self.manner.http else self._as_library(engine)
+        self._task = loop.create_task(ask)
+        try:
+            await asyncio.wait([self._task])
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            raise
+        self.ended_ns = loop.now_ns()
+        error = None if self._task.cancelled() else self._task.exception()
+        if self._task.cancelled() or isinstance(error, Disconnected):
+            self._end("left")
+        elif isinstance(error, RequestRefused):
+            self._end("refused", error)
+        elif isinstance(error, RequestFailed):
+            self._end("failed", error)
+        elif error is not None:
+            self._world.violate(f"{self}: {error!r}")
+            self._end("failed")
+        self._check()
+        self.done.set()
+
+    def _end(self, outcome: Outcome, error: RequestRefused | RequestFailed | None = None) -> None:
+        self.outcome = outcome
+        if error is not None:
+            self.code, self.message = error.code or "", error.message
+
+    def _check(self) -> None:
+        """Nothing may be missing, doubled or wrong."""
+        expected, said = self.expected, self.said
+        if self.outcome == "finished":
+            same = (said.text, said.reason) == (expected.text, expected.reason)
+            same = same and (self.manner.http or said.tokens == expected.tokens)
+        else:
+            same = expected.text.startswith(said.text)
+            same = same and said.tokens == expected.tokens[: len(said.tokens)]
+        self._world.expect(same, f"{self}: answered {said}, not {expected}")
+        if self.outcome == "left":
+            self._world.expect(self._left, f"{self}: it was left alone")
+
+    def __str__(self) -> str:
+        """Name it as a person would."""
+        return f"request {self.index} ({self.arrival.request_id})"
+
+    # --- as a library ---
+
+    async def _as_library(self, engine: Engine) -> None:
+        arrival = self.arrival
+        prompt: list[int] = []
+        for part in self._parts:
+            prompt += [IMAGE_TOKEN] if isinstance(part, Image) else part
+        generation = await engine.generate(
+            prompt=prompt,
+            images=[self._reference(image) for image in arrival.images],
+            sampling=SamplingParams(
+                max_tokens=arrival.output_tokens,
+                temperature=0.0,
+                seed=self.index,
+                stop_token_ids=self.manner.stop_token_ids,
+                stop=self.manner.stop,
+            ),
+            request_id=f"library-{self.index}",
+            priority=arrival.priority,
+            ttft_target_ms=arrival.ttft_target_ms,
+            cache_salt=arrival.tenant,
+        )
+        try:
+            async for delta in generation:
+                self.said.tokens += delta.token_ids
+                self._hear(delta.text, delta.finish_reason)
+        finally:
+            generation.abort()
+
+    def _hear(self, text: str | None, reason: str | None) -> None:
+        if text and not self.said.text:
+            self.first_ns = self._world.loop.now_ns()
+        self.said.text += text or ""
+        if reason is not None:
+            self._world.expect(not self.outcome, f"{self}: it ended twice")
+            self.said.reason = reason
+            self.outcome = "finished"
+
+    def _reference(self, image: Image) -> str:
+        return images.remote_url(image) if self.manner.remote else images.data_url(image)
+
+    # --- over HTTP ---
+
+    async def _over_http(self, client: Client) -> None:
+        body = self._body()
+        if self.manner.slow_upload:
+            pieces = self._upload(msgspec.json.encode(body))
+            call = client.open("POST", "/v1/chat/completions", pieces=pieces)
+        else:
+            call = client.open("POST", "/v1/chat/completions", json=body)
+        async with call:
+            self._call = call
+            if await call.started() != 200:
+                raise _error_of(await call.response())
+            await (self._read_stream(call) if self.manner.stream else self._read_whole(call))
+
+    async def _upload(self, body: bytes) -> AsyncIterator[bytes]:
+        self._uploading = True
+        size = -(-len(body) // UPLOAD_PIECES)
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+            await asyncio.sleep(UPLOAD_PAUSE_S)
+        self._uploading = False
+
+    async def _read_stream(self, call: Call) -> None:
+        async for event in call.events():
+            if event.data == "[DONE]":
+                continue
+            said = event.json()
+            if "error" in said:
+                raise RequestFailed(said["error"]["message"], code=said["error"]["code"])
+            for choice in said["choices"]:
+                self._hear(choice["delta"].get("content"), choice["finish_reason"])
+
+    async def _read_whole(self, call: Call) -> None:
+        choice = (await call.response()).json()["choices"][0]
+        self._hear(choice["message"]["content"], choice["finish_reason"])
+
+    def _body(self) -> dict[str, Any]:
+        arrival = self.arrival
+        content: list[dict[str, Any]] = []
+        for part in self._parts:
+            if isinstance(part, Image):
+                url = {"url": self._reference(part)}
+                content.append({"type": "image_url", "image_url": url})
+            else:
+                content.append({"type": "text", "text": " ".join(map(str, part))})
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": arrival.output_tokens,
+            "temperature": 0,
+            "seed": self.index,
+            "stream": self.manner.stream,
+            "priority": arrival.priority,
+            "stop_token_ids": self.manner.stop_token_ids,
+            "stop": self.manner.stop,
+        }
+        if arrival.tenant:
+            body["cache_salt"] = arrival.tenant
+        if arrival.ttft_target_ms:
+            body["ttft_target_ms"] = arrival.ttft_target_ms
+        return body
+
+
+def _error_of(response: Any) -> Exception:
+    error = response.json()["error"]
+    if response.status == 500:
+        return RequestFailed(error["message"], code=error["code"])
+    return RequestRefused(error["message"], code=error["code"], status=response.status)

@@ -1,0 +1,108 @@
+"""Sees every event of the kernel and what came of it: the digest of a run, its oracles, who is where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from vsched.config import Config, resolve_policies
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Finish, Refuse
+from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
+from vsched.sim.checks.invariants import Oracles
+from vsched.sim.cluster.world import World
+from vsched.sim.setup import Setup
+from vsched.types import ModelInfo, Request
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A group went down; `back_ns` is when it was ready again, None while it is not."""
+
+    group: str
+    at_ns: int
+    reason: str
+    planned: bool
+    back_ns: int | None = None
+
+
+class Witness:
+    """Stands where the record of a kernel would; see `vsched.aio.shell.Recorder`.
+
+    Attributes:
+        kernel: Whom it watches.
+        losses: Groups that went down, in order.
+        retired: Groups that did not come back.
+        on_event: Called after each event, before anything comes of it.
+        on_accept: Called with the kernel's number of a request and the request.
+    """
+
+    def __init__(self, world: World, config: Config, info: ModelInfo, kernel: Scheduler) -> None:
+        self.kernel = kernel
+        self.losses: list[Loss] = []
+        self.retired: list[str] = []
+        self.on_event: Callable[[], None] = lambda: None
+        self.on_accept: Callable[[int, Request], None] = lambda _number, _request: None
+        self.events = 0
+        self._world = world
+        policies = resolve_policies(config)
+        world.by_set = policies.encoding.scope != "item"
+        setup = Setup(config=config, info=info, sizes=kernel.sizes, policies=policies)
+        self._oracles = Oracles(setup, check_every=1)
+        self._digest = blake2b(digest_size=16)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=bytes)
+        self._broken = False
+        self._ids: dict[str, bytes] = {}
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Take down an event."""
+        self.events += 1
+        self._digest.update(self._words(event, now_ns, commands))
+        self._follow(event, now_ns, commands)
+        if not self._broken:
+            try:
+                self._oracles.see(now_ns, event, commands, self.kernel)
+            except AssertionError as error:
+                self._broken = True  # the books are wrong from here on
+                self._world.violate(f"after {type(event).__name__}: {error}")
+        self.on_event()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of all events and commands so far, with their times."""
+        return self._digest.hexdigest()
+
+    def _words(self, event: Event, now_ns: int, commands: Sequence[Command]) -> bytes:
+        """Return all that was heard and decided; ids, which servers draw at random, by their order of arrival."""
+        words = self._encoder.encode((now_ns, type(event).__name__, event, list(commands)))
+        named = [one for one in (event, *commands) if isinstance(one, _NAMED)]
+        for one in named:
+            name = one.request.request_id if isinstance(one, Submitted) else one.request_id
+            number = self._ids.setdefault(name, b"#%d" % len(self._ids))
+            words = words.replace(name.encode(), number)
+        return words
+
+    def _follow(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        match event:
+            case Submitted(request):
+                for command in commands:
+                    if isinstance(command, Accept) and command.request_id == request.request_id:
+                        self._world.accept(command.number, request.items)
+                        self.on_accept(command.number, request)
+            case GroupLost(group, reason, planned):
+                self.losses.append(Loss(group, now_ns, reason, planned))
+            case GroupReady(group):
+                for place, loss in enumerate(self.losses):
+                    if loss.group == group and loss.back_ns is None:
+                        self.losses[place] = msgspec.structs.replace(loss, back_ns=now_ns)
+            case GroupRetired(group):
+                self.retired.append(group)
+            case _:
+                pass
+
+
+_NAMED = (Submitted, Aborted, Accept, Refuse, Finish)

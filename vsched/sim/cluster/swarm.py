@@ -1,0 +1,155 @@
+"""The swarm: many scenarios drawn from seeds, each with faults of its own, until one breaks what must always hold.
+
+Each scenario has a random subset of the kinds of faults, and an engine and requests of its own. What fails is told with
+its seed, its plan as JSON, made as short as it can be, and the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from vsched.sim.cluster.scenario import Report, Scenario, draw_scenario, run_scenario
+from vsched.sim.faults.plan import FaultPlan
+
+OnReport = Callable[[int, Report], None]
+"""Called after each scenario with its seed."""
+
+
+class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A scenario that failed.
+
+    Attributes:
+        violations: What happened that must never happen.
+        plan: The faults that are left when all are dropped that it fails without.
+        dropped: How many that were.
+    """
+
+    seed: int
+    violations: tuple[str, ...]
+    plan: FaultPlan
+    dropped: int
+
+    @property
+    def command(self) -> str:
+        """The command that runs it again; with the plan in a file, `--faults FILE` runs it with no more than that."""
+        return f"vsched simulate --swarm 1 --seed {self.seed}"
+
+    def told(self) -> str:
+        """Say it all, for people."""
+        dropped = f" ({self.dropped} more that it fails without)" if self.dropped else ""
+        return "\n".join(
+            [
+                f"seed {self.seed} fails:",
+                *(f"  {line}" for line in self.violations),
+                f"faults{dropped}: {self.plan.to_json()}",
+                f"replay: {self.command}",
+            ]
+        )
+
+
+class SwarmOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a swarm; the counts are sums over its scenarios."""
+
+    scenarios: int
+    failures: list[SwarmFailure]
+    requests: int
+    events: int
+    losses: int
+    struck: int
+    virtual_s: float
+
+
+def swarm(
+    count: int,
+    *,
+    seed: int = 0,
+    faults: str | Path | None = None,
+    twice: bool = False,
+    failures_max: int = 1,
+    on_report: OnReport = lambda _seed, _report: None,
+) -> SwarmOutcome:
+    """Run so many scenarios, with the seeds from `seed` on.
+
+    Args:
+        count: How many.
+        seed: The first seed.
+        faults: A file with a fault plan that takes the place of those that are drawn.
+        twice: Run each scenario twice, and compare the digests.
+        failures_max: Stop after so many failures.
+        on_report: Told of each scenario.
+
+    Raises:
+        ConfigError: When the plan cannot be read.
+    """
+    plan = FaultPlan.load(faults) if faults is not None else None
+    failures: list[SwarmFailure] = []
+    reports: list[Report] = []
+    with _quiet():
+        for one in range(seed, seed + count):
+            scenario = draw_scenario(one)
+            if plan is not None:
+                scenario = scenario.with_faults(plan)
+            report = run_guarded(scenario, twice=twice)
+            reports.append(report)
+            on_report(one, report)
+            if report.violations:
+                failures.append(_shortened(scenario, report, twice=twice))
+                if len(failures) >= failures_max:
+                    break
+    return SwarmOutcome(
+        scenarios=len(reports),
+        failures=failures,
+        requests=sum(sum(report.outcomes.values()) for report in reports),
+        events=sum(report.events for report in reports),
+        losses=sum(report.losses for report in reports),
+        struck=sum(report.struck for report in reports),
+        virtual_s=sum(report.virtual_s for report in reports),
+    )
+
+
+def run_guarded(scenario: Scenario, *, twice: bool = False) -> Report:
+    """Run a scenario; what it raises is a violation, and so is another digest the second time."""
+    try:
+        report = run_scenario(scenario)
+        if twice and not report.violations:
+            again = run_scenario(scenario)
+            if again.digest != report.digest:
+                words = f"another run went another way: {again.digest}, not {report.digest}"
+                return msgspec.structs.replace(report, violations=(words,))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+        return Report(violations=(f"{type(error).__name__}: {error}",))
+    return report
+
+
+def _shortened(scenario: Scenario, report: Report, *, twice: bool) -> SwarmFailure:
+    """Drop faults as long as the scenario fails without them: one less leaves what the others do as it was."""
+    plan = scenario.plan
+    for fault in reversed(scenario.plan.faults):
+        fewer = msgspec.structs.replace(
+            plan, faults=tuple(one for one in plan.faults if one is not fault)
+        )
+        shorter = run_guarded(scenario.with_faults(fewer), twice=twice)
+        if shorter.violations:
+            plan, report = fewer, shorter
+    return SwarmFailure(
+        seed=scenario.seed,
+        violations=report.violations,
+        plan=plan,
+        dropped=len(scenario.plan.faults) - len(plan.faults),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the log of engines that are broken on purpose to ourselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,1 @@
+"""Cost models: how long steps take, and how that is calibrated against a real engine."""

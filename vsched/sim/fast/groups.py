@@ -1,0 +1,323 @@
+"""Groups of ranks that take decisions and tell how long they would take: no memory, no tokens, no processes.
+
+A sequence yields a token in every step from the one with its last chunk until it is done, and a decision says only
+what changes. So when a sequence begins to decode, the step in which it ends is known, and nobody looks at it before: a
+steady step costs the same however many sequences run. Contexts need no counting either: they all grow by one each step,
+so their sum is a constant plus the number of sequences times the number of the step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision, Join
+from vsched.kernel.events import Encoded, EncodeFailed, Event, Finished, Stepped
+from vsched.kernel.generate.step_budget import pairs_of
+from vsched.sim.cost.model import CostModel
+from vsched.sim.report.metrics import Live, Sketch
+from vsched.sim.workload.requests import OUTPUT_TOKEN
+from vsched.types import FinishReason
+
+EMPTY_STEP_NS = 20_000.0
+"""What ranks take to see that there is nothing to do."""
+NOISE_LEAST = 0.1
+"""A step takes at least this share of its time, however the noise falls."""
+
+
+class Device:
+    """What carries out one step at a time, for one group or for two that share their processes.
+
+    Attributes:
+        running: Whose step is under way.
+        ready: Groups in the order of their decisions that have not begun.
+    """
+
+    __slots__ = ("ready", "running")
+
+    def __init__(self) -> None:
+        self.running: SimulatedGroup | None = None
+        self.ready: deque[SimulatedGroup] = deque()
+
+
+def make_devices(
+    encoders: Sequence[str], generators: Sequence[str], *, together: bool
+) -> dict[str, Device]:
+    """Return the device of each group; `together` lets an encode and a generate group share one."""
+    devices = {name: Device() for name in encoders}
+    if together:
+        pairs = zip(encoders, generators, strict=True)
+        return devices | {generator: devices[encoder] for encoder, generator in pairs}
+    return devices | {name: Device() for name in generators}
+
+
+class SimulatedGroup:
+    """One group; the simulation asks it when its step ends or pauses, and for the event that it ends with.
+
+    Attributes:
+        log: Decisions that are out with when they were decided; the first is under way if the device runs this group.
+        life: Counts losses, and ends that were announced anew: one announced in an earlier life never comes.
+        slowdown: What the time of a step is multiplied by.
+        held_ns: No step begins before this time.
+        steps: How many are done; `busy_ns` is the time in them, and in the stretches of one that pauses.
+    """
+
+    def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
+        self.name = name
+        self.device = device
+        self.log: deque[tuple[Decision, int]] = deque()
+        self.life = 0
+        self.slowdown = 1.0
+        self.held_ns = 0
+        self.steps = 0
+        self.busy_ns = 0
+        self._cost = cost
+        self._decision_ns, self._gap_ns = int(cost.host.decision_ns), int(cost.host.gap_ns)
+        self._noise = cost.noise
+        self._cold = cost.host.cold
+        self._rng = rng
+        self._start_ns = self._took_ns = 0
+        self._left_ns = 0.0
+
+    @property
+    def process(self) -> object:
+        """What carries its steps out."""
+        return self.device
+
+    def decide(self, decision: Decision, now_ns: int) -> int:
+        """Take a decision; return when its step ends, or 0 when it cannot begin yet."""
+        self.log.append((decision, now_ns))
+        device = self.device
+        device.ready.append(self)
+        return self.begin(now_ns) if device.running is None else 0
+
+    def begin(self, now_ns: int) -> int:
+        """Begin the step that this group is the next to carry out, or go on with it; return when that ends."""
+        device = self.device
+        device.ready.popleft()
+        device.running = self
+        decision, decided_ns = self.log[0]
+        took_ns = self._start(decision)
+        if now_ns == decided_ns:
+            took_ns *= self._cold  # nothing ran when it was decided
+        if self._noise:
+            took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
+        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
+        return self._start_ns + (int(took_ns * self.slowdown) or 1)
+
+    def end(self, now_ns: int) -> Event | None:
+        """End what is under way; return the event that tells the scheduler, None where a step only pauses."""
+        device = self.device
+        device.running = None
+        took_ns = now_ns - self._start_ns
+        self._took_ns = took_ns if took_ns > 0 else 1
+        self.busy_ns += self._took_ns
+        if self._left_ns:
+            device.ready.append(self)  # it goes on after what was decided meanwhile
+            return None
+        decision, _ = self.log.popleft()
+        self.steps += 1
+        return self._finish(decision, now_ns)
+
+    def lose(self) -> None:
+        """Forget everything, as the loss of the processes does."""
+        self.life += 1
+        self._left_ns = 0.0
+        self.log.clear()
+        device = self.device
+        if device.running is self:
+            device.running = None
+        device.ready = deque(group for group in device.ready if group is not self)
+
+    def _start(self, decision: Decision) -> float:
+        raise NotImplementedError
+
+    def _finish(self, decision: Decision, now_ns: int) -> Event:
+        raise NotImplementedError
+
+
+class EncodeGroup(SimulatedGroup):
+    """An encode group.
+
+    Attributes:
+        faults: Messages of the next steps that fail.
+    """
+
+    def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
+        super().__init__(name, cost, device, rng)
+        self.faults: deque[str] = deque()
+        self.items = 0
+        self.tokens = 0
+
+    def _start(self, decision: Decision) -> float:
+        assert isinstance(decision, EncodeDecision)
+        tokens = [task.tokens for task in decision.tasks if not task.encoded]
+        took_ns = self._left_ns or self._cost.encode_ns(tokens)
+        stretch_ns = min(took_ns, decision.stretch_ns or took_ns)
+        self._left_ns = took_ns - stretch_ns
+        return stretch_ns
+
+    def _finish(self, decision: Decision, now_ns: int) -> Event:
+        assert isinstance(decision, EncodeDecision)
+        if self.faults:
+            return EncodeFailed(decision.step, self.faults.popleft(), self.name)
+        self.items += len(decision.tasks)
+        self.tokens += sum(task.tokens for task in decision.tasks)
+        return Encoded(decision.step, self.name)
+
+
+class _Sequence:
+    """A request in a slot; `first_step` is -1 until it decodes."""
+
+    __slots__ = ("first_step", "length", "live", "number", "slot")
+
+    def __init__(self, join: Join, live: Live) -> None:
+        self.number = join.number
+        self.slot = join.slot
+        self.length = join.length
+        self.live = live
+        self.first_step = -1
+
+
+class GenerateGroup(SimulatedGroup):
+    """A generate group.
+
+    Attributes:
+        lives: The requests by number.
+        itl: Takes the times between tokens.
+        decoded: Tokens that were decoded, but for first tokens; likewise `prefilled`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cost: CostModel,
+        device: Device,
+        rng: Random,
+        *,
+        slots: int,
+        lives: Mapping[int, Live],
+        itl: Sketch,
+        exact_tokens: bool = False,
+    ) -> None:
+        """Prepare an empty group.
+
+        `exact_tokens` makes the token batch of each step tell which slots yielded; else one batch serves for all steps,
+        because the scheduler reads those of slots that yielded only.
+        """
+        super().__init__(name, cost, device, rng)
+        self.decoded = 0
+        self.prefilled = 0
+        self._slots_max = slots
+        self._lives = lives
+        self._itl = itl
+        self._exact_tokens = exact_tokens
+        self._tokens = array("i", [OUTPUT_TOKEN]) * slots
+        costs = cost.generate
+        self._costs = costs.step_ns, costs.decode_ns, costs.context_ns
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots: dict[int, _Sequence] = {}
+        self._ends: dict[int, list[_Sequence]] = {}
+        self._decoding = 0
+        self._offset = 0
+        self._yielding = 0
+        self._started: list[_Sequence] = []
+        self._stepped_ns = 0
+
+    def lose(self) -> None:
+        """Forget everything; tokens that were yielded stay where they are."""
+        for sequence in self._slots.values():
+            if sequence.first_step >= 0:
+                sequence.live.last_token_ns = self._stepped_ns
+        super().lose()
+        self._forget()
+
+    def _start(self, decision: Decision) -> float:
+        assert isinstance(decision, GenerateDecision)
+        step = decision.step
+        prefill_ns = 0.0
+        if decision.left:
+            for leave in decision.left:
+                self._leave(self._slots.pop(leave.slot))
+        if decision.joined:
+            for join in decision.joined:
+                self._slots[join.slot] = _Sequence(join, self._lives[join.number])
+        yielding = self._yielding = self._decoding
+        step_ns, decode_ns, context_ns = self._costs
+        context = self._offset + yielding * step
+        if decision.chunks:
+            prefill_ns = self._prefill(decision)
+        elif not yielding:
+            return EMPTY_STEP_NS  # everybody finished in the step before
+        return step_ns + decode_ns * yielding + context_ns * context + prefill_ns
+
+    def _prefill(self, decision: GenerateDecision) -> float:
+        """Take the chunks of a step; return their time."""
+        tokens, pairs, step = 0, 0.0, decision.step
+        for chunk in decision.chunks:
+            count = chunk.stop - chunk.start
+            tokens += count
+            pairs += pairs_of(chunk.start, count)
+            sequence = self._slots[chunk.slot]
+            if chunk.stop == sequence.length:
+                # It yields in this step already, and decodes from the next on.
+                sequence.first_step = step
+                self._started.append(sequence)
+                self._decoding += 1
+                self._offset += sequence.length - step
+                last = step + sequence.live.total - sequence.length - 1
+                self._ends.setdefault(last, []).append(sequence)
+        self.prefilled += tokens
+        cost = self._cost.generate
+        return cost.prefill_ns * tokens + cost.pair_ns * pairs
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """A sequence gives its slot back: it is done already, or it is preempted or aborted."""
+        if sequence.first_step >= 0:
+            sequence.live.last_token_ns = self._stepped_ns
+            self._stop(sequence)
+
+    def _stop(self, sequence: _Sequence) -> None:
+        self._decoding -= 1
+        self._offset -= sequence.length - sequence.first_step
+        sequence.first_step = -1
+
+    def _finish(self, decision: Decision, now_ns: int) -> Event:
+        step, yielding = decision.step, self._yielding
+        if yielding:
+            self.decoded += yielding
+            self._itl.add(now_ns - self._stepped_ns, yielding)
+        tokens = self._yielded() if self._exact_tokens else self._tokens
+        self._stepped_ns = now_ns
+        if self._started:
+            for sequence in self._started:
+                if sequence.live.last_token_ns:  # from an earlier life
+                    self._itl.add(now_ns - sequence.live.last_token_ns)
+            self._started.clear()
+        ending = self._ends.pop(step, None)
+        if ending is None:
+            return Stepped(step, tokens, _NOBODY, self._took_ns, self.name)
+        finished = []
+        if len(ending) > 1:
+            # As ranks do: those that decoded by slot, then the chunks in their order.
+            ending.sort(key=lambda one: one.slot if one.first_step < step else self._slots_max)
+        for sequence in ending:
+            if sequence.first_step >= 0:  # else it left before its time
+                self._stop(sequence)
+                finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
+        return Stepped(step, tokens, finished, self._took_ns, self.name)
+
+    def _yielded(self) -> array[int]:
+        tokens = array("i", [-1]) * self._slots_max
+        for slot, sequence in self._slots.items():
+            if sequence.first_step >= 0:
+                tokens[slot] = OUTPUT_TOKEN
+        return tokens
+
+
+_NOBODY: list[Finished] = []
+"""Shared by all steps in which nobody finished; never changed."""

@@ -1,0 +1,395 @@
+"""One run of the fast simulator: a heap of what will happen, and the production scheduler that hears of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from heapq import heappop, heappush
+from random import Random
+from typing import Any, Protocol
+
+import msgspec
+
+from vsched.errors import VschedError
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, Refuse, SetTimer
+from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, Timer
+from vsched.sim.cost.model import CostModel
+from vsched.sim.fast.contention import Crowd, Work
+from vsched.sim.fast.faults import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
+from vsched.sim.fast.groups import EncodeGroup, GenerateGroup, SimulatedGroup, make_devices
+from vsched.sim.fast.ingress import Intake, Job, Prepared
+from vsched.sim.fast.outcome import Outcome
+from vsched.sim.report.metrics import Collector, Live, Sampler, Targets, figures_of
+from vsched.sim.setup import Setup
+from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
+from vsched.types import group_names
+
+START_NS = 1_000_000
+"""The kernel's time when a workload begins: 0 means never to it."""
+PROGRESS_EVERY = 64
+STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB = range(7)
+"""Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
+Progress = Callable[[int], None]
+"""Told how many requests have ended."""
+
+
+class SimulationFailed(VschedError):
+    """Something that must never happen did; the message says at which event, and how to see it again."""
+
+
+class Observer(Protocol):
+    """Sees every event and what came of it, in order."""
+
+    def see(
+        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
+    ) -> None:
+        """See an event, what came of it, and the kernel after it."""
+        ...
+
+
+class Simulation:
+    """One run; `vsched.sim.fast.run.simulate` is the way to use it."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        cost: CostModel,
+        *,
+        seed: int,
+        targets: Targets,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.setup = setup
+        self.kernel = Scheduler(setup.sizes, setup.kernel_policies)
+        self.collector = Collector(targets)
+        self.sampler = Sampler(START_NS)
+        self.lives: dict[int, Live] = {}
+        self.events = 0
+        self.now_ns = 0
+        self._seed = seed
+        self._cost = cost
+        self._targets = targets
+        self._observers = list(observers)
+        self._heap: list[tuple[int, int, int, Any, int]] = []
+        self._sequence = itertools.count()
+        self._digest = blake2b(digest_size=16)
+        self._digested = bytearray()
+        self._arrivals: Iterator[Arrival] = iter(())
+        self._talking: dict[str, deque[Arrival]] = {}
+        self._entering: Live | None = None
+        self._maker = RequestMaker(
+            setup.info,
+            patches_per_token=cost.patches_per_token,
+            item_tokens_max=setup.item_tokens_max,
+        )
+        self._intake = Intake(
+            setup.config,
+            cost,
+            self._maker,
+            on_job=self._run,
+            on_ready=lambda at_ns, prepared: self._push(at_ns, READY, prepared),
+            on_refused=self._refused,
+        )
+        self._crowd = Crowd.of(cost.host.crowding, self._announce)
+        self._make_groups(exact_tokens=bool(observers))
+
+    def _make_groups(self, *, exact_tokens: bool) -> None:
+        sizes, cost = self.setup.sizes, self._cost
+        encoders = group_names("encode", sizes.encoders)
+        generators = group_names("generate", sizes.generators)
+        together = self.setup.config.placement == "together"
+        devices = make_devices(encoders, generators, together=together)
+        self.encoders = [
+            EncodeGroup(name, cost, devices[name], Random(f"{name} {self._seed}"))  # noqa: S311
+            for name in encoders
+        ]
+        self.generators = [
+            GenerateGroup(
+                name,
+                cost,
+                devices[name],
+                Random(f"{name} {self._seed}"),  # noqa: S311 - noise of step times
+                slots=sizes.slots,
+                lives=self.lives,
+                itl=self.collector.itl,
+                exact_tokens=exact_tokens,
+            )
+            for name in generators
+        ]
+        groups: list[SimulatedGroup] = [*self.encoders, *self.generators]
+        self._groups = {group.name: group for group in groups}
+        for group in groups:
+            self._push(START_NS, CHANGE, Opened(group))
+
+    def check_with(self, oracles: Observer) -> None:
+        """Let oracles see every event, too."""
+        self._observers.append(oracles)
+
+    def schedule(self, troubles: Iterable[Trouble]) -> None:
+        """Let these things go wrong.
+
+        Raises:
+            ConfigError: When there is no such group.
+        """
+        for at_s, change in changes(troubles, [*self._groups.values()]):
+            self._push(START_NS + int(at_s * 1e9), CHANGE, change)
+
+    # --- the loop ---
+
+    def run(self, workload: Workload, progress: Progress | None = None) -> None:
+        """Go through a workload until nothing is left to happen.
+
+        Raises:
+            SimulationFailed: See `simulate`.
+        """
+        self._arrivals = iter(workload)
+        self._next_arrival()
+        try:
+            self._loop(progress)
+            if self.lives or self._talking or self._intake.preparing:
+                names = [live.arrival.request_id for live in self.lives.values()][:5]
+                raise AssertionError(
+                    f"{len(self.lives)} requests never ended, such as {', '.join(names) or 'none'}"
+                )
+        except VschedError:
+            raise
+        except Exception as error:
+            raise SimulationFailed(
+                f"seed {self._seed}, event {self.events}, {self.now_ns / 1e9:.6f} s: "
+                f"{type(error).__name__}: {error}. The same seed, configuration and workload show it again"
+            ) from error
+
+    def _loop(self, progress: Progress | None) -> None:
+        heap, sampler = self._heap, self.sampler
+        handle, groups, observers = self.kernel.handle, self._groups, self._observers
+        encode_into, digested = msgspec.msgpack.Encoder().encode_into, self._digested
+        crowd = self._crowd
+        event: Event | None
+        while heap:
+            now_ns, _, kind, subject, life = heappop(heap)
+            if now_ns >= sampler.due_ns:
+                self._sample(now_ns)
+            if kind == STEP:
+                if life != subject.life:
+                    continue  # it was lost meanwhile
+                event = subject.end(now_ns)
+                if crowd is not None or subject.device.ready:
+                    self._leave(subject, now_ns)
+            else:
+                event = self._happen(kind, subject, life, now_ns)
+            if event is None:
+                continue
+            self.events += 1
+            self.now_ns = now_ns
+            commands = handle(event, now_ns)
+            encode_into((now_ns, commands), digested, -1)
+            for command in commands:
+                if type(command) is Decide:
+                    group = groups[command.group]
+                    end_ns = group.decide(command.decision, now_ns)
+                    if end_ns:
+                        self._run(group, end_ns, now_ns)
+                elif type(command) is not EmitTokens:
+                    self._obey(command, now_ns, progress)
+            for observer in observers:
+                observer.see(now_ns, event, commands, self.kernel)
+        self._take_digest()
+
+    def _take_digest(self) -> None:
+        self._digest.update(self._digested)
+        self._digested.clear()
+
+    def _run(self, work: Work, end_ns: int, now_ns: int) -> None:
+        """Let a step or a job begin that ends then, unless others slow it down."""
+        if self._crowd is None:
+            self._announce(work, end_ns)
+        else:
+            self._crowd.enter(work, end_ns - now_ns, now_ns)
+
+    def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
+        """Nothing of a group is under way: whoever shares its processes may begin, or it may go on."""
+        ready = group.device.ready
+        if self._crowd is not None:
+            self._crowd.leave(group, now_ns)
+            if ready:
+                self._run(ready[0], ready[0].begin(now_ns), now_ns)
+        elif ready:
+            work = ready[0]
+            end_ns = work.begin(now_ns)
+            heappush(self._heap, (end_ns, next(self._sequence), STEP, work, work.life))
+
+    def _announce(self, work: Work, end_ns: int) -> None:
+        kind = JOB if type(work) is Job else STEP
+        heappush(self._heap, (end_ns, next(self._sequence), kind, work, work.life))
+
+    def _push(self, at_ns: int, kind: int, subject: object) -> None:
+        heappush(self._heap, (at_ns, next(self._sequence), kind, subject, 0))
+
+    # --- what happens ---
+
+    def _happen(self, kind: int, subject: Any, life: int, now_ns: int) -> Event | None:
+        """Let one thing happen; return what the scheduler hears of it, if anything."""
+        if kind == ARRIVE:
+            self._next_arrival()
+            self.collector.arrived(now_ns)
+            if subject.conversation:
+                waiting = self._talking.get(subject.conversation)
+                if waiting is not None:
+                    waiting.append(subject)
+                    return None
+                self._talking[subject.conversation] = deque()
+            self._intake.take(subject, now_ns)
+            return None
+        if kind == TURN:
+            self._intake.take(subject, now_ns)
+            return None
+        if kind == JOB:
+            if life == subject.life:  # else its end was announced anew
+                if self._crowd is not None:
+                    self._crowd.leave(subject, now_ns)
+                self._intake.done(subject, now_ns)
+            return None
+        if kind == READY:
+            self._intake.submitted()
+            request = self._maker.request(subject.arrival)
+            self._entering = Live(
+                subject.arrival,
+                sent_ns=subject.sent_ns,
+                prompt_tokens=len(request.prompt_token_ids),
+                pixels=subject.pixels,
+            )
+            return Submitted(request)
+        if kind == TIMER:
+            return Timer()
+        return self._change(subject, now_ns)
+
+    def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:
+        match change:
+            case Opened(group):
+                return GroupReady(group.name)
+            case Failing() | Paced() | Held():
+                change.strike(START_NS)
+                return None
+            case Lost(group, for_good):
+                self._lose(group, now_ns)
+                if for_good:
+                    self._push(now_ns, CHANGE, GroupRetired(group.name, "it does not come back"))
+                return GroupLost(group.name, "simulated")
+            case GroupRetired():
+                return change
+
+    def _lose(self, group: SimulatedGroup, now_ns: int) -> None:
+        was_running = group.device.running is group
+        group.lose()
+        if was_running:
+            self._leave(group, now_ns)
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is not None:
+            self._push(max(START_NS + arrival.at_ns, self.now_ns), ARRIVE, arrival)
+
+    # --- what the scheduler wants ---
+
+    def _obey(self, command: Command, now_ns: int, progress: Progress | None) -> None:
+        match command:
+            case SetTimer(deadline_ns):
+                self._push(deadline_ns, TIMER, None)
+            case Accept(_, number):
+                entering, self._entering = self._entering, None
+                assert entering is not None, "accepted without being submitted"
+                self.lives[number] = entering
+            case Finish(_, number):
+                self._take_digest()
+                live = self.lives.pop(number)
+                self.collector.end(live, command, now_ns)
+                self._ended(live.arrival, live.pixels, now_ns)
+                if progress is not None and self.collector.finished % PROGRESS_EVERY == 0:
+                    progress(self.collector.finished)
+            case Refuse():
+                entering, self._entering = self._entering, None
+                assert entering is not None, "refused without being submitted"
+                self.collector.fail(command.code)
+                self._ended(entering.arrival, entering.pixels, now_ns)
+            case _:
+                pass  # notices, and restarts of groups: faults say when these come back
+
+    def _refused(self, prepared: Prepared, code: str, now_ns: int) -> None:
+        """The intake refused a request."""
+        self.collector.fail(code)
+        self._ended(prepared.arrival, {}, now_ns)
+
+    def _ended(self, arrival: Arrival, pixels: Mapping[str, int], now_ns: int) -> None:
+        if pixels:
+            self._intake.release(pixels, now_ns)
+        if arrival.conversation:
+            waiting = self._talking[arrival.conversation]
+            if waiting:
+                following = waiting.popleft()
+                self._push(now_ns + following.think_ns, TURN, following)
+            else:
+                del self._talking[arrival.conversation]
+
+    # --- figures ---
+
+    def _sample(self, now_ns: int) -> None:
+        self._take_digest()
+        statistics = self.kernel.statistics()
+        encode, generate = statistics["encode"], statistics["generate"]
+        pages = encode["pages_total"]
+        used = pages - encode["pages_free"] - encode["pages_evictable"]
+        gauges = (
+            statistics["waiting"] + self._intake.preparing,
+            statistics["running"],
+            encode["waiting_items"],
+            generate["blocks_held"] / generate["blocks_total"],
+            used / pages,
+        )
+        self.sampler.take(now_ns, gauges, self._totals())
+
+    def _totals(self) -> tuple[int, ...]:
+        encoders, generators = self.encoders, self.generators
+        return (
+            sum(group.steps for group in generators),
+            sum(group.decoded for group in generators),
+            sum(group.prefilled for group in generators),
+            sum(group.steps for group in encoders),
+            sum(group.items for group in encoders),
+            sum(group.tokens for group in encoders),
+            sum(group.busy_ns for group in encoders),
+            sum(group.busy_ns for group in generators),
+        )
+
+    def outcome(self, label: str, workload: Workload, wall_s: float) -> Outcome:
+        """Return what came of it."""
+        collector = self.collector
+        sketches = {name: getattr(collector, name) for name in ("ttft", "itl", "tpot", "e2e")}
+        policies = self.setup.policies.by_table()
+        groups = len(self.encoders), len(self.generators)
+        return Outcome(
+            label=label,
+            workload=workload.name,
+            seed=self._seed,
+            cost=self._cost.name,
+            targets=self._targets,
+            policies={table: repr(policy) for table, policy in policies.items()},
+            groups=groups,
+            scaled_down=self._maker.scaled_down,
+            events=self.events,
+            digest=self._digest.hexdigest(),
+            wall_s=wall_s,
+            figures=figures_of(
+                collector,
+                self._totals(),
+                groups=groups,
+                kernel=self.kernel.statistics(),
+            ),
+            series=self.sampler.series(),
+            cdf={
+                name: [(value / 1e6, share) for value, share in sketch.cdf()]
+                for name, sketch in sketches.items()
+            },
+        )

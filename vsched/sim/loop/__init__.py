@@ -1,0 +1,1 @@
+"""The asyncio event loop on a virtual clock."""

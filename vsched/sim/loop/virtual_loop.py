@@ -1,0 +1,333 @@
+"""An event loop on a virtual clock: the same seed yields the same order of everything, and a day passes in no time.
+
+Prior art: looptime, aiotools' virtual clock, trio's `MockClock`, and the simulations of FoundationDB and TigerBeetle.
+What the published loops for asyncio leave open is what makes a run repeat exactly, and this loop closes:
+
+- *Time* is a whole number of nanoseconds. It stands still while anything can run, then jumps to the next timer. A timer
+  set for later than now fires later than now, so a wait that floating point left a hair too short still ends.
+- *Equal deadlines* fire in the order in which they were set; asyncio's own heap promises nothing there.
+- *Threads*: a call in an executor begins when nothing else can run, in its turn and alone, and the clock stands until
+  it has returned. So no race between threads, nor how fast one is, changes anything.
+- *Sets of tasks*: asyncio cancels the tasks of a group in the order of a set, that is, by address. Tasks of this loop
+  are hashed by their number.
+- *Ties*: what asyncio does not promise, code must not rely on. With a seed, tasks and timers that are due at the same
+  moment run in an order drawn from it; plain callbacks keep theirs, because `call_soon` promises that.
+- *Hangs*: nothing can run, no timer is set, nobody is awaited outside: that is an error at once, with what each task
+  waits for.
+
+Sockets work as far as the peer is in the same process. ZeroMQ does not: its threads are unknown to the loop. Code that
+polls with `sleep(0)` keeps the clock where it is for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import heapq
+import queue
+import random
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+import msgspec
+
+from vsched.sim.loop.deadlock import VirtualDeadlock, describe_tasks
+from vsched.sim.loop.handles import Call, Numbers, Timer, has_no_place
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+SECOND_NS = 1_000_000_000
+OUTSIDE_LIMIT_S = 60.0
+"""Real seconds that the loop waits for a thread, while nothing else can run, until it takes it for stuck."""
+_CANCELLED_MIN = 100
+"""So few cancelled timers are not worth the work of sweeping them out."""
+
+_Event = tuple[selectors.SelectorKey, int]
+
+
+class LoopStatistics(msgspec.Struct, frozen=True):
+    """What a loop has done so far: jumps of the clock, calls of executors, rounds whose order was drawn."""
+
+    jumps: int
+    calls: int
+    permutations: int
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing can run.
+
+    Args:
+        tie_seed: Draw the order of ties from this seed; None runs them first come, first served.
+        outside_limit_s: Real seconds to wait for a thread, see `OUTSIDE_LIMIT_S`.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _thread_id: int | None
+    _default_executor: concurrent.futures.ThreadPoolExecutor | None
+
+    def __init__(
+        self, tie_seed: int | None = None, *, outside_limit_s: float = OUTSIDE_LIMIT_S
+    ) -> None:
+        self._virtual = _Selector(self)
+        self._now_ns = 0
+        self._timers: list[tuple[int, int, Timer]] = []
+        self._timers_cancelled = 0
+        self._timers_set = 0
+        self._calls: deque[Call] = deque()
+        self._calls_made = 0
+        self._posted: queue.SimpleQueue[asyncio.Handle] = queue.SimpleQueue()
+        self._outside = 0
+        self._outside_limit_s = outside_limit_s
+        self._jumps = 0
+        self._permutations = 0
+        self._ties: random.Random | None = None
+        super().__init__(self._virtual)
+        self._virtual.own = frozenset(self._virtual.get_map())
+        self.permute_ties(tie_seed)
+        self.set_task_factory(Numbers().make_task)
+
+    # --- time ---
+
+    def now_ns(self) -> int:
+        """Return the virtual time in nanoseconds; a new loop is at 0."""
+        return self._now_ns
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now_ns / SECOND_NS
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call back at this time, rounded to nanoseconds; after the timers that are already set for it."""
+        due_ns = round(when * SECOND_NS)
+        if due_ns <= self._now_ns and when > self.time():
+            due_ns = self._now_ns + 1  # or else who waits for `when` would set it again, for ever
+        return self.call_at_ns(due_ns, callback, *args, context=context)
+
+    def call_at_ns(
+        self,
+        due_ns: int,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call back at this time in nanoseconds; after the timers that are already set for it."""
+        self._check_closed()  # type: ignore[attr-defined]
+        timer = Timer(due_ns / SECOND_NS, callback, args, self, context)
+        self._timers_set += 1
+        heapq.heappush(self._timers, (due_ns, self._timers_set, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        assert isinstance(handle, Timer)
+        if handle.fired:
+            return
+        self._timers_cancelled += 1
+        if self._timers_cancelled > max(_CANCELLED_MIN, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._timers_cancelled = 0
+
+    # --- ties ---
+
+    def permute_ties(self, seed: int | None) -> None:
+        """From now on, draw the order of what is due at the same moment from this seed; None stops that."""
+        self._ties = None if seed is None else random.Random(f"ties {seed}")  # noqa: S311
+
+    # --- the world outside ---
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold the clock, and wait for the outside for real: a thread or process that the loop does not know of."""
+        self._outside += 1
+        try:
+            yield
+        finally:
+            self._outside -= 1
+
+    def run_in_executor(
+        self,
+        executor: concurrent.futures.Executor | None,
+        func: Callable[[Unpack[Ts]], T],
+        *args: *Ts,
+    ) -> asyncio.Future[T]:
+        """Call in a thread, once nothing else can run; it has the program for itself, and the clock stands.
+
+        What needs another call to go on at the same time waits in vain.
+        """
+        self._check_closed()  # type: ignore[attr-defined]
+        if executor is None:
+            self._check_default_executor()  # type: ignore[attr-defined]
+            if self._default_executor is None:
+                threads = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="virtual")
+                self.set_default_executor(threads)
+            executor = self._default_executor
+            assert executor is not None
+        call = Call(partial(executor.submit, func, *args), self.create_future())
+        self._calls.append(call)
+        self._calls_made += 1
+        return call.result
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Wait for the threads of the default executor to end, with the clock held."""
+        if self._calls:
+            await asyncio.wait([call.result for call in self._calls])
+        with self.frozen():
+            if sys.version_info >= (3, 12):
+                await super().shutdown_default_executor(timeout)
+            else:
+                await super().shutdown_default_executor()
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """Call back soon; from another thread, once nothing else can run."""
+        if self._thread_id is None or self._thread_id == threading.get_ident():
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._posted.put(handle)
+        self._wake()
+        return handle
+
+    def _wake(self) -> None:
+        self._write_to_self()  # type: ignore[attr-defined]
+
+    def forget_wakes(self) -> None:
+        """Take back what `_wake` sent; it has served its purpose."""
+        self._read_from_self()  # type: ignore[attr-defined]
+
+    # --- what the selector asks ---
+
+    def idle(self) -> list[_Event]:
+        """Find the next thing to do when no handle is ready; return what happened to descriptors.
+
+        Raises:
+            VirtualDeadlock: When there is nothing.
+        """
+        until_s = time.monotonic() + self._outside_limit_s
+        while not self._ready:
+            if not self._posted.empty():
+                self._ready.append(self._posted.get())
+            elif self._calls and self._calls[0].over:
+                self._calls.popleft().deliver()
+            elif self._calls and not self._calls[0].started:
+                self._calls[0].start(self._wake)
+            elif self._calls or self._outside:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    self._give_up(f"a thread has not come back for {self._outside_limit_s:g} s")
+                if events := self._virtual.poll(left_s):
+                    return events
+            elif self._virtual.foreign and (events := self._virtual.poll(0)):
+                return events
+            else:
+                self._jump()
+                break
+        return []
+
+    def _jump(self) -> None:
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+            self._timers_cancelled -= 1
+        if not self._timers:
+            self._give_up("nothing can run, no timer is set and no thread is at work")
+        if self._timers[0][0] > self._now_ns:
+            self._now_ns = self._timers[0][0]
+            self._jumps += 1
+
+    def _give_up(self, why: str) -> None:
+        raise VirtualDeadlock(f"at {self.time():.9f} s: {why}\n{describe_tasks(self)}")
+
+    def take_due(self) -> None:
+        """Make the timers ready that are due, and put what is ready in the order that is drawn."""
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][0] <= self._now_ns:
+            timer = heapq.heappop(timers)[2]
+            timer.fired = True
+            if timer.cancelled():
+                self._timers_cancelled -= 1
+            else:
+                ready.append(timer)
+        if self._ties is not None and len(ready) > 1:
+            self._draw_order(self._ties)
+
+    def _draw_order(self, ties: random.Random) -> None:
+        places = [place for place, handle in enumerate(self._ready) if has_no_place(handle)]
+        if len(places) > 1:
+            handles = [self._ready[place] for place in places]
+            ties.shuffle(handles)
+            for place, handle in zip(places, handles, strict=True):
+                self._ready[place] = handle
+            self._permutations += 1
+
+    def statistics(self) -> LoopStatistics:
+        """Return what the loop has done so far."""
+        return LoopStatistics(self._jumps, self._calls_made, self._permutations)
+
+
+class _Selector(selectors.BaseSelector):
+    """Asked by asyncio once a round: the one place where a loop can be kept from waiting.
+
+    Attributes:
+        own: The descriptors that only wake the loop.
+    """
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._real = selectors.DefaultSelector()
+        self.own: frozenset[int] = frozenset()
+
+    def select(self, timeout: float | None = None) -> list[_Event]:
+        if timeout != 0:
+            events = self._loop.idle()
+        elif self.foreign:
+            events = self.poll(0)
+        else:
+            events = []
+        self._loop.take_due()
+        return events
+
+    @property
+    def foreign(self) -> bool:
+        """Whether anybody but the loop itself has a descriptor here."""
+        return len(self._real.get_map()) > len(self.own)
+
+    def poll(self, timeout_s: float) -> list[_Event]:
+        """Wait for descriptors for real; return what happened to those that are not the loop's own."""
+        events = self._real.select(timeout_s)
+        foreign = [event for event in events if event[0].fd not in self.own]
+        if len(foreign) < len(events):
+            self._loop.forget_wakes()
+        return foreign
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._real.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._real.get_map()
+
+    def close(self) -> None:
+        self._real.close()

@@ -1,0 +1,1 @@
+"""The network of a simulation: links that delay, drop and corrupt frames, and an in-process HTTP client."""

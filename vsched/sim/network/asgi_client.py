@@ -1,0 +1,326 @@
+"""A client of an ASGI application, in its process and on its loop; it notes when everything came.
+
+It behaves to the application as uvicorn does: after a disconnect, `receive` says so and what is sent goes nowhere; the
+end of a complete response is told in the same words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from vsched.sim.loop.virtual_loop import VirtualLoop
+
+Headers = Iterable[tuple[str, str]]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a response's body, and when it came."""
+
+    at_ns: int
+    body: bytes
+
+
+class ServerEvent(msgspec.Struct, frozen=True):
+    """A server-sent event: its data, and when the piece came that completed it."""
+
+    at_ns: int
+    data: str
+
+    def json(self) -> Any:
+        """Return the data, decoded."""
+        return msgspec.json.decode(self.data)
+
+
+class Response(msgspec.Struct, frozen=True):
+    """A response, complete."""
+
+    status: int
+    headers: dict[str, str]
+    chunks: list[Chunk]
+
+    @property
+    def body(self) -> bytes:
+        """The whole body."""
+        return b"".join(chunk.body for chunk in self.chunks)
+
+    def json(self) -> Any:
+        """Return the body, decoded."""
+        return msgspec.json.decode(self.body)
+
+
+class Disconnected(ConnectionError):
+    """The response was not complete when the client left, or the application ended."""
+
+
+class Client:
+    """Sends requests to an application; as many at a time as there are tasks.
+
+    Args:
+        app: The application; whoever needs its lifespan runs it.
+        headers: Sent with every request.
+    """
+
+    def __init__(self, app: ASGIApp, *, headers: Headers = ()) -> None:
+        self._app = app
+        self._headers = list(headers)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        body: bytes = b"",
+        headers: Headers = (),
+    ) -> Response:
+        """Send a request and return the response when it is complete.
+
+        Raises:
+            Exception: Whatever the application raised.
+        """
+        async with self.open(method, path, json=json, body=body, headers=headers) as call:
+            return await call.response()
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        body: bytes = b"",
+        pieces: AsyncIterator[bytes] | None = None,
+        unread_max: int | None = None,
+        headers: Headers = (),
+    ) -> Call:
+        """Return a request for `async with`, to be read piece by piece, and left at any moment.
+
+        Args:
+            method: `GET` and so on.
+            path: With the query, if any.
+            json: What to send, encoded; else `body` is sent as it is.
+            body: What to send.
+            pieces: A body that comes in pieces, as slowly as this iterator yields them.
+            unread_max: So many pieces of the response that were not read hold the application up; None reads eagerly.
+            headers: Sent after those of the client.
+        """
+        lines = [*self._headers, *headers]
+        if json is not None:
+            body = msgspec.json.encode(json)
+            lines.append(("content-type", "application/json"))
+        if pieces is None:
+            lines.append(("content-length", str(len(body))))
+        else:
+            lines.append(("transfer-encoding", "chunked"))
+        scope = _scope(method, path, lines)
+        return Call(self._app, scope, body=body, pieces=pieces, unread_max=unread_max)
+
+
+def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, Any]:
+    path, _, query = path.partition("?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
+        "client": ("192.0.2.1", 1),
+        "server": ("vsched", 80),
+    }
+
+
+class Call:
+    """One request, from its first byte to the end of the application's work on it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: dict[str, Any],
+        *,
+        body: bytes,
+        pieces: AsyncIterator[bytes] | None,
+        unread_max: int | None,
+    ) -> None:
+        self._app = app
+        self._scope = scope
+        self._upload = deque([body] if pieces is None else [])
+        self._uploaded = pieces is None
+        self._pieces = pieces
+        self._pump: asyncio.Task[None] | None = None
+        self._unread_max = unread_max
+        self._status: int | None = None
+        self._headers: dict[str, str] = {}
+        self._chunks: list[Chunk] = []
+        self._read = 0
+        self._complete = False
+        self._disconnected = False
+        self._changed: list[asyncio.Future[None]] = []
+        self._work: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
+        self._loop = loop
+        self._work = loop.create_task(self._run())
+        if self._pieces is not None:
+            self._pump = loop.create_task(self._send_pieces(self._pieces))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave, if the response is not complete, and wait until the application is done with it."""
+        del kind, trace
+        assert self._work is not None
+        if not self._complete:
+            self.disconnect()
+        await asyncio.wait([self._work])
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+        if error is None:
+            self._work.result()
+
+    async def started(self) -> int:
+        """Return the status, when the response has begun.
+
+        Raises:
+            Disconnected: When that never came.
+        """
+        await self._until(lambda: self._status is not None)
+        assert self._status is not None
+        return self._status
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """Yield the pieces of the body as they come.
+
+        Raises:
+            Disconnected: When the end never came.
+        """
+        while True:
+            await self._until(lambda: self._complete or self._read < len(self._chunks))
+            if self._read == len(self._chunks):
+                return
+            self._read += 1
+            self._notify()
+            yield self._chunks[self._read - 1]
+
+    async def events(self) -> AsyncIterator[ServerEvent]:
+        """Yield the server-sent events as they come; `[DONE]` is one.
+
+        Raises:
+            Disconnected: When the end never came.
+        """
+        rest = b""
+        async for chunk in self.chunks():
+            *complete, rest = (rest + chunk.body).split(b"\n\n")
+            for event in complete:
+                lines = event.decode().split("\n")
+                data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
+                if data:
+                    yield ServerEvent(chunk.at_ns, "\n".join(data))
+
+    async def response(self) -> Response:
+        """Return the response when it is complete.
+
+        Raises:
+            Disconnected: When the end never came.
+        """
+        async for _ in self.chunks():
+            pass
+        return Response(await self.started(), self._headers, self._chunks)
+
+    def disconnect(self) -> None:
+        """Go away now; whoever reads the response hears `Disconnected`."""
+        self._disconnected = True
+        self._notify()
+
+    @property
+    def over(self) -> bool:
+        """Whether the application is done with this request."""
+        return self._work is not None and self._work.done()
+
+    # --- the application's side ---
+
+    async def _run(self) -> None:
+        try:
+            await self._app(self._scope, self._receive, self._send)
+        finally:
+            self._loop.call_soon(self._notify)
+
+    async def _receive(self) -> Message:
+        await self._wait(lambda: bool(self._upload) or self._disconnected or self._complete)
+        if self._upload and not self._disconnected:
+            piece = self._upload.popleft()
+            more = bool(self._upload) or not self._uploaded
+            return {"type": "http.request", "body": piece, "more_body": more}
+        return {"type": "http.disconnect"}
+
+    async def _send_pieces(self, pieces: AsyncIterator[bytes]) -> None:
+        async for piece in pieces:
+            self._upload.append(piece)
+            self._notify()
+        self._upload.append(b"")
+        self._uploaded = True
+        self._notify()
+
+    async def _send(self, message: Message) -> None:
+        if self._disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = {
+                name.decode(): value.decode() for name, value in message.get("headers", ())
+            }
+        else:
+            body = message.get("body", b"")
+            if body:
+                self._chunks.append(Chunk(self._loop.now_ns(), bytes(body)))
+            self._complete = not message.get("more_body", False)
+        self._notify()
+        if self._unread_max is not None:
+            room = self._unread_max
+            await self._wait(
+                lambda: self._disconnected or len(self._chunks) - self._read < max(1, room)
+            )
+
+    # --- waiting ---
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something of the response that may never come."""
+        await self._wait(lambda: holds() or self._disconnected or self.over)
+        if holds():
+            return
+        if self._work is not None and self.over and not self._work.cancelled():
+            self._work.result()
+        raise Disconnected(
+            "the client left"
+            if self._disconnected
+            else "the application ended before its response was complete"
+        )
+
+    async def _wait(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            change = self._loop.create_future()
+            self._changed.append(change)
+            await change
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, []
+        for change in changed:
+            if not change.done():
+                change.set_result(None)

@@ -1,0 +1,265 @@
+"""Links in memory between leaders and ranks, with all that a network can do to a frame.
+
+The ends look like those of `vsched.transport.zmq_link`, with two differences: a simulated rank cannot block, so it asks
+for a frame without waiting, or waits as a task; and a queue that is full refuses a frame at both ends.
+
+Without faults a link is what ZeroMQ is: every frame once, in order. Each direction of each link draws from a generator
+of its own, and the same number of times for every frame. So one fault more leaves the fate of all other frames as it
+was, and a plan can be shortened fault by fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vsched.sim.faults.injection import Injector
+from vsched.sim.faults.plan import Direction
+from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.network.channel import Channel, LinkProfile, LinkStatistics, Party
+from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+
+
+class NetworkStatistics(msgspec.Struct, frozen=True):
+    """Counts of each direction of each link that ever was, by name."""
+
+    links: dict[str, LinkStatistics]
+
+    @property
+    def total(self) -> LinkStatistics:
+        """The sum of all."""
+        names = LinkStatistics.__struct_fields__
+        return LinkStatistics(
+            **{name: sum(getattr(one, name) for one in self.links.values()) for name in names}
+        )
+
+
+class Network:
+    """All links of a simulation.
+
+    Args:
+        loop: Whose clock the links run on.
+        rng: Seeds the links; asked once.
+        faults: What strikes frames: `MessageFault`, `Partition`, `MissedDecision`, `LostHeartbeat`, `LateHeartbeat`.
+        profile: What links are like where no fault strikes.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        faults: Injector,
+        *,
+        profile: LinkProfile = LinkProfile(),  # noqa: B008 - it is immutable
+    ) -> None:
+        self._loop = loop
+        self._seed = rng.getrandbits(64)
+        self._faults = faults
+        self._profile = profile
+        self._leaders: dict[str, LeaderEnd] = {}
+        self._ranks: dict[tuple[str, bytes], RankEnd] = {}
+        self._channels: dict[str, Channel] = {}
+
+    def listen(self, address: str, on_frame: OnFrame, *, group: str | None = None) -> LeaderEnd:
+        """Return a leader's end, to which ranks can connect.
+
+        `group` is whom faults name; by default the last part of the address, without a number of the start after it.
+        """
+        assert address not in self._leaders, f"{address} has a leader"
+        leader = self._leaders[address] = LeaderEnd(self, address, on_frame, group)
+        return leader
+
+    def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
+        """Return a rank's end, or that of its pulse; nothing is delivered while nobody listens."""
+        identity = pulse_identity(rank) if pulse else rank_identity(rank)
+        assert (address, identity) not in self._ranks, f"{identity!r} is connected to {address}"
+        leader = self._leaders.get(address)
+        party = Party(leader.group if leader else group_of(address), rank, pulse=pulse)
+        end = RankEnd(self, address, identity, party)
+        self._ranks[address, identity] = end
+        return end
+
+    def open_channel(
+        self,
+        end: RankEnd,
+        direction: Direction,
+        deliver: Callable[[bytes], bool],
+        unread: Callable[[], int],
+    ) -> Channel:
+        """Return one direction of a new link."""
+        place = end.address.rpartition("/")[2]
+        name = f"{place} {end.identity.decode()} {direction}"
+        generator = random.Random(f"{self._seed} {name}")  # noqa: S311
+        channel = Channel(
+            self._loop,
+            generator,
+            self._faults,
+            profile=self._profile,
+            party=end.party,
+            direction=direction,
+            deliver=deliver,
+            unread=unread,
+        )
+        while name in self._channels:  # of an earlier process at the same address
+            name += "'"
+        self._channels[name] = channel
+        return channel
+
+    def leader_at(self, address: str) -> LeaderEnd | None:
+        """Return who listens at an address."""
+        return self._leaders.get(address)
+
+    def rank_at(self, address: str, identity: bytes) -> RankEnd | None:
+        """Return who is connected to an address under this identity."""
+        return self._ranks.get((address, identity))
+
+    def forget_leader(self, address: str) -> None:
+        """Nobody listens at this address any more."""
+        self._leaders.pop(address, None)
+
+    def forget_rank(self, address: str, identity: bytes) -> None:
+        """Nobody is connected under this identity any more."""
+        self._ranks.pop((address, identity), None)
+
+    def statistics(self) -> NetworkStatistics:
+        """Return what the links have done so far."""
+        return NetworkStatistics({name: one.statistics() for name, one in self._channels.items()})
+
+
+class LeaderEnd:
+    """The leader's end of the links of one group; used like `zmq_link.LeaderLink`."""
+
+    def __init__(
+        self, network: Network, address: str, on_frame: OnFrame, group: str | None
+    ) -> None:
+        self.address = address
+        self.group = group or group_of(address)
+        self._network = network
+        self._on_frame = on_frame
+        self._closed = False
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Send a frame to a rank; return False when it is gone, or its queue is full."""
+        end = self._network.rank_at(self.address, rank_identity(rank))
+        return not self._closed and end is not None and end.to_rank.send(frame)
+
+    def read(self) -> None:
+        """Do nothing: what has arrived was heard when it did."""
+
+    def take(self, identity: bytes, frame: bytes) -> bool:
+        """Hear a frame that has arrived; return whether anybody listened."""
+        if not self._closed:
+            self._on_frame(identity, frame)
+        return not self._closed
+
+    def close(self) -> None:
+        """Stop listening."""
+        if not self._closed:
+            self._closed = True
+            self._network.forget_leader(self.address)
+
+
+class RankEnd:
+    """A rank's end of a link; used like `zmq_link.RankLink`, but that nothing blocks.
+
+    Attributes:
+        on_readable: Called when a frame has arrived, for ranks that are no tasks.
+    """
+
+    def __init__(self, network: Network, address: str, identity: bytes, party: Party) -> None:
+        self.address = address
+        self.identity = identity
+        self.party = party
+        self.on_readable: Callable[[], None] | None = None
+        self.waiting: list[asyncio.Future[None]] = []
+        self._network = network
+        self._inbox: deque[bytes] = deque()
+        self._closed = False
+        self.to_rank = network.open_channel(self, "to_rank", self._take, lambda: len(self._inbox))
+        self._to_leader = network.open_channel(self, "to_leader", self._report, lambda: 0)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a report; return False when the queue is full."""
+        assert not self._closed, "a closed link sends nothing"
+        return self._to_leader.send(frame)
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        """Return the next frame that has arrived; None at once when there is none, whatever the timeout."""
+        del timeout_s
+        return self._inbox.popleft() if self._inbox else None
+
+    async def next_frame(self, timeout_s: float | None = None) -> bytes | None:
+        """Return the next frame; None when none comes in time, or the link is closed.
+
+        Blocks: up to the timeout.
+        """
+        await wait_readable([self], timeout_s)
+        return self.receive()
+
+    @property
+    def readable(self) -> bool:
+        """Whether a frame has arrived that was not received."""
+        return bool(self._inbox)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the rank is gone."""
+        return self._closed
+
+    def close(self) -> None:
+        """Go away: what is under way to the leader still arrives, as from a process that has ended."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.clear()
+            self._network.forget_rank(self.address, self.identity)
+            self._wake()
+
+    def _take(self, frame: bytes) -> bool:
+        if self._closed:
+            return False
+        self._inbox.append(frame)
+        self._wake()
+        if self.on_readable is not None:
+            self.on_readable()
+        return True
+
+    def _report(self, frame: bytes) -> bool:
+        leader = self._network.leader_at(self.address)
+        return leader is not None and leader.take(self.identity, frame)
+
+    def _wake(self) -> None:
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+async def wait_readable(ends: Sequence[RankEnd], timeout_s: float | None) -> bool:
+    """Wait until an end has a frame or is closed; return whether one has a frame.
+
+    Blocks: up to the timeout.
+    """
+    if not any(end.readable or end.closed for end in ends):
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for end in ends:
+            end.waiting.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            return any(end.readable for end in ends)
+        finally:
+            for end in ends:
+                end.waiting.remove(waiter)
+    return any(end.readable for end in ends)
+
+
+def group_of(address: str) -> str:
+    """Return the group that an address is named after: `generate-1` of `ipc:///run/generate-1-4`, its fourth start."""
+    place = address.rpartition("/")[2]
+    named = re.fullmatch(r"([a-z]+-\d+)-\d+", place)
+    return named[1] if named else place

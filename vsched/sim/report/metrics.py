@@ -1,0 +1,333 @@
+"""What a simulation measures, in memory that does not grow with the number of requests.
+
+Times go into sketches: counts of buckets whose width is under 0.8 % of their value. Gauges and rates are sampled at an
+interval that doubles whenever there are too many samples, so that a minute and a week take the same room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from vsched.kernel.commands import Finish
+from vsched.sim.workload.requests import Arrival
+from vsched.types import FinishReason
+
+SUB_BITS = 7
+"""A power of two is divided into so many bits of buckets."""
+SAMPLES_MAX = 1024
+SAMPLE_NS = 50_000_000
+"""The first interval between samples."""
+CDF_POINTS = 200
+MS = 1e-6
+
+
+class Sketch:
+    """Counts of whole numbers of at least 0, known to 0.4 %."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.counts = [0] * ((64 - SUB_BITS) << SUB_BITS)
+
+    def add(self, value: int, weight: int = 1) -> None:
+        """Count a value so many times."""
+        shift = value.bit_length() - SUB_BITS - 1
+        self.counts[(shift << SUB_BITS) + (value >> shift) if shift > 0 else value] += weight
+        self.total += value * weight
+
+    @property
+    def count(self) -> int:
+        """Values that were counted."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """The mean, exactly; 0 where there is nothing."""
+        return self.total / max(self.count, 1)
+
+    def quantile(self, share: float) -> float:
+        """Return the value that so large a share of all do not exceed; 0 where there is nothing."""
+        wanted, seen = share * self.count, 0
+        for index, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low, high = _bounds(index)
+                return low + (high - low) * max(wanted - seen, 0) / count
+            seen += count
+        return 0.0
+
+    def cdf(self, points: int = CDF_POINTS) -> list[tuple[float, float]]:
+        """Return points (value, share of all that do not exceed it), the shares about evenly apart."""
+        found: list[tuple[float, float]] = []
+        last, every = 0.0, self.count
+        for index, seen in enumerate(accumulate(self.counts)):
+            share = seen / max(every, 1)
+            if self.counts[index] and (share - last >= 1 / points or seen == every):
+                last = share
+                found.append((_bounds(index)[1], share))
+        return found
+
+
+def _bounds(index: int) -> tuple[int, int]:
+    """Return the least value of a bucket and that of the next."""
+    shift = max((index >> SUB_BITS) - 1, 0)
+    low = (index - (shift << SUB_BITS)) << shift
+    return low, low + (1 << shift)
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How a time is distributed, in milliseconds."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+
+def spread_of(sketch: Sketch) -> Spread:
+    """Return the figures of a sketch of nanoseconds."""
+    p50, p95, p99 = (sketch.quantile(share) * MS for share in (0.5, 0.95, 0.99))
+    return Spread(mean=sketch.mean * MS, p50=p50, p95=p95, p99=p99)
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """What a good answer is: both times at most so long. A request's own target for the first token comes first."""
+
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one simulation.
+
+    Attributes:
+        span_s: From the first arrival to the end of the last request, simulated.
+        ttft_ms: From sending a request to its first token, preparation of images included.
+        itl_ms: Between two tokens of one request, over all tokens.
+        tpot_ms: From first to last token, divided by the tokens after the first; one value a request.
+        queue_ms: From submission to the scheduler to the first step that a request is in.
+        goodput: Requests a second that met the targets.
+        good_share: Share of all requests that met the targets; what was refused did not.
+        prefix_hits: Share of prompt tokens that came from the prefix cache.
+        embedding_hits: Share of embeddings asked for that were there, or on their way.
+        failed: Requests that were refused or ended in an error, by code.
+        encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
+    """
+
+    requests: int
+    finished: int
+    failed: dict[str, int]
+    span_s: float
+    requests_s: float
+    output_tokens_s: float
+    prompt_tokens_s: float
+    ttft_ms: Spread
+    itl_ms: Spread
+    tpot_ms: Spread
+    e2e_ms: Spread
+    queue_ms: Spread
+    goodput: float
+    good_share: float
+    prefix_hits: float
+    embedding_hits: float
+    images: int
+    images_encoded: int
+    preemptions: int
+    encode_steps: int
+    generate_steps: int
+    encode_busy: float
+    generate_busy: float
+    policy_faults: dict[str, int]
+
+
+class Live:
+    """A request that has not ended.
+
+    Attributes:
+        sent_ns: When its client sent it.
+        total: Its tokens once it has ended: prompt and answer.
+        target_ns: Its own target for the first token, from sending it; None where the simulation's counts.
+        last_token_ns: When the last token of an earlier life came; 0 in its first life.
+    """
+
+    __slots__ = (
+        "arrival",
+        "last_token_ns",
+        "pixels",
+        "prompt_tokens",
+        "sent_ns",
+        "target_ns",
+        "total",
+    )
+
+    def __init__(
+        self, arrival: Arrival, *, sent_ns: int, prompt_tokens: int, pixels: Mapping[str, int]
+    ) -> None:
+        self.arrival = arrival
+        self.sent_ns = sent_ns
+        self.prompt_tokens = prompt_tokens
+        self.total = prompt_tokens + arrival.output_tokens
+        self.pixels = pixels
+        self.last_token_ns = 0
+        target_ms = arrival.ttft_target_ms
+        self.target_ns = None if target_ms is None else target_ms * 1_000_000
+
+
+class Collector:
+    """Takes what happens and forgets whom it happened to."""
+
+    def __init__(self, targets: Targets) -> None:
+        self.ttft, self.itl, self.tpot = Sketch(), Sketch(), Sketch()
+        self.e2e, self.queue = Sketch(), Sketch()
+        self.requests = self.finished = self.good = 0
+        self.output_tokens = self.prompt_tokens = self.cached_tokens = 0
+        self.images = self.preemptions = 0
+        self.failed: dict[str, int] = {}
+        self.first_ns: int | None = None
+        self.last_ns = 0
+        self._ttft_ns = int(targets.ttft_ms * 1e6)
+        self._tpot_ns = int(targets.tpot_ms * 1e6)
+
+    def arrived(self, now_ns: int) -> None:
+        """A client sent a request."""
+        self.requests += 1
+        if self.first_ns is None:
+            self.first_ns = now_ns
+
+    def fail(self, code: str) -> None:
+        """A request was refused, or ended in an error."""
+        self.failed[code] = self.failed.get(code, 0) + 1
+
+    def end(self, live: Live, finish: Finish, now_ns: int) -> None:
+        """A request ended."""
+        times, outputs = finish.times, live.arrival.output_tokens
+        self.last_ns = now_ns
+        self.preemptions += times.preemptions
+        if finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            self.fail(finish.code or finish.reason.value)
+            return
+        self.finished += 1
+        self.prompt_tokens += live.prompt_tokens
+        self.output_tokens += outputs
+        self.cached_tokens += times.cached_tokens
+        self.images += len(live.arrival.images)
+        ttft_ns = times.first_token_ns - live.sent_ns
+        self.ttft.add(ttft_ns)
+        self.e2e.add(now_ns - live.sent_ns)
+        self.queue.add(times.admitted_ns - times.submitted_ns)
+        tpot_ns = 0
+        if outputs > 1:
+            tpot_ns = (now_ns - times.first_token_ns) // (outputs - 1)
+            self.tpot.add(tpot_ns)
+        target_ns = self._ttft_ns if live.target_ns is None else live.target_ns
+        self.good += ttft_ns <= target_ns and tpot_ns <= self._tpot_ns
+
+
+GAUGES = ("waiting", "running", "items_waiting", "kv_held", "pages_used")
+"""What is sampled: requests, items, and shares of the KV cache and of the embedding pages."""
+SUMS = (
+    "steps",
+    "decode_tokens",
+    "prefill_tokens",
+    "encode_steps",
+    "encode_items",
+    "encode_tokens",
+    "encode_busy_ns",
+    "generate_busy_ns",
+)
+"""What is counted between samples."""
+
+
+class Series(msgspec.Struct, kw_only=True):
+    """Gauges and sums over time; sample k lies at `(k + 1) * interval_s`, and sums are those since the one before."""
+
+    interval_s: float
+    gauges: dict[str, list[float]]
+    sums: dict[str, list[int]]
+
+
+class Sampler:
+    """Keeps at most `SAMPLES_MAX` samples: when there are more, neighbours become one."""
+
+    def __init__(self, start_ns: int) -> None:
+        self.interval_ns = SAMPLE_NS
+        self.due_ns = start_ns + SAMPLE_NS
+        self._gauges: list[list[float]] = [[] for _ in GAUGES]
+        self._sums: list[list[int]] = [[] for _ in SUMS]
+        self._before = [0] * len(SUMS)
+
+    def take(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
+        """Take all samples that are due: nothing has changed since the event before."""
+        while self.due_ns <= now_ns:
+            for column, value in zip(self._gauges, gauges, strict=True):
+                column.append(value)
+            for sums, total, before in zip(self._sums, totals, self._before, strict=True):
+                sums.append(total - before)
+            self._before = list(totals)
+            if len(self._sums[0]) >= SAMPLES_MAX:
+                self._halve()
+            self.due_ns += self.interval_ns
+
+    def _halve(self) -> None:
+        self.interval_ns *= 2
+        self._gauges = [
+            [(one + other) / 2 for one, other in zip(column[::2], column[1::2], strict=True)]
+            for column in self._gauges
+        ]
+        self._sums = [
+            [one + other for one, other in zip(column[::2], column[1::2], strict=True)]
+            for column in self._sums
+        ]
+
+    def series(self) -> Series:
+        """Return what was sampled."""
+        return Series(
+            interval_s=self.interval_ns / 1e9,
+            gauges=dict(zip(GAUGES, self._gauges, strict=True)),
+            sums=dict(zip(SUMS, self._sums, strict=True)),
+        )
+
+
+def figures_of(
+    collector: Collector,
+    totals: Sequence[int],
+    *,
+    groups: tuple[int, int],
+    kernel: Mapping[str, Any],
+) -> Figures:
+    """Return the figures.
+
+    `totals` are those of `SUMS`, `groups` how many encode and generate groups there are, `kernel` its statistics.
+    """
+    hits, misses = kernel["encode"]["cache_hits"], kernel["encode"]["cache_misses"]
+    of = dict(zip(SUMS, totals, strict=True))
+    span_ns = max(collector.last_ns - (collector.first_ns or 0), 1)
+    span_s = span_ns / 1e9
+    return Figures(
+        requests=collector.requests,
+        finished=collector.finished,
+        failed=dict(sorted(collector.failed.items())),
+        span_s=span_s,
+        requests_s=collector.finished / span_s,
+        output_tokens_s=collector.output_tokens / span_s,
+        prompt_tokens_s=collector.prompt_tokens / span_s,
+        ttft_ms=spread_of(collector.ttft),
+        itl_ms=spread_of(collector.itl),
+        tpot_ms=spread_of(collector.tpot),
+        e2e_ms=spread_of(collector.e2e),
+        queue_ms=spread_of(collector.queue),
+        goodput=collector.good / span_s,
+        good_share=collector.good / max(collector.requests, 1),
+        prefix_hits=collector.cached_tokens / max(collector.prompt_tokens, 1),
+        embedding_hits=hits / max(hits + misses, 1),
+        images=collector.images,
+        images_encoded=of["encode_items"],
+        preemptions=collector.preemptions,
+        encode_steps=of["encode_steps"],
+        generate_steps=of["steps"],
+        encode_busy=of["encode_busy_ns"] / span_ns / groups[0],
+        generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
+        policy_faults=dict(kernel["policy_faults"]),
+    )

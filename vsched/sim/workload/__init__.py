@@ -1,0 +1,1 @@
+"""Workloads: requests made from a seed, or read from recorded traces."""

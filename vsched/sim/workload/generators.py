@@ -1,0 +1,261 @@
+"""Workloads made to order from a seed: arrivals of several kinds, and shapes that are hard on one policy or another.
+
+Every generator is a function of its arguments alone: the same seed gives the same workload in every process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from random import Random
+from typing import Protocol
+
+from vsched.errors import ConfigError
+from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text, Workload
+
+SECOND_NS = 1_000_000_000
+Gaps = Callable[[Random], float]
+"""Draws the seconds between two arrivals."""
+OWN_TEXTS = 1 << 41
+"""Numbers of texts that occur once begin here."""
+
+
+def poisson(rate: float) -> Gaps:
+    """Return gaps of arrivals that know nothing of each other, `rate` a second."""
+    return lambda rng: rng.expovariate(rate)
+
+
+def gamma(rate: float, *, cv: float = 2.0) -> Gaps:
+    """Return gaps with a coefficient of variation: above 1, arrivals come in bursts; below, evenly."""
+    shape = 1 / cv**2
+    return lambda rng: rng.gammavariate(shape, 1 / (rate * shape))
+
+
+def weibull(rate: float, *, shape: float = 0.6) -> Gaps:
+    """Return gaps with a long tail for a `shape` below 1: quiet times between bursts."""
+    scale = 1 / (rate * math.gamma(1 + 1 / shape))
+    return lambda rng: rng.weibullvariate(scale, shape)
+
+
+def _lengths(rng: Random, mean: float, *, spread: float = 0.8, least: int = 1) -> int:
+    """Draw a length, most below the mean and a few far above, as lengths of texts are."""
+    return max(round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)), least)
+
+
+def _times(gaps: Gaps, rng: Random, requests: int) -> Iterator[int]:
+    at_s = 0.0
+    for _ in range(requests):
+        at_s += gaps(rng)
+        yield int(at_s * SECOND_NS)
+
+
+Prompt = Callable[[Random, int], tuple[Part, ...]]
+"""Makes the prompt of the request of a number."""
+
+
+def independent(
+    name: str,
+    *,
+    seed: int,
+    requests: int,
+    gaps: Gaps,
+    prompt: Prompt,
+    output_tokens: float = 200,
+) -> Workload:
+    """Return a workload of requests that belong to no conversation."""
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(f"{name} {seed}")  # noqa: S311 - a seeded workload
+        times = Random(f"{name} times {seed}")  # noqa: S311 - a seeded workload
+        for number, at_ns in enumerate(_times(gaps, times, requests)):
+            yield Arrival(
+                at_ns=at_ns,
+                request_id=f"r{number}",
+                prompt=prompt(rng, number),
+                output_tokens=_lengths(rng, output_tokens),
+            )
+
+    return Workload(name, arrivals, requests)
+
+
+def _text(number: int, tokens: int) -> Text:
+    return Text(OWN_TEXTS + number, tokens)
+
+
+def _mixed_prompt(rng: Random, number: int) -> tuple[Part, ...]:
+    """Make a prompt of images (none, one, mostly few) and a text of its own."""
+    count = rng.choice((0, 1, 1, 1, 1, 2, 2, 4))
+    images = [Image(f"r{number}/{index}", rng.randint(64, 1280)) for index in range(count)]
+    return (*images, _text(number, _lengths(rng, 300)))
+
+
+def mixed(kind: str, *, seed: int, requests: int, rate: float) -> Workload:
+    """Return requests with no, one or few images each; `kind` is that of the arrivals."""
+    gaps = {"poisson": poisson, "gamma": gamma, "weibull": weibull}[kind](rate)
+    return independent(kind, seed=seed, requests=requests, gaps=gaps, prompt=_mixed_prompt)
+
+
+def thin_images(*, seed: int, requests: int, rate: float) -> Workload:
+    """Return requests with many small images: the encoder's cost is in their number, not their size."""
+
+    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+        count = rng.randint(8, 32)
+        images = [Image(f"r{number}/{index}", rng.randint(4, 32)) for index in range(count)]
+        return (_text(number, _lengths(rng, 100)), *images)
+
+    return independent(
+        "thin-images", seed=seed, requests=requests, gaps=poisson(rate), prompt=prompt
+    )
+
+
+def shared_prefixes(
+    *, seed: int, requests: int, rate: float, prefixes: int = 16, images: int = 64
+) -> Workload:
+    """Return requests that begin with one of a few instructions, and show one of a few images: some much used."""
+
+    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+        # A Pareto draw: the first is in about a third of the requests.
+        prefix = min(int(rng.paretovariate(0.6)), prefixes)
+        image = min(int(rng.paretovariate(0.6)), images)
+        return (
+            Text(prefix, 200 + 100 * (prefix % 12)),
+            Image(f"shared/{image}", 128 + 64 * (image % 16)),
+            _text(number, _lengths(rng, 100)),
+        )
+
+    return independent(
+        "shared-prefixes", seed=seed, requests=requests, gaps=poisson(rate), prompt=prompt
+    )
+
+
+def bursts(
+    *, seed: int, requests: int, rate: float, size: int = 12, image_tokens: int = 16384
+) -> Workload:
+    """Return texts with a short answer, and now and then `size` requests at once with the largest image there is.
+
+    Half of the requests are in bursts. An image of more tokens than the server allows is scaled down to its limit.
+    """
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(f"bursts {seed}")  # noqa: S311 - a seeded workload
+        gap, at_s, number = poisson(rate / 2), 0.0, 0
+        burst_s = 2 * size / rate
+        next_burst_s = burst_s
+        while number < requests:
+            at_s += gap(rng)
+            while at_s >= next_burst_s:
+                for _ in range(size):
+                    image = Image(f"r{number}/0", image_tokens)
+                    prompt = (image, _text(number, _lengths(rng, 50)))
+                    yield _burst_arrival(next_burst_s, number, prompt, _lengths(rng, 100))
+                    number += 1
+                    if number == requests:
+                        return
+                next_burst_s += burst_s
+            prompt_text = (_text(number, _lengths(rng, 200)),)
+            yield _burst_arrival(at_s, number, prompt_text, _lengths(rng, 200))
+            number += 1
+
+    return Workload("bursts", arrivals, requests)
+
+
+def _burst_arrival(at_s: float, number: int, prompt: tuple[Part, ...], outputs: int) -> Arrival:
+    return Arrival(
+        at_ns=int(at_s * SECOND_NS),
+        request_id=f"r{number}",
+        prompt=prompt,
+        output_tokens=outputs,
+    )
+
+
+def conversations(
+    *,
+    seed: int,
+    requests: int,
+    rate: float,
+    turns: int = 6,
+    image_tokens: int = 576,
+    think_s: float = 20.0,
+) -> Workload:
+    """Return conversations that show an image with each turn: turn k holds k images and all that was said.
+
+    `rate` is that of requests. A turn comes `think_s` after the answer to the one before, more or less.
+    """
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(f"conversations {seed}")  # noqa: S311 - a seeded workload
+        gap = poisson(rate / turns)
+        waiting: list[tuple[int, int, Iterator[Arrival], Arrival]] = []
+        at_s, number, yielded = gap(rng), 0, 0
+        while yielded < requests:
+            # Conversations open as time passes; of all that are open, the earliest turn is next.
+            while not waiting or waiting[0][0] >= int(at_s * SECOND_NS):
+                turns_of_it = _turns(rng.randrange(1 << 62), number, int(at_s * SECOND_NS))
+                first = next(turns_of_it)
+                heappush(waiting, (first.at_ns, number, turns_of_it, first))
+                number += 1
+                at_s += gap(rng)
+            _, one, rest, arrival = heappop(waiting)
+            yield arrival
+            yielded += 1
+            following = next(rest, None)
+            if following is not None:
+                heappush(waiting, (following.at_ns, one, rest, following))
+
+    def _turns(own_seed: int, number: int, at_ns: int) -> Iterator[Arrival]:
+        rng = Random(own_seed)  # noqa: S311 - a seeded workload
+        said: tuple[Part, ...] = (Text(0, 60),)  # the system's instructions, the same for all
+        for turn in range(turns):
+            text = _text((number << 8) + turn, _lengths(rng, 40))
+            said = (*said, Image(f"c{number}/{turn}", image_tokens), text)
+            outputs = _lengths(rng, 120)
+            think_ns = int(rng.uniform(0.5, 1.5) * think_s * SECOND_NS) if turn else 0
+            at_ns += think_ns
+            yield Arrival(
+                at_ns=at_ns,
+                request_id=f"c{number}-{turn}",
+                prompt=said,
+                output_tokens=outputs,
+                conversation=f"c{number}",
+                think_ns=think_ns,
+            )
+            said = (*said, Reply(outputs))
+
+    return Workload("conversations", arrivals, requests)
+
+
+class Generator(Protocol):
+    """Makes a workload of so many requests, `rate` a second."""
+
+    def __call__(self, *, seed: int, requests: int, rate: float) -> Workload: ...
+
+
+def _mixed(kind: str) -> Generator:
+    def generate(*, seed: int, requests: int, rate: float) -> Workload:
+        return mixed(kind, seed=seed, requests=requests, rate=rate)
+
+    return generate
+
+
+GENERATORS: dict[str, Generator] = {
+    "poisson": _mixed("poisson"),
+    "gamma": _mixed("gamma"),
+    "weibull": _mixed("weibull"),
+    "conversations": conversations,
+    "bursts": bursts,
+    "thin-images": thin_images,
+    "shared-prefixes": shared_prefixes,
+}
+"""The generators by the names that `vsched simulate --workload` knows."""
+
+
+def generate_workload(name: str, *, seed: int, requests: int, rate: float) -> Workload:
+    """Return a generated workload by its name.
+
+    Raises:
+        ConfigError: When there is no such generator.
+    """
+    if name not in GENERATORS:
+        raise ConfigError(f"--workload {name}: unknown. Known: {', '.join(GENERATORS)}")
+    return GENERATORS[name](seed=seed, requests=requests, rate=rate)

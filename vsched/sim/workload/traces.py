@@ -1,0 +1,287 @@
+"""Traces: recorded or sampled workloads, in the formats that they are published in.
+
+The format is seen from the first line. A file is read once when it is loaded, to check every row, and again whenever
+the workload is gone through, so that a trace of any length needs no memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from vsched.errors import VschedError
+from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload
+
+MOONCAKE_BLOCK = 512
+"""Tokens of a block that a hash of the Mooncake traces stands for."""
+AZURE_IMAGE_TOKENS = 765
+"""Tokens of an image where a trace gives their number only: those of 1024 x 1024 pixels in the service recorded."""
+SHIFT = 1 << 40
+"""Numbers of texts that occur once begin here, so that they differ from those of shared blocks."""
+
+
+class TraceError(VschedError):
+    """A trace that cannot be read; the message starts with the path and the line."""
+
+
+class Row(NamedTuple):
+    """A row of a trace: its number among the requests, when it arrived, and its fields."""
+
+    number: int
+    fields: Mapping[str, str]
+
+    def count(self, name: str) -> int:
+        """Return a field that is a count of tokens."""
+        text = (self.fields.get(name) or "").strip()
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, not a number") from None
+        if value < 0 or value != int(value):
+            raise ValueError(f"{name} is {text}, not a count")
+        return int(value)
+
+    def seconds(self, name: str) -> float:
+        """Return a field that is a time in seconds."""
+        text = (self.fields.get(name) or "").strip()
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, not a time in seconds") from None
+        if not 0 <= value < 1e9:
+            raise ValueError(f"{name} is {text}, not a time in seconds")
+        return value
+
+
+class _Rows(NamedTuple):
+    """Lines of a file with what they mean: an arrival, or None for a row that is no request."""
+
+    at_s: float
+    prompt: tuple[Part, ...]
+    output_tokens: int
+
+
+def load_trace(path: Path | str) -> Workload:
+    """Return the workload of a trace; `.gz` files are read as they are.
+
+    Raises:
+        TraceError: When it cannot be read, its format is not known, or a row is wrong; with the line and what is wrong.
+    """
+    path = Path(path)
+    parse = _format_of(path)
+    requests = skipped = 0
+    first_ns = 0
+    for arrival in parse(path):
+        if arrival is None:
+            skipped += 1
+            continue
+        first_ns = first_ns if requests else arrival.at_ns
+        requests += 1
+    if not requests:
+        raise TraceError(f"{path}: no requests")
+
+    def arrivals() -> Iterator[Arrival]:
+        for arrival in parse(path):
+            if arrival is not None:
+                yield msgspec.structs.replace(arrival, at_ns=arrival.at_ns - first_ns)
+
+    notes = (f"{skipped} rows without output tokens were left out",) if skipped else ()
+    return Workload(path.name.partition(".")[0], arrivals, requests, notes)
+
+
+Parse = Callable[[Path], Iterator[Arrival | None]]
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        if path.suffix == ".gz":
+            return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+        return path.open(encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _format_of(path: Path) -> Parse:
+    with _open(path) as file:
+        try:
+            first = file.readline().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}:1: not a text: {error}") from error
+    if first.startswith("{"):
+        return _parse_mooncake if '"hash_ids"' in first else _parse_own
+    columns = {name.strip() for name in first.split(",")}
+    for wanted, read in CSV_FORMATS.items():
+        if columns >= set(wanted):
+            return lambda path: _parse_csv(path, read)
+    known = "; ".join(",".join(wanted) for wanted in CSV_FORMATS)
+    raise TraceError(
+        f"{path}:1: this header is of no known format: {first[:120]!r}. Known: {known}; JSON lines of Mooncake "
+        "(timestamp, input_length, output_length, hash_ids) and of our own (see docs/simulation.md)"
+    )
+
+
+# --- tables ---
+
+
+def _parse_csv(path: Path, read: Callable[[Row], _Rows]) -> Iterator[Arrival | None]:
+    last_s = 0.0
+    with _open(path) as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        number = 0
+        try:
+            for fields in reader:
+                row = read(Row(number, fields))
+                if row.at_s < last_s:
+                    raise ValueError(
+                        f"it arrives {last_s - row.at_s:g} s before the row above; sort the file by time"
+                    )
+                last_s = row.at_s
+                yield _arrival(number, row)
+                number += 1
+        except (ValueError, csv.Error) as error:
+            raise TraceError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _arrival(number: int, row: _Rows) -> Arrival | None:
+    if not row.output_tokens or not row.prompt:
+        return None
+    return Arrival(
+        at_ns=round(row.at_s * 1e9),
+        request_id=f"r{number}",
+        prompt=row.prompt,
+        output_tokens=row.output_tokens,
+    )
+
+
+def _own_text(number: int, tokens: int) -> tuple[Part, ...]:
+    """Return a text that occurs once."""
+    return (Text(SHIFT + number, tokens),) if tokens else ()
+
+
+def _images(number: int, tokens: list[int]) -> tuple[Part, ...]:
+    """Return images that occur once; those without tokens are none."""
+    return tuple(Image(f"r{number}/{index}", count) for index, count in enumerate(tokens) if count)
+
+
+def _read_servegen(row: Row) -> _Rows:
+    text = row.fields.get("image_tokens") or ""
+    parts = [part.strip() for part in text.split("|") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"image_tokens is {text!r}, not counts with | between them")
+    images = _images(row.number, [int(part) for part in parts])
+    prompt = (*images, *_own_text(row.number, row.count("text_tokens")))
+    return _Rows(row.seconds("arrival_s"), prompt, row.count("output_tokens"))
+
+
+def _read_azure(row: Row) -> _Rows:
+    prompt = _own_text(row.number, row.count("ContextTokens"))
+    return _Rows(_time_of(row), prompt, row.count("GeneratedTokens"))
+
+
+def _read_azure_multimodal(row: Row) -> _Rows:
+    context, images = row.count("ContextTokens"), row.count("NumImages")
+    # The context counts the images too. At least a token of it is text.
+    each = min(AZURE_IMAGE_TOKENS, max(context - 1, 0) // images) if images else 0
+    parts = _images(row.number, [each] * images)
+    prompt = (*parts, *_own_text(row.number, context - each * images))
+    return _Rows(_time_of(row), prompt, row.count("GeneratedTokens"))
+
+
+def _read_burstgpt(row: Row) -> _Rows:
+    prompt = _own_text(row.number, row.count("Request tokens"))
+    return _Rows(row.seconds("Timestamp"), prompt, row.count("Response tokens"))
+
+
+_EPOCH = datetime(1970, 1, 1)
+
+
+def _time_of(row: Row) -> float:
+    text = (row.fields.get("TIMESTAMP") or "").strip()
+    try:
+        when = datetime.fromisoformat(text).replace(tzinfo=None)
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {text!r}, not a date and time") from None
+    return (when - _EPOCH) / timedelta(seconds=1)
+
+
+CSV_FORMATS: dict[tuple[str, ...], Callable[[Row], _Rows]] = {
+    ("arrival_s", "text_tokens", "image_tokens", "output_tokens"): _read_servegen,
+    ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens"): _read_azure_multimodal,
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _read_azure,
+    ("Timestamp", "Request tokens", "Response tokens"): _read_burstgpt,
+}
+"""How to read a row, by the columns that tell the format; of several that fit, the first."""
+
+
+# --- lines of JSON ---
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+_mooncake = msgspec.json.Decoder(_Mooncake)
+_own = msgspec.json.Decoder(Arrival)
+
+
+def _lines(path: Path, decode: Callable[[str, int], Arrival | None]) -> Iterator[Arrival | None]:
+    last_ns = number = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                arrival = decode(line, number)
+                if arrival is not None and arrival.at_ns < last_ns:
+                    early_s = (last_ns - arrival.at_ns) / 1e9
+                    raise ValueError(
+                        f"it arrives {early_s:g} s before the one above; sort the file by time"
+                    )
+            except (ValueError, msgspec.MsgspecError) as error:
+                raise TraceError(f"{path}:{number}: {error}") from error
+            last_ns = arrival.at_ns if arrival is not None else last_ns
+            yield arrival
+
+
+def _parse_own(path: Path) -> Iterator[Arrival | None]:
+    return _lines(path, lambda line, _: _own.decode(line))
+
+
+def _parse_mooncake(path: Path) -> Iterator[Arrival | None]:
+    return _lines(path, _decode_mooncake)
+
+
+def _decode_mooncake(line: str, number: int) -> Arrival | None:
+    row = _mooncake.decode(line)
+    length, blocks = row.input_length, len(row.hash_ids)
+    if not (blocks - 1) * MOONCAKE_BLOCK < length <= blocks * MOONCAKE_BLOCK:
+        raise ValueError(
+            f"{blocks} hash_ids of {MOONCAKE_BLOCK} tokens each do not make {length} tokens"
+        )
+    if not row.output_length:
+        return None
+    last = length - (blocks - 1) * MOONCAKE_BLOCK
+    sizes = [*[MOONCAKE_BLOCK] * (blocks - 1), last]
+    return Arrival(
+        at_ns=round(row.timestamp * 1e6),
+        request_id=f"r{number}",
+        prompt=tuple(map(Text, row.hash_ids, sizes)),
+        output_tokens=row.output_length,
+    )
+
+
+def save_trace(workload: Workload, path: Path) -> None:
+    """Write a workload as a trace of our own: one arrival a line."""
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as file:
+        for arrival in workload:
+            file.write(encoder.encode(arrival) + b"\n")

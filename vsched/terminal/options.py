@@ -1,0 +1,52 @@
+"""Options that several commands share: the configuration, and where figures go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from vsched.config import LoadedConfig, load_config
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file.", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as generate.slots=8."),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures.", show_default=False)
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
+]
+
+
+def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
+    """Load what the options `--config` and `--set` and the environment say."""
+    return load_config(config, sets=assignments or (), environ=os.environ)
+
+
+def write_json(path: Path, report: Any) -> None:
+    """Write what was measured, indented."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches.
+
+    Raises:
+        typer.BadParameter: When matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")

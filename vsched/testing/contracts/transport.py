@@ -1,0 +1,295 @@
+"""Run a transport, a leader's end and the ends of its ranks, through all that vsched expects of one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vsched.aio.replicas.launcher import LeaderEnd
+from vsched.testing.contracts.base import ContractBroken, demand, demand_members
+from vsched.transport.zmq_link import OnFrame, rank_identity
+from vsched.worker.member import MemberLink
+
+_POLL_S = 0.001
+_RANKS = 3
+
+
+class Transport(Protocol):
+    """One group's links: what a `Launcher` opens for a leader, and what its ranks connect with."""
+
+    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+        """Open the leader's end, once, on the running event loop; `on_frame` gets sender and frame of each report."""
+        ...
+
+    def connect(self, rank: int) -> MemberLink:
+        """Connect a rank, after `listen`. Its `receive()` without a timeout must not wait."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is left; some ends are closed, some are not."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How long the suite waits, by the clock of the event loop, and how much a deaf rank may be sent.
+
+    Attributes:
+        patience_s: What was sent must have come after it.
+        quiet_s: For so long nothing more may come. What comes late only after that is not found.
+        frames_max: Before so many frames to a rank that never reads, `send` must return False.
+    """
+
+    patience_s: float = 10.0
+    quiet_s: float = 0.05
+    frames_max: int = 20_000
+
+
+async def check_transport(
+    make: Callable[[], Transport], *, bounds: Bounds | None = None, seed: int = 0
+) -> None:
+    """Check that a transport keeps its contract; each respect on one of its own that `make` returns.
+
+    Frames arrive whole, once and in order, at the rank that is meant, or at the leader under the identity of their
+    sender (`rank_identity`). `send` never waits, and returns False for a rank that was never there, is gone, or has not
+    read for long; other ranks do not notice. A leader that has closed says and hears nothing more; a rank's last words
+    arrive.
+
+    Run it on the event loop that the transport is made for.
+
+    Raises:
+        ContractBroken: Names the respect and what was seen.
+    """
+    for check in CHECKS:
+        rng = random.Random(f"{seed} {check.__name__}")  # noqa: S311 - repeatable, not secret
+        transport = make()
+        demand_members(transport, Transport, who=type(transport).__qualname__)
+        bench = _Bench(transport, bounds or Bounds(), rng)
+        try:
+            await check(bench)
+        except ContractBroken as error:
+            raise ContractBroken(f"{type(transport).__qualname__}: {error}") from error
+        finally:
+            transport.close()
+
+
+class _Bench:
+    """A leader and its ranks, and what each of them has heard."""
+
+    def __init__(self, transport: Transport, bounds: Bounds, rng: random.Random) -> None:
+        self.bounds = bounds
+        self.rng = rng
+        self.heard: list[tuple[bytes, bytes]] = []
+        self.got: list[list[bytes]] = []
+        self.ranks: list[MemberLink] = []
+        self._transport = transport
+        self.leader = transport.listen(lambda sender, frame: self.heard.append((sender, frame)))
+        demand_members(self.leader, LeaderEnd, who="the leader's end")
+
+    async def meet(self, ranks: int = _RANKS) -> None:
+        """Connect ranks; each says hello."""
+        for rank in range(ranks):
+            self.connect(rank).send(b"hello")
+        await self.hear(ranks, "a hello of each rank")
+        senders = sorted(sender for sender, _ in self.heard)
+        known = sorted(rank_identity(rank) for rank in range(ranks))
+        demand(senders == known, f"reports came from {senders}, not from {known}")
+        self.heard.clear()
+
+    def connect(self, rank: int) -> MemberLink:
+        end = self._transport.connect(rank)
+        demand_members(end, MemberLink, who="a rank's end")
+        self.ranks.append(end)
+        self.got.append([])
+        return end
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Send to a rank; every one must take no time worth mentioning."""
+        started_s = time.perf_counter()
+        taken = self.leader.send(rank, frame)
+        waited_s = time.perf_counter() - started_s
+        demand(waited_s < 1.0, f"`send` must not wait, and took {waited_s:.1f} s")
+        demand(isinstance(taken, bool), f"`send` must return True or False, not {taken!r}")
+        return taken
+
+    async def hear(self, count: int, what: str) -> None:
+        """Wait until the leader has heard so much, and for anything more that comes."""
+        await self._until(lambda: len(self.heard) >= count)
+        await self._settle()
+        found = len(self.heard)
+        demand(found == count, f"the leader should hear {what}: {count} frames, and heard {found}")
+
+    async def take(self, rank: int, count: int) -> list[bytes]:
+        """Wait until a rank has received so much, and for anything more that comes."""
+        got = self.got[rank]
+
+        def enough() -> bool:
+            self._receive(rank)
+            return len(got) >= count
+
+        await self._until(enough)
+        await self._settle()
+        self._receive(rank)
+        return got
+
+    def _receive(self, rank: int) -> None:
+        while (frame := self.ranks[rank].receive()) is not None:
+            self.got[rank].append(frame)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self.bounds.patience_s
+        while not condition() and loop.time() < until_s:  # noqa: ASYNC110 - ends tell nobody
+            await asyncio.sleep(_POLL_S)
+
+    async def _settle(self) -> None:
+        await asyncio.sleep(self.bounds.quiet_s)
+        self.leader.read()
+
+    def frames(self, count: int, what: str) -> list[bytes]:
+        """Return different frames of random lengths."""
+        rng = self.rng
+        return [
+            b"%s %d " % (what.encode(), n) + rng.randbytes(rng.randrange(300)) for n in range(count)
+        ]
+
+
+def _same(found: list[bytes], sent: list[bytes], who: str) -> None:
+    """Check that what has come is what was sent.
+
+    Raises:
+        ContractBroken: Says whether frames are missing, doubled, foreign or out of order.
+    """
+    if found == sent:
+        return
+    unknown = [frame for frame in found if frame not in set(sent)]
+    missing = [number for number, frame in enumerate(sent) if frame not in set(found)]
+    if unknown:
+        raise ContractBroken(f"{who} received a frame that nobody sent it so: {unknown[0][:40]!r}…")
+    demand(
+        not missing, f"{who} misses {len(missing)} of {len(sent)} frames, the first {missing[:1]}"
+    )
+    demand(len(found) == len(sent), f"{who} received {len(found)} frames of {len(sent)} sent")
+    raise ContractBroken(f"{who} received the frames in another order")
+
+
+async def check_decisions_arrive_in_order(bench: _Bench) -> None:
+    """A7: every rank follows the same log."""
+    await bench.meet()
+    sent = {rank: bench.frames(200, f"to {rank}") for rank in range(_RANKS)}
+    for turn in range(200):
+        for rank in bench.rng.sample(range(_RANKS), _RANKS):
+            demand(bench.send(rank, sent[rank][turn]), f"frame {turn} to rank {rank} was refused")
+        if turn % 50 == 0:
+            await asyncio.sleep(0)
+    for rank, frames in sent.items():
+        _same(await bench.take(rank, len(frames)), frames, f"rank {rank}")
+
+
+async def check_reports_arrive_in_order(bench: _Bench) -> None:
+    """Each report is heard once, under its sender's identity, whatever else the leader is doing."""
+    await bench.meet()
+    sent = {rank: bench.frames(200, f"from {rank}") for rank in range(_RANKS)}
+    for turn in range(200):
+        for rank in bench.rng.sample(range(_RANKS), _RANKS):
+            bench.ranks[rank].send(sent[rank][turn])
+        if turn % 20 == 0:
+            bench.send(turn % _RANKS, b"meanwhile")
+            bench.leader.read()
+            await asyncio.sleep(0)
+    await bench.hear(200 * _RANKS, "every report once")
+    for rank, frames in sent.items():
+        found = [frame for sender, frame in bench.heard if sender == rank_identity(rank)]
+        _same(found, frames, f"the leader, from rank {rank},")
+
+
+async def check_frames_are_whole(bench: _Bench) -> None:
+    """G2: any bytes, of any length, are one frame."""
+    await bench.meet(1)
+    lengths = [1, 2, 255, 256, 257, 65_535, 65_537, 1 << 20]
+    sent = [bytes(range(256)), *(bench.rng.randbytes(length) for length in lengths)]
+    for frame in sent:
+        demand(bench.send(0, frame), f"a frame of {len(frame)} bytes was refused")
+        bench.ranks[0].send(frame)
+    _same(await bench.take(0, len(sent)), sent, "rank 0")
+    await bench.hear(len(sent), "frames of all lengths")
+    _same([frame for _, frame in bench.heard], sent, "the leader")
+
+
+async def check_unknown_ranks_get_nothing(bench: _Bench) -> None:
+    """G2: what is for a rank that is not there reaches nobody, then or later, and `send` tells."""
+    await bench.meet(1)
+    demand(not bench.send(1, b"for 1"), "`send` to a rank that was never there must return False")
+    bench.connect(1)
+    demand(bench.send(0, b"for 0"), "a frame to rank 0 was refused")
+    _same(await bench.take(0, 1), [b"for 0"], "rank 0")
+    _same(await bench.take(1, 0), [], "a rank that says nothing")
+
+
+async def check_deaf_ranks_stall_nobody(bench: _Bench) -> None:
+    """G2: a rank that never reads is reported before long; others go on, and it has lost nothing in between."""
+    await bench.meet(2)
+    frame, taken = bench.rng.randbytes(4096), 0
+    others: list[bytes] = []
+    while bench.send(0, b"%d " % taken + frame):
+        taken += 1
+        demand(
+            taken < bench.bounds.frames_max,
+            f"`send` to a rank that never reads must return False at some time, and took {taken} frames",
+        )
+        if taken % 100 == 0:
+            others.append(b"%d" % taken)
+            demand(bench.send(1, others[-1]), "rank 1 got nothing because rank 0 does not read")
+            _same(await bench.take(1, len(others)), others, "rank 1, beside one that never reads,")
+    others.append(b"still here")
+    demand(bench.send(1, others[-1]), "rank 1 got nothing because rank 0 does not read")
+    _same(await bench.take(1, len(others)), others, "rank 1, beside one that never reads,")
+    sent = [b"%d " % number + frame for number in range(taken)]
+    _same(await bench.take(0, taken), sent, "a rank that reads late")
+
+
+async def check_ranks_that_go_are_noticed(bench: _Bench) -> None:
+    """F2: their last words arrive, and `send` returns False before long; others go on."""
+    await bench.meet(2)
+    sent = [*bench.frames(20, "last words"), b"farewell"]
+    for frame in sent:
+        bench.ranks[0].send(frame)
+    bench.ranks[0].close()
+    await bench.hear(len(sent), "the last words of a rank that closes")
+    _same([frame for _, frame in bench.heard], sent, "the leader")
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + bench.bounds.patience_s
+    while bench.send(0, b"anybody?"):
+        demand(loop.time() < until_s, "`send` to a rank that is gone must return False before long")
+        await asyncio.sleep(_POLL_S)
+    demand(bench.send(1, b"you"), "rank 1 got nothing because rank 0 is gone")
+    _same(await bench.take(1, 1), [b"you"], "rank 1")
+
+
+async def check_close_ends_everything(bench: _Bench) -> None:
+    """After `close`, which may be called twice, nothing is sent and nothing heard."""
+    await bench.meet(2)
+    bench.leader.close()
+    bench.leader.close()
+    demand(not bench.send(0, b"late"), "`send` must return False after `close`")
+    bench.ranks[1].send(b"too late")
+    bench.leader.read()
+    await bench.hear(0, "nothing after `close`")
+    _same(await bench.take(0, 0), [], "rank 0, after the leader has closed,")
+    demand(bench.ranks[0].receive(0.001) is None, "`receive` must return None when nothing comes")
+
+
+CHECKS: tuple[Callable[[_Bench], Awaitable[None]], ...] = (
+    check_decisions_arrive_in_order,
+    check_reports_arrive_in_order,
+    check_frames_are_whole,
+    check_unknown_ranks_get_nothing,
+    check_deaf_ranks_stall_nobody,
+    check_ranks_that_go_are_noticed,
+    check_close_ends_everything,
+)
+"""What `check_transport` checks, in this order."""

@@ -1,0 +1,391 @@
+"""Run a worker plug-in through all that vsched expects of one, behind the same ranks as in production."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.testing.contracts.base import ContractBroken, demand, demand_members
+from vsched.testing.contracts.worker_schedules import Ask, Place, run_alone, run_together
+from vsched.types import Extent, ModelInfo, SamplingParams
+from vsched.wire import Paused, Report, SizeKv
+from vsched.worker.capabilities import can_pause
+from vsched.worker.contract import (
+    EncodeJob,
+    EncodeWorker,
+    GenerateWorker,
+    ImagePlan,
+    Preprocessor,
+    WorkerPlugin,
+    WorkerSettings,
+)
+from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.memory import DeviceMemory
+from vsched.worker.profiling_run import Load
+
+BLOCK_SIZE = 4
+PAGE_ROWS = 3
+SLOTS = 4
+ASKS_MAX = 5
+PROMPT_MAX = 24
+OUTPUTS_MAX = 8
+PARTS_MAX = 10_000
+LEAK_BYTES = 32 << 20
+"""A KV cache of this size is built and dropped: a leak of it is larger than what measurements err by."""
+HUGE_BYTES = 1 << 50
+"""No device has so much memory."""
+SIDES = ((56, 56), (112, 56), (84, 112))
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.2),
+    SamplingParams(temperature=0.0, logprobs=2),
+)
+
+
+@dataclass(frozen=True)
+class SampleImage:
+    """An image as an encoder gets it.
+
+    Shape: `pixels` is float32 [t*h*w of the grid, patch values].
+    """
+
+    plan: ImagePlan
+    pixels: npt.NDArray[np.float32]
+    key: bytes = b""
+
+
+def check_worker(
+    plugin: WorkerPlugin,
+    model: ModelInfo | str,
+    *,
+    seeds: Iterable[int] = range(10),
+    settings: WorkerSettings | None = None,
+    images: Sequence[SampleImage] | None = None,
+    block_size: int = BLOCK_SIZE,
+) -> None:
+    """Check that a worker plug-in keeps its contract, with one rank a stage.
+
+    Whatever it must have is there. Encoding writes all rows of an image into its pages and nothing anywhere else, and
+    the same ones every time. Out of memory is `DeviceOutOfMemory`, and dropping the KV cache gives its memory back.
+    Each seed draws requests and a schedule: their tokens must be those that each yields alone, however prompts are cut,
+    whoever runs beside, whoever was preempted or shares a prefix.
+
+    Where the sums of a step depend on its batch in the last bit, tokens can differ by chance: load the model in
+    float32, with settings that ask for whatever the plug-in has that is exact.
+
+    Args:
+        plugin: The module-level object that an entry point would name.
+        model: The facts of a model, or the path of a checkpoint to inspect as float32.
+        seeds: One schedule each, with the same loaded workers.
+        settings: How to load the workers.
+        images: What to encode and to ask about; by default pictures that the plug-in's preprocessor prepares. Empty:
+            the encoder is not loaded.
+        block_size: Tokens of a block of the KV cache.
+
+    Raises:
+        ContractBroken: Names the respect and what was seen; the seed, alone, repeats it.
+    """
+    name = type(plugin).__qualname__
+    try:
+        demand_members(plugin, WorkerPlugin, who=name)
+        info = model
+        if isinstance(info, str):
+            info = plugin.inspect(info, dtype="float32", item_tokens_max=0)
+        bench = _Bench(plugin, info, settings or WorkerSettings(), images, block_size)
+        for seed in seeds:
+            try:
+                bench.check(seed)
+            except Exception as error:
+                detail = error if isinstance(error, ContractBroken) else repr(error)
+                raise ContractBroken(f"seed {seed}: {detail}") from error
+        bench.end()
+    except ContractBroken as error:
+        raise ContractBroken(f"{name}: {error}") from error
+
+
+def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
+    """Return small pictures as the plug-in's preprocessor prepares them."""
+    preprocessor = plugin.load_preprocessor(info)
+    demand_members(preprocessor, Preprocessor, who="what `load_preprocessor` returns")
+    made = []
+    for number, (width, height) in enumerate(SIDES):
+        noise = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
+        plan = preprocessor.plan_image(width, height)
+        pixels = preprocessor.process_image(Image.fromarray(noise))
+        shape = (int(np.prod(plan.grid)), info.patch_values)
+        demand(
+            pixels.shape == shape and pixels.dtype == np.float32,
+            f"`process_image` must return float32 {shape}, and returned {pixels.dtype} {pixels.shape}",
+        )
+        made.append(SampleImage(plan, pixels, b"sample %d" % number))
+    return made
+
+
+class _Bench:
+    """The loaded workers."""
+
+    def __init__(
+        self,
+        plugin: WorkerPlugin,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        images: Sequence[SampleImage] | None,
+        block_size: int,
+    ) -> None:
+        self.info = info
+        self.block_size = block_size
+        self.images = sample_images(plugin, info) if images is None else list(images)
+        self.numbers = itertools.count(1)
+        self.encoder: EncodeWorker | None = None
+        fractions: list[float] = []
+
+        def progress(what: str, fraction: float) -> None:
+            demand(isinstance(what, str), f"progress must say what is done, not {what!r}")
+            fractions.append(fraction)
+
+        if self.images:
+            self.encoder = plugin.load_encoder(info, settings, progress)
+            _check_loaded(self.encoder, EncodeWorker, "load_encoder")
+        self.generator = plugin.load_generator(info, settings, progress)
+        _check_loaded(self.generator, GenerateWorker, "load_generator")
+        wrong = [one for one in fractions if not 0 <= one <= 1]
+        demand(not wrong, f"progress must be from 0 to 1, and was {wrong[:1]}")
+        item_tokens = max((one.plan.tokens for one in self.images), default=0)
+        self.length_max = PROMPT_MAX + 2 * item_tokens + OUTPUTS_MAX
+        self.blocks = (ASKS_MAX + 1) * (-(-self.length_max // block_size) + 1)
+        _check_memory(self.generator, info, self._load(), self.blocks)
+        # As a group that comes back: what was proved before is built without touching it.
+        self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
+
+    def _load(self) -> Load:
+        return Load(
+            slots=SLOTS,
+            batch_tokens=2 * PROMPT_MAX,
+            chunk_tokens=PROMPT_MAX,
+            context_tokens=self.length_max,
+            block_size=self.block_size,
+        )
+
+    def check(self, seed: int) -> None:
+        """Encode, answer each request alone, and then all in a random schedule."""
+        rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        embeddings, pages = self._encode(rng)
+        place = Place(
+            worker=self.generator,
+            embeddings=embeddings,
+            plans=[image.plan for image in self.images],
+            pages=pages,
+            slots=SLOTS,
+            blocks=self.blocks,
+            block_size=self.block_size,
+            vocabulary=self.info.vocab_size,
+        )
+        asks = self._draw(rng)
+        expected = [run_alone(place, ask, next(self.numbers)) for ask in asks]
+        first = next(self.numbers)
+        self.numbers = itertools.count(first + len(asks))
+        answers, events = run_together(place, asks, first, rng)
+        for ask, alone, together in zip(asks, expected, answers, strict=True):
+            demand(
+                alone == together,
+                f"a request of {len(ask.prompt)} tokens and {len(ask.images)} images with {ask.sampling} is answered "
+                f"{alone} alone and {together} in a schedule with {events}",
+            )
+
+    def end(self) -> None:
+        """Drop the KV cache, twice."""
+        self.generator.drop_graphs()
+        self.generator.drop_kv()
+        self.generator.drop_kv()
+
+    # --- encode ---
+
+    def _encode(self, rng: random.Random) -> tuple[npt.NDArray[np.uint8], list[list[int]]]:
+        """Encode all images in random batches over random pages; return what lies in the arena then."""
+        counts = [-(-image.plan.tokens // PAGE_ROWS) for image in self.images]
+        spare = 3
+        free = rng.sample(range(sum(counts) + spare), sum(counts) + spare)
+        pages = [[free.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + spare, PAGE_ROWS, self.info.embedding_row_bytes)
+        arenas = [
+            np.frombuffer(rng.randbytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+            for _ in range(2)
+        ]
+        if self.encoder is None:
+            return arenas[0], pages
+        order = rng.sample(range(len(self.images)), len(self.images))
+        cut = rng.randint(1, len(order))
+        # The same batches over other bytes: so what is not written shows. And in parts, where the encoder can pause.
+        for parts, arena in enumerate(arenas):
+            for batch in (order[:cut], order[cut:]):
+                if batch:
+                    self._encode_batch(self.encoder, arena, batch, pages, parts)
+        for image, own in zip(self.images, pages, strict=True):
+            rows = [arena[own].reshape(-1, shape[2])[: image.plan.tokens] for arena in arenas]
+            demand(
+                np.array_equal(rows[0], rows[1]),
+                f"`encode` must write all {image.plan.tokens} rows of an image, and the same ones every time",
+            )
+        arenas[0].flags.writeable = False
+        return arenas[0], pages
+
+    def _encode_batch(
+        self,
+        encoder: EncodeWorker,
+        arena: npt.NDArray[np.uint8],
+        batch: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        parts: int,
+    ) -> None:
+        tasks = [
+            EncodeTask(
+                self.images[index].key,
+                self.images[index].plan.grid,
+                self.images[index].plan.tokens,
+                Extent(index, self.images[index].pixels.nbytes),
+                list(pages[index]),
+            )
+            for index in batch
+        ]
+        before = arena.copy()
+        worker = _Overheard(encoder)
+        rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
+        heard: Report | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
+        pauses = 0
+        while isinstance(heard, Paused):
+            pauses += 1
+            demand(pauses < PARTS_MAX, f"`advance` has not come to an end in {pauses} parts")
+            heard = rank.go_on(1, parts)
+        if worker.error is not None:
+            raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
+        others = np.ones(len(arena), np.bool_)
+        others[[page for index in batch for page in pages[index]]] = False
+        touched = np.flatnonzero((arena != before).any(axis=(1, 2)) & others).tolist()
+        demand(not touched, f"`encode` wrote to page {touched[:1]}, which is none of its images'")
+
+    def _read(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return the pixels of an image, which only may be read."""
+        pixels = np.ascontiguousarray(self.images[extent.offset].pixels).view(np.uint8).reshape(-1)
+        pixels.flags.writeable = False
+        return pixels
+
+    # --- requests ---
+
+    def _draw(self, rng: random.Random) -> list[Ask]:
+        """Draw requests; some begin as one before them does."""
+        asks: list[Ask] = []
+        for _ in range(rng.randint(2, ASKS_MAX)):
+            prompt: list[int] = []
+            images: list[tuple[int, int]] = []
+            if asks and rng.random() < 0.5:
+                model = rng.choice(asks)
+                prompt, images = list(model.prompt), list(model.images)
+            room = max(2, PROMPT_MAX - sum(token != self.info.image_token_id for token in prompt))
+            for _ in range(0 if images or not self.images else rng.choice([0, 1, 1, 2])):
+                prompt += self._text(rng, rng.randint(1, max(1, room // 4)))
+                image = rng.randrange(len(self.images))
+                images.append((len(prompt), image))
+                prompt += [self.info.image_token_id] * self.images[image].plan.tokens
+            if len(prompt) < self.length_max - OUTPUTS_MAX:
+                most = min(room // 2, self.length_max - OUTPUTS_MAX - len(prompt))
+                prompt += self._text(rng, rng.randint(1, max(1, most)))
+            sampling = msgspec.structs.replace(
+                rng.choice(SAMPLINGS), max_tokens=rng.randint(1, OUTPUTS_MAX), ignore_eos=True
+            )
+            asks.append(Ask(prompt=prompt, images=images, sampling=sampling))
+        return asks
+
+    def _text(self, rng: random.Random, count: int) -> list[int]:
+        special = {self.info.image_token_id, *self.info.stop_token_ids}
+        drawn: list[int] = []
+        while len(drawn) < count:
+            token = rng.randrange(self.info.vocab_size)
+            if token not in special:
+                drawn.append(token)
+        return drawn
+
+
+class _Overheard:
+    """An encoder whose last error is kept: its rank words errors for clients."""
+
+    def __init__(self, worker: EncodeWorker) -> None:
+        self.weights_bytes = worker.weights_bytes
+        self.device_memory = worker.device_memory
+        self.error: Exception | None = None
+        self.pauses = can_pause(worker)
+        self._worker = worker
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Encode."""
+        with self._listening():
+            self._worker.encode(jobs, embeddings)
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Take a batch, to encode it in parts."""
+        assert can_pause(self._worker)
+        with self._listening():
+            self._worker.begin(jobs, embeddings)
+
+    def advance(self, parts: int) -> bool:
+        """Encode parts of it."""
+        assert can_pause(self._worker)
+        with self._listening():
+            return self._worker.advance(parts)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method: str) -> None:
+    demand_members(worker, protocol, who=f"what `{method}` returns")
+    demand_members(worker.device_memory(), DeviceMemory, who="what `device_memory` returns")
+    weights = worker.weights_bytes
+    demand(isinstance(weights, int) and weights >= 0, f"`weights_bytes` is {weights!r}")
+
+
+def _check_memory(worker: GenerateWorker, info: ModelInfo, load: Load, blocks: int) -> None:
+    """Build KV caches as the engine does when it looks for their size: each is proved, and goes away again."""
+    sizing = KvSizing(worker, info, load)
+    least = blocks * load.block_size
+    tokens = max(least, LEAK_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size)
+    huge = HUGE_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size
+    for size, canary_bytes, outcome in (
+        (tokens, 0, "fits"),
+        (huge, 0, "out_of_memory"),
+        (tokens, 0, "fits"),
+        (least, HUGE_BYTES, "out_of_memory"),
+        (least, 0, "fits"),
+    ):
+        _carry_out(
+            sizing, SizeKv(size, stress=outcome == "fits", canary_bytes=canary_bytes), outcome
+        )
+    worker.drop_graphs()
+    worker.drop_kv()
+
+
+def _carry_out(sizing: KvSizing, order: SizeKv, outcome: str) -> None:
+    """Build a KV cache and check what came of it."""
+    size = f"with a KV cache of {order.tokens} tokens and a canary of {order.canary_bytes} bytes"
+    try:
+        sized = sizing.carry_out(order)
+    except Exception as error:
+        fits = outcome == "fits"
+        doing = "the hardest steps failed" if fits else "out of memory must be DeviceOutOfMemory"
+        raise ContractBroken(f"{size}, {doing}: {error!r}") from error
+    demand(sized.outcome == outcome, f"{size}: {sized.outcome}, not {outcome}. {sized.message}")

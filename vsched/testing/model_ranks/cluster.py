@@ -1,0 +1,283 @@
+"""Model ranks: they follow decisions over a symbolic memory and check everything that they read.
+
+An arena page holds the key of the item that was encoded into it, so one that was overwritten too early fails at once at
+the step that would have read it. See `vsched.testing.model_ranks.generator` for what stands in for KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel.commands import (
+    Accept,
+    Command,
+    Decide,
+    Drained,
+    EmitTokens,
+    Finish,
+    Notice,
+    Refuse,
+    RestartGroup,
+    SetTimer,
+)
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.kernel.events import (
+    Aborted,
+    Encoded,
+    EncodeFailed,
+    Event,
+    GroupLost,
+    GroupReady,
+    GroupRetired,
+    Submitted,
+    Timer,
+)
+from vsched.testing.defaults import default_policies
+from vsched.testing.model_ranks.generator import ModelGenerator
+from vsched.testing.model_ranks.sequence import output_token, prompt_seed
+from vsched.types import FinishReason, Request, group_names, stage_of
+
+TICK_NS = 1000
+HOLD_MAX_NS = 300 * 1_000_000_000
+"""Policies that have held everything for five minutes, with nothing else going on, are taken to hold for ever."""
+
+
+class ModelCluster:
+    """A scheduler with model groups; the caller chooses what completes when.
+
+    Every event is followed by the kernel's own `check_invariants`, and everything that a rank reads is checked.
+    """
+
+    def __init__(self, sizes: Sizes, policies: KernelPolicies | None = None) -> None:
+        policies = policies or default_policies()
+        self.sizes = sizes
+        self.kernel = Scheduler(sizes, policies)
+        self.now_ns = 0
+        self.timers: list[int] = []
+        self.pages: dict[int, bytes] = {}
+        self.requests: dict[str, Request] = {}
+        self.names: dict[int, str] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, Finish] = {}
+        self.refused: dict[str, Refuse] = {}
+        self.encoded: list[list[bytes]] = []
+        self.decisions: list[GenerateDecision] = []
+        self.restarts: list[str] = []
+        self.notices: list[str] = []
+        self.down: set[str] = set()
+        self.retired: set[str] = set()
+        self.drained: list[str] = []
+        self.faults = 0
+        self.encode_logs: dict[str, deque[EncodeDecision]] = {
+            name: deque() for name in group_names("encode", sizes.encoders)
+        }
+        self.generators = {
+            name: ModelGenerator(
+                name,
+                sizes,
+                self.pages,
+                lambda number: self.requests[self.names[number]],
+                scope=policies.encoding.scope,
+            )
+            for name in group_names("generate", sizes.generators)
+        }
+        self.groups = [*self.encode_logs, *self.generators]
+        for group in self.groups:
+            self.send(GroupReady(group))
+
+    # --- events in, commands out ---
+
+    def send(self, event: Event) -> list[Command]:
+        """Hand an event to the kernel, carry its commands out, check its invariants; then ring what is due."""
+        self.now_ns += TICK_NS
+        commands = self._handle(event)
+        self._ring()
+        return commands
+
+    def submit(self, request: Request) -> list[Command]:
+        """Submit a request."""
+        self.requests[request.request_id] = request
+        return self.send(Submitted(request))
+
+    def abort(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Abort a request."""
+        self.send(Aborted(name, reason))
+
+    def wait(self, duration_ns: int) -> None:
+        """Let time pass; timers ring on the way."""
+        until_ns = self.now_ns + duration_ns
+        while self.timers and self.timers[0] <= until_ns:
+            self.now_ns = max(self.now_ns, self.timers[0])
+            self._ring()
+        self.now_ns = until_ns
+
+    def _ring(self) -> None:
+        while self.timers and self.timers[0] <= self.now_ns:
+            heappop(self.timers)
+            self._handle(Timer())
+
+    def _handle(self, event: Event) -> list[Command]:
+        commands = self.kernel.handle(event, self.now_ns)
+        for command in commands:
+            self.carry_out(command)
+        self.kernel.check_invariants()
+        return commands
+
+    def carry_out(self, command: Command) -> None:
+        """Do what one command says."""
+        match command:
+            case Decide(group, decision):
+                gone = group in self.down or group in self.retired
+                assert not gone, "a decision for a group that is down"
+                if isinstance(decision, EncodeDecision):
+                    self.encode_logs[group].append(decision)
+                    self.encoded.append([task.key for task in decision.tasks])
+                else:
+                    self.generators[group].log.append(decision)
+                    self.decisions.append(decision)
+            case Accept(request_id, number):
+                self.names[number] = request_id
+                self.outputs[request_id] = []
+            case Finish(request_id):
+                assert request_id not in self.ended, "two terminal replies"
+                self.ended[request_id] = command
+            case Refuse(request_id):
+                assert request_id not in self.ended, "a refusal after a terminal reply"
+                self.refused[request_id] = command
+            case SetTimer(deadline_ns):
+                assert deadline_ns > self.now_ns, "a timer in the past: it would spin"
+                heappush(self.timers, deadline_ns)
+            case RestartGroup(group):
+                self.restarts.append(group)
+            case Notice(message):
+                self.notices.append(message)
+            case Drained(group):
+                self.drained.append(group)
+            case EmitTokens():
+                pass  # the outputs are taken down as they are sampled
+
+    # --- the groups ---
+
+    @property
+    def encode_log(self) -> deque[EncodeDecision]:
+        """The steps that are out at the first encode group that has any."""
+        return next((log for log in self.encode_logs.values() if log), deque())
+
+    @property
+    def generate_log(self) -> deque[GenerateDecision]:
+        """The steps that are out at the first generate group that has any."""
+        return next((one.log for one in self.generators.values() if one.log), deque())
+
+    def busy(self, stage: str) -> list[str]:
+        """Return the groups of a stage that have steps out."""
+        if stage == "encode":
+            return [name for name, log in self.encode_logs.items() if log]
+        return [name for name, one in self.generators.items() if one.log]
+
+    def run_encode(self, group: str = "", *, fail: str = "") -> None:
+        """Carry out the step that is out at an encode group, the first busy one by default, or let it fail."""
+        group = group or self.busy("encode")[0]
+        decision = self.encode_logs[group].popleft()
+        if fail:
+            self.faults += 1
+            self.send(EncodeFailed(decision.step, fail, group))
+            return
+        for task in decision.tasks:
+            assert len(task.pages) == self.sizes.pages_for(task.tokens)
+            for page in task.pages:
+                self.pages[page] = task.key
+        self.send(Encoded(decision.step, group))
+
+    def run_generate(self, group: str = "") -> None:
+        """Carry out the oldest step that is out at a generate group, the first busy one by default."""
+        result, sampled = self.generators[group or self.busy("generate")[0]].step()
+        for number, token in sampled:
+            name = self.names[number]
+            if name not in self.ended:
+                self.outputs[name].append(token)
+        self.send(result)
+
+    # --- faults ---
+
+    def lose(self, group: str, *, planned: bool = False) -> None:
+        """Lose a group with everything in flight."""
+        self.faults += 1
+        self.down.add(group)
+        if stage_of(group) == "encode":
+            self.encode_logs[group].clear()
+        else:
+            self.generators[group].lose()
+        self.send(GroupLost(group, "test", planned))
+
+    def restore(self, group: str) -> None:
+        """Bring a lost group back."""
+        self.down.discard(group)
+        self.send(GroupReady(group))
+
+    def others(self, group: str) -> list[str]:
+        """Return the groups of the same stage that are not retired."""
+        stage = stage_of(group)
+        return [
+            one
+            for one in self.groups
+            if one != group and stage_of(one) == stage and one not in self.retired
+        ]
+
+    def retire(self, group: str) -> None:
+        """Give a lost group up."""
+        self.down.discard(group)
+        self.retired.add(group)
+        self.send(GroupRetired(group, "test"))
+
+    # --- the end ---
+
+    def drain(self, *, steps_max: int = 100_000) -> None:
+        """Run everything that is out, and wait for every timer, until nothing is left to do."""
+        moved_ns = self.now_ns
+        for _ in range(steps_max):
+            if self.busy("encode") or self.busy("generate"):
+                self.run_encode() if self.busy("encode") else self.run_generate()
+                moved_ns = self.now_ns
+            elif self.timers:
+                self.wait(max(self.timers[0] - self.now_ns, 0))
+                assert self.now_ns - moved_ns < HOLD_MAX_NS, f"held for ever: {self.unserved()}"
+            else:
+                return
+        raise AssertionError(f"no end after {steps_max} steps: {self.unserved()}")
+
+    def unserved(self) -> list[str]:
+        """Return where the requests are that have no terminal reply."""
+        missing = self.requests.keys() - self.ended.keys() - self.refused.keys()
+        return [f"{name}: {self.kernel.explain(name)}" for name in sorted(missing)]
+
+    def expected_outputs(self, request: Request) -> list[int]:
+        """Return the outputs that a request must have, however it was scheduled."""
+        prompt = request.prompt_token_ids
+        seed, length = prompt_seed(prompt), len(prompt)
+        return [output_token(seed, length + index) for index in range(request.sampling.max_tokens)]
+
+    def check_settled(self) -> None:
+        """Assert that everything was served or refused with the right outputs, and that nothing is held."""
+        assert not self.unserved(), f"no terminal reply: {self.unserved()}"
+        for name, request in self.requests.items():
+            finish = self.ended.get(name)
+            if finish is None:
+                continue
+            expected = self.expected_outputs(request)
+            if finish.reason is not FinishReason.LENGTH:
+                expected = expected[: len(self.outputs[name])]
+            assert self.outputs[name] == expected, f"{name}: wrong outputs"
+            if finish.reason is FinishReason.ERROR:
+                explained = self.faults or finish.code in ("length_mismatch", "expired")
+                assert explained, f"{name} failed without a fault: {finish.message}"
+        kernel = self.kernel
+        for stage in kernel.generators:
+            assert stage.pool.held == 0, "KV blocks are held by nobody"
+            assert len(stage.running) == 0, "a slot is held by nobody"
+            assert stage.load_tokens == 0, "a load is counted for nobody"
+        assert kernel.encode.waiting == 0, "an item waits for nobody"
+        for entry in kernel.encode:
+            assert not entry.users, "an embedding is claimed by nobody"
+            assert not entry.readers, "an embedding is pinned by nobody"

@@ -1,0 +1,148 @@
+"""A model of a generate group: symbolic memory instead of numbers.
+
+A KV position holds the fingerprint of the whole prefix that it was computed from. So a block that was shared, reused or
+evicted wrongly fails at once at the step that would have read it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from vsched.kernel import Sizes
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
+from vsched.kernel.events import Finished, Stepped
+from vsched.kernel.request import keyed_by_set
+from vsched.testing.model_ranks.sequence import ModelSequence, output_token
+from vsched.types import FinishReason, Request
+
+
+class ModelGenerator:
+    """One generate group; it checks everything that it reads.
+
+    Attributes:
+        log: Decisions that are out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sizes: Sizes,
+        pages: Mapping[int, bytes],
+        request_of: Callable[[int], Request],
+        *,
+        scope: str,
+    ) -> None:
+        """Prepare an empty group; `pages` is what lies in the arena, `request_of` gives a number's request."""
+        self.name = name
+        self._sizes = sizes
+        self._pages = pages
+        self._request_of = request_of
+        self._scope = scope
+        self.lose()
+
+    def lose(self) -> None:
+        """Forget everything, as a restart does."""
+        size = self._sizes.block_size
+        self.log: deque[GenerateDecision] = deque()
+        self.kv: list[list[int]] = [[0] * size for _ in range(self._sizes.blocks)]
+        self.sequences: dict[int, ModelSequence] = {}
+        self.slots: dict[int, int] = {}
+
+    def step(self) -> tuple[Stepped, list[tuple[int, int]]]:
+        """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
+        decision = self.log.popleft()
+        self._apply(decision)
+        tokens = array("i", [-1] * self._sizes.slots)
+        finished: list[Finished] = []
+        for slot in [slot for slot in sorted(self.slots) if self._at(slot).decoding]:
+            sequence = self._at(slot)
+            self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
+            self._sample(slot, sequence, tokens, finished)
+        for chunk in decision.chunks:
+            sequence = self._at(chunk.slot)
+            assert not sequence.decoding, "a chunk of a sequence that decodes"
+            assert chunk.start == sequence.computed, "a chunk does not begin where the last ended"
+            self._read_items(sequence, chunk)
+            self._compute(sequence, chunk.start, chunk.stop)
+            if chunk.stop == len(sequence.tokens):
+                sequence.decoding = True
+                self._sample(chunk.slot, sequence, tokens, finished)
+        # A time that depends on the step, as real ones do, and is sometimes not known.
+        prefilled = sum((chunk.stop - chunk.start) * (1 + chunk.stop) for chunk in decision.chunks)
+        busy_ns = decision.step % 7 * (1 + prefilled)
+        sampled = [(self.slots[slot], token) for slot, token in enumerate(tokens) if token >= 0]
+        return Stepped(decision.step, tokens, finished, busy_ns, self.name), sampled
+
+    def _at(self, slot: int) -> ModelSequence:
+        return self.sequences[self.slots[slot]]
+
+    def _apply(self, decision: GenerateDecision) -> None:
+        for leave in decision.left:
+            assert self.slots.pop(leave.slot) == leave.number, "another sequence has this slot"
+            self.sequences[leave.number].leave()
+            if not leave.keep:
+                del self.sequences[leave.number]
+        for number in decision.forgotten:
+            del self.sequences[number]
+        for join in decision.joined:
+            self._join(join)
+        for slot, block in zip(decision.grown[::2], decision.grown[1::2], strict=True):
+            sequence = self._at(slot)
+            if sequence.decoding:
+                assert len(sequence.tokens) - 1 == len(sequence.blocks) * self._sizes.block_size
+            sequence.blocks.append(block)
+
+    def _join(self, join: Join) -> None:
+        assert join.slot not in self.slots, "a slot was given twice"
+        if join.data is not None:
+            data = join.data
+            known = array("i")
+            known.frombytes(data.tokens)
+            request = self._request_of(join.number)
+            self.sequences[join.number] = ModelSequence(
+                list(known),
+                data.prompt_length,
+                data.sampling.max_tokens,
+                request.items,
+                request.cache_salt,
+            )
+        sequence = self.sequences[join.number]
+        assert join.length == len(sequence.tokens), "rank and kernel count tokens differently"
+        sequence.blocks = list(join.blocks)
+        sequence.computed = join.computed
+        self.slots[join.slot] = join.number
+
+    def _read_items(self, sequence: ModelSequence, chunk: ChunkPlan) -> None:
+        items = sequence.items if self._scope == "item" else keyed_by_set(sequence.items)
+        due = [item for item in items if item.offset < chunk.stop and item.end > chunk.start]
+        assert [item.offset for item in chunk.items] == [item.offset for item in due]
+        for planned, item in zip(chunk.items, due, strict=True):
+            for page in planned.pages:
+                assert self._pages[page] == item.key, "a chunk reads another item's embedding"
+
+    def _compute(self, sequence: ModelSequence, start: int, stop: int) -> None:
+        """Write KV for [start, stop), and check that the KV of the whole prefix is right."""
+        size = self._sizes.block_size
+        expected = sequence.fingerprints()
+        for number, first in enumerate(range(0, stop, size)):
+            last = min(first + size, stop)
+            block = self.kv[sequence.blocks[number]]
+            if last > start:
+                begin = max(first, start)
+                block[begin - first : last - first] = expected[begin:last]
+            assert block[: last - first] == expected[first:last], (
+                f"wrong KV in positions {first} to {last - 1}"
+            )
+        sequence.computed = stop
+
+    def _sample(
+        self, slot: int, sequence: ModelSequence, tokens: array[int], finished: list[Finished]
+    ) -> None:
+        token = output_token(sequence.seed, len(sequence.tokens))
+        sequence.tokens.append(token)
+        tokens[slot] = token
+        if len(sequence.tokens) - sequence.prompt_length >= sequence.max_tokens:
+            sequence.decoding = False
+            finished.append(Finished(slot, self.slots[slot], FinishReason.LENGTH))

@@ -1,0 +1,228 @@
+"""Run a policy through the kernel, over model ranks, in many random schedules."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any, cast
+
+import msgspec
+
+from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, VschedError
+from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel.commands import Command
+from vsched.memory import KvNegotiation
+from vsched.plugins import check_contract
+from vsched.policy import (
+    CONTRACTS,
+    MemoryPolicy,
+    Policy,
+    ReplicaView,
+    Reservation,
+    RoutingPolicy,
+    RoutingView,
+)
+from vsched.testing.defaults import default_policies
+from vsched.testing.model_ranks.cluster import ModelCluster
+from vsched.testing.model_ranks.kv_sizing import load_view, negotiate, random_group
+from vsched.testing.schedules.random_runs import run_random
+
+PLACES = {
+    "admission": ("encode_admission", "generate_admission"),
+    "encoding": ("encoding",),
+    "eviction": ("embedding_eviction", "prefix_eviction"),
+    "preemption": ("preemption",),
+    "routing": ("routing",),
+}
+"""Where the kernel asks a kind of policy."""
+REPEATS = 50
+"""So many of the seeds run twice: the same run must yield the same commands. A policy that remembers shows it in one of
+four, those in which its answers matter at all."""
+ROUTED = 20
+"""Random views that a routing policy is asked about, for each seed."""
+
+
+def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
+    """Check that a policy keeps its contract in random schedules, cancellations and failures included.
+
+    The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
+    are checked after every event, everything that is computed is checked against what it must be, and at the end every
+    request must have been served, with the right tokens, or refused. A policy for memory sizes KV caches on simulated
+    devices, some with failures, leaks and peers that come. One for routing also gets random views, each twice and in
+    another order: with replicas down, idle or alone, and all that they may know of a request.
+
+    Args:
+        policy: A class whose fields all have defaults, or an instance.
+        seeds: One run each; the seed of a failure, alone, repeats it.
+
+    Raises:
+        PolicyError: Names the class and what is wrong, and the seed where it came up.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    kind = getattr(cls, "kind", "")
+    if kind not in CONTRACTS:
+        raise PolicyError(f"{cls.__module__}.{cls.__qualname__}: not a policy of any kind")
+    check_contract(cls, CONTRACTS[kind])
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    made = _make(policy, name)
+    for count, seed in enumerate(seeds):
+        try:
+            first = _check(made, seed)
+            repeated = _check(made, seed) if count < REPEATS else first
+            assert first == repeated, "the same run a second time went another way"
+        except Exception as error:
+            raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
+
+
+def _check(policy: Policy, seed: int) -> list[object]:
+    """Check a policy in every way that its kind has; return what came of it."""
+    asked = [_ask_alone(policy, seed)] if policy.kind in ASKED_ALONE else []
+    return [*asked, _run_in_kernel(policy, seed)] if policy.kind in PLACES else asked
+
+
+def _make(policy: type[Policy] | Policy, name: str) -> Policy:
+    if not isinstance(policy, type):
+        return policy
+    try:
+        return policy()
+    except TypeError as error:
+        raise PolicyError(f"{name}: {error}; pass an instance instead of the class") from error
+
+
+class _Recorder(ModelCluster):
+    """Keeps a digest of all commands."""
+
+    def __init__(self, sizes: Sizes, policies: KernelPolicies | None) -> None:
+        self.digest = blake2b(digest_size=16)
+        super().__init__(sizes, policies)
+
+    def carry_out(self, command: Command) -> None:
+        self.digest.update(type(command).__name__.encode() + msgspec.msgpack.encode(command))
+        super().carry_out(command)
+
+
+def _run_in_kernel(policy: Policy, seed: int) -> bytes:
+    """Run one schedule with the policy in all its places, or in one of two; return the digest of the commands."""
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    places = PLACES[policy.kind]
+    chosen = places if rng.random() < 0.5 else (rng.choice(places),)
+    cluster = cast(
+        "_Recorder",
+        run_random(rng, default_policies(**dict.fromkeys(chosen, policy)), make=_Recorder),
+    )
+    faults = [notice for notice in cluster.notices if notice.startswith("policy ")]
+    assert not faults, faults[0]
+    return cluster.digest.digest()
+
+
+def _ask_alone(policy: Policy, seed: int) -> object:
+    """Ask a policy outside of the kernel."""
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[policy.kind])
+    return ask(policy, rng)
+
+
+def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> object:
+    """Drive a negotiation over simulated ranks, on which allocations may fail, peers come, and views leak."""
+    ranks = random_group(rng)
+    try:
+        view = load_view(ranks, context_tokens=rng.choice([16, 1024, 32768]))
+    except DeviceOutOfMemory:
+        return "the weights do not fit"
+    growth = [rng.choice([0, rng.randrange(1 << 24)]) for _ in ranks]
+    view = msgspec.structs.replace(
+        view,
+        reservations=[
+            Reservation(rank=rank.rank, pool=rank.memory.pool, growth_bytes=size, held=False)
+            for rank, size in zip(ranks, growth, strict=True)
+        ],
+        block_size=rng.choice([1, 16]),
+        batch_tokens=rng.choice([64, 2048, 16384]),
+    )
+    unlucky = rng.choice(ranks)
+    unlucky.leaks = rng.random() < 0.1
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        unlucky.memory.fail_at(rng.randint(1, 60))
+    newcomer_bytes = rng.choice([0, rng.randrange(unlucky.memory.total() // 4)])
+
+    def between(_: int) -> None:
+        unlucky.memory.set_peers_bytes(newcomer_bytes)
+
+    negotiation = KvNegotiation(policy, view)
+    try:
+        accepted = negotiate(negotiation, ranks, between=between)
+    except (DeviceOutOfMemory, MemoryLeak) as error:
+        return _check_failure(negotiation, error)
+    for rank in ranks:
+        rank.memory.check_invariants()
+    return accepted
+
+
+def _check_failure(negotiation: KvNegotiation, error: VschedError) -> str:
+    assert negotiation.failure is not None, "an error without a reason"
+    message = negotiation.failure.message
+    assert all(word in message for word in ("value ", "limit ", "Remedy: ")), (
+        f"the message must give value, limit and remedy: {message!r}"
+    )
+    leak = any(attempt.outcome == "leak" for attempt in negotiation.view.attempts)
+    assert negotiation.failure.leak == leak, f"a leak, or not: {negotiation.failure}"
+    return str(error)
+
+
+def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
+    """Ask about several views, then again in another order: the answer is a matter of the view alone."""
+    views = [_routing_view(rng) for _ in range(ROUTED)]
+    chosen = [_route(policy, view) for view in views]
+    for number in rng.sample(range(ROUTED), ROUTED):
+        again = _route(policy, views[number])
+        assert again == chosen[number], (
+            f"replica {chosen[number]}, and asked again replica {again}: {views[number]}"
+        )
+    return chosen
+
+
+def _routing_view(rng: random.Random) -> RoutingView:
+    """Return replicas of which some are idle, down, know the prompt, or have seen its images."""
+    count = rng.choice([1, 2, 2, 3, 5, 16])
+    prompt_tokens = rng.choice([1, 17, 1000, 100_000])
+    items = rng.choice([0, 0, 1, 4])
+    limit = rng.choice([0, 64, 16384, 1_000_000])
+    healthy_share = rng.choice([0.0, 0.5, 1.0])
+    load_max = rng.choice([0, 2, limit, 3 * limit])
+    # An item was last sent to one replica only, and not every item is remembered.
+    seen = Counter(rng.randrange(count) for _ in range(rng.randint(0, items)))
+    return RoutingView(
+        replicas=[
+            ReplicaView(
+                index=index,
+                load_tokens=rng.choice([0, rng.randint(0, load_max)]),
+                healthy=rng.random() < healthy_share,
+                prefix_tokens=rng.choice([0, 0, rng.randrange(prompt_tokens)]),
+                items_seen=seen[index],
+            )
+            for index in range(count)
+        ],
+        prompt_tokens=prompt_tokens,
+        item_keys=[rng.randbytes(32) for _ in range(items)],
+        routed=rng.choice([0, 1, rng.randrange(1 << 40)]),
+        load_limit_tokens=limit,
+    )
+
+
+def _route(policy: RoutingPolicy, view: RoutingView) -> int:
+    count = len(view.replicas)
+    before = msgspec.msgpack.encode(view)
+    chosen = policy.choose(view)
+    assert isinstance(chosen, int), f"not an index: {chosen!r}"
+    assert 0 <= chosen < count, f"index {chosen} is outside 0 to {count - 1}"
+    assert msgspec.msgpack.encode(view) == before, f"it changed what it was shown: {view}"
+    healthy = [replica.index for replica in view.replicas if replica.healthy]
+    assert chosen in healthy or not healthy, (
+        f"replica {chosen} is down, and {healthy} are not: {view}"
+    )
+    return chosen
+
+
+ASKED_ALONE = {"memory": _ask_memory, "routing": _ask_routing}

@@ -1,0 +1,1 @@
+"""Random schedules: requests, events and fault plans drawn from seeds."""

@@ -1,0 +1,122 @@
+"""Random runs: arrivals, completions, cancellations, failures and time in any order, then a healed end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel.events import Cleared, Drain, Resume
+from vsched.testing.model_ranks.cluster import ModelCluster
+from vsched.testing.schedules.requests import random_request, random_sizes
+from vsched.types import FinishReason
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """How often each thing happens in one run. Runs differ: rare combinations need runs made of little else."""
+
+    submit: int
+    encode: int
+    generate: int
+    wait: int
+    abort: int
+    fail: int
+    lose: int
+    restore: int
+    retire: int
+    drain: int
+    resume: int
+    clear: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, *, faults: bool) -> Weights:
+        """Return the weights of one run."""
+        return cls(
+            submit=rng.choice([2, 10, 30]),
+            encode=rng.choice([3, 20, 20]),
+            generate=rng.choice([3, 40, 40]),
+            wait=rng.choice([0, 2, 20]),
+            abort=rng.choice([0, 2, 10]),
+            fail=rng.choice([0, 1, 5]) if faults else 0,
+            lose=rng.choice([0, 1, 5]) if faults else 0,
+            restore=rng.choice([5, 30]),
+            retire=rng.choice([0, 0, 1]) if faults else 0,
+            drain=rng.choice([0, 0, 2]),
+            resume=rng.choice([2, 10]),
+            clear=rng.choice([0, 0, 1]),
+        )
+
+
+def run_random(
+    rng: random.Random,
+    policies: KernelPolicies | None = None,
+    *,
+    sizes: Sizes | None = None,
+    events: int = 80,
+    faults: bool = True,
+    make: Callable[[Sizes, KernelPolicies | None], ModelCluster] = ModelCluster,
+) -> ModelCluster:
+    """Run a random schedule, heal what is down, drain and check; return the cluster for more questions.
+
+    Raises:
+        AssertionError: When something was lost, wrong, held too long or stuck.
+    """
+    cluster = make(sizes or random_sizes(rng), policies)
+    weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
+    names = list(weights)
+    for index in range(events):
+        _act(rng.choices(names, list(weights.values()))[0], index, cluster, rng)
+    for group in sorted(cluster.down):
+        cluster.restore(group)
+    for group in cluster.groups:
+        if group not in cluster.retired:
+            cluster.send(Resume(group))
+    cluster.drain()
+    cluster.check_settled()
+    return cluster
+
+
+def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> None:
+    match action:
+        case "submit":
+            cluster.submit(random_request(rng, f"r{index}"))
+        case "encode" if cluster.busy("encode"):
+            cluster.run_encode(rng.choice(cluster.busy("encode")))
+        case "generate" if cluster.busy("generate"):
+            cluster.run_generate(rng.choice(cluster.busy("generate")))
+        case "wait":
+            cluster.wait(rng.choice([1_000, 100_000, 10_000_000, 1_000_000_000]))
+        case "abort" if cluster.requests:
+            # Also such as have ended: a client's abort may come late.
+            name = rng.choice(sorted(cluster.requests))
+            cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
+        case "clear":
+            cluster.send(Cleared())
+            waiting = cluster.kernel.statistics()["waiting"]
+            assert waiting == 0, f"{waiting} requests wait after everything was cleared"
+        case _:
+            _happen(action, cluster, rng)
+
+
+def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
+    """Do something to a group."""
+    group = rng.choice(cluster.groups)
+    up = group not in cluster.down | cluster.retired
+    match action:
+        case "fail" if cluster.busy("encode"):
+            group = rng.choice(cluster.busy("encode"))
+            cluster.run_encode(group, fail="the encoder failed on purpose")
+        case "lose" if up:
+            cluster.lose(group)
+        case "retire" if cluster.down:
+            group = min(cluster.down)
+            if cluster.others(group):
+                cluster.retire(group)
+        case "drain" if up:
+            cluster.send(Drain(group))
+        case "resume" if up:
+            cluster.send(Resume(group))
+        case "restore" if cluster.down:
+            cluster.restore(min(cluster.down))

@@ -1,0 +1,77 @@
+"""Hypothesis strategies for fault plans; they shrink to fewer faults, simpler kinds and earlier times.
+
+Hypothesis is not a dependency of vsched: install it to use this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hypothesis import strategies
+
+from vsched.sim.faults.plan import FAULTS_MAX, KINDS, AnyFault, FaultPlan, Stage, draw_fault
+
+T = TypeVar("T")
+Draw = Callable[[strategies.SearchStrategy[Any]], Any]
+
+
+class _DrawnChoices:
+    """Numbers that Hypothesis draws, and shrinks."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        number: int = self._draw(strategies.integers(low, high))
+        return number
+
+    def choice(self, options: Sequence[T]) -> T:
+        option: T = self._draw(strategies.sampled_from(options))
+        return option
+
+
+def faults(
+    groups: Sequence[str],
+    span_ns: int,
+    *,
+    ranks: int = 1,
+    kinds: Sequence[type[AnyFault]] = KINDS,
+) -> strategies.SearchStrategy[AnyFault]:
+    """Return a strategy for one fault; earlier `kinds` are simpler.
+
+    Args:
+        groups: Whom faults strike; the first is the simplest.
+        span_ns: When they begin, at the latest.
+        ranks: The ranks of each group.
+        kinds: What can go wrong.
+    """
+    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks)
+
+    @strategies.composite
+    def fault(draw: Draw, kind: Any) -> AnyFault:
+        return draw_fault(_DrawnChoices(draw), kind, stage)
+
+    return strategies.one_of([fault(kind) for kind in kinds])
+
+
+def fault_plans(
+    groups: Sequence[str],
+    span_ns: int,
+    *,
+    ranks: int = 1,
+    kinds: Sequence[type[AnyFault]] = KINDS,
+    faults_max: int = FAULTS_MAX,
+) -> strategies.SearchStrategy[FaultPlan]:
+    """Return a strategy for plans; the arguments are those of `faults`, and how many there are at most."""
+    fault = faults(groups, span_ns, ranks=ranks, kinds=kinds)
+
+    @strategies.composite
+    def plan(draw: Draw) -> FaultPlan:
+        # Not `lists`: Hypothesis drops from a list only what took a few choices to draw. After a number, it drops
+        # whatever was drawn as one piece while it lowers the number.
+        count = draw(strategies.integers(0, faults_max))
+        drawn = tuple(draw(fault) for _ in range(count))
+        return FaultPlan(faults=drawn, seed=draw(strategies.integers(0, 0xFFFF)))
+
+    return plan()

@@ -1,0 +1,147 @@
+"""Carries out the orders by which an engine finds the size of the KV cache.
+
+A rank decides nothing here: it builds what it is told to, runs the hardest steps over it, and says how that went and
+what it measured. Each order starts by taking down what the one before it left, and by proving that the memory came
+back: what a stray reference keeps would be missing from every later attempt, and no smaller cache would help.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import msgspec
+
+from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.policy import RankMemory
+from vsched.types import ModelInfo
+from vsched.wire import Sized, SizeKv
+from vsched.worker.capabilities import CollectiveWorker
+from vsched.worker.contract import GenerateWorker, ImagePlan
+from vsched.worker.memory import measure_rank, memory_errors
+from vsched.worker.profiling_run import Load, stress
+
+LEAK_SLACK_BYTES = 1 << 20
+"""Less than this is not called a leak: small allocations share pages with others."""
+
+
+class KvSizing:
+    """The KV cache of one generate rank, until it is accepted.
+
+    Attributes:
+        blocks: Blocks of the KV cache that stands; 0 when none does.
+    """
+
+    def __init__(
+        self,
+        worker: GenerateWorker,
+        info: ModelInfo,
+        load: Load,
+        *,
+        rank: int = 0,
+        image: ImagePlan | None = None,
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
+        """Prepare; the weights are loaded. `image` is what the rows of the stress carry, None for text alone."""
+        self.blocks = 0
+        self._collect = collect
+        self._worker = worker
+        self._info = info
+        self._load = load
+        self._rank = rank
+        self._image = image
+        self._memory = worker.device_memory()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache that stands."""
+        return self.blocks * self._load.block_size * self._info.kv_bytes_per_token
+
+    def measure(self) -> RankMemory:
+        """Return what is held and what is free: after loading, this is what the memory policy starts from."""
+        self._collect()
+        self._memory.release()
+        return self._measured(peak_bytes=0, released_bytes=0)
+
+    def carry_out(self, order: SizeKv) -> Sized:
+        """Take down what stood, build the KV cache that is ordered, and run the stress while a canary is held.
+
+        What was built stands afterwards, whatever the outcome, until the next order; the canary does not.
+        """
+        if order.renew:
+            self._abort()
+        expected = self.kv_bytes
+        released = self._tear_down()
+        if released + LEAK_SLACK_BYTES < expected:
+            message = limit_message(
+                "the KV cache was dropped and its memory did not come back (bytes released)",
+                value=released,
+                limit=f"at least {expected}",
+                remedy="mend the worker plug-in, which keeps a reference to the cache",
+            )
+            memory = self._measured(peak_bytes=0, released_bytes=released)
+            self._abort()
+            return Sized(outcome="leak", message=message, memory=memory)
+        self._memory.reset_peak()
+        doing = "building the KV cache"
+        try:
+            with memory_errors(doing):
+                self._build(order.tokens, touch=order.stress)
+            doing = f"holding a canary of {order.canary_bytes} bytes"
+            with self._memory.hold(order.canary_bytes):
+                doing = "running the hardest steps"
+                if order.stress:
+                    with memory_errors(doing):
+                        self._stress(probe=order.probe)
+                return Sized(outcome="fits", message="", memory=self._attempted(released))
+        except DeviceOutOfMemory as error:
+            # Its text alone is kept: the traceback holds on to what the failing step had taken.
+            message = f"{doing} of {order.tokens} tokens: {error}"
+        self._abort()
+        return Sized(outcome="out_of_memory", message=message, memory=self._attempted(released))
+
+    def _abort(self) -> None:
+        """Have the steps of peers fail, too: they may wait for this rank in one."""
+        if isinstance(self._worker, CollectiveWorker):
+            self._worker.abort()
+
+    def _tear_down(self) -> int:
+        """Drop what stands; return the bytes that came back.
+
+        Order: captured graphs point into the request state and the cache, request state into the cache. The requests
+        of the stress went with its rank.
+        """
+        self._collect()
+        before = self._memory.allocated()
+        self._worker.drop_graphs()
+        self._worker.drop_kv()
+        self.blocks = 0
+        self._collect()
+        released = before - self._memory.allocated()
+        self._memory.release()
+        return released
+
+    def _build(self, tokens: int, *, touch: bool) -> None:
+        blocks = tokens // self._load.block_size
+        assert blocks, "the engine orders at least one block"
+        self._worker.build_kv(blocks=blocks, block_size=self._load.block_size, touch=touch)
+        self.blocks = blocks
+
+    def _stress(self, *, probe: bool) -> None:
+        load = self._load
+        if not probe:
+            # A sequence longer than the cache is refused when it arrives. A probe stands for caches of any size.
+            tokens = self.blocks * load.block_size
+            load = msgspec.structs.replace(load, context_tokens=min(load.context_tokens, tokens))
+        stress(self._worker, self._info, load, blocks=self.blocks, image=self._image)
+
+    def _attempted(self, released_bytes: int) -> RankMemory:
+        return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)
+
+    def _measured(self, *, peak_bytes: int, released_bytes: int) -> RankMemory:
+        measured = measure_rank(
+            self._memory, rank=self._rank, weights_bytes=self._worker.weights_bytes
+        )
+        return msgspec.structs.replace(
+            measured, peak_bytes=peak_bytes, kv_bytes=self.kv_bytes, released_bytes=released_bytes
+        )

@@ -1,0 +1,255 @@
+"""The hardest steps that a kernel may ask of a generate worker, so that their memory is known before it serves.
+
+The steps are real ones: decisions, followed by a rank of its own, carried out by the worker, sampler included. Block
+tables name the same few blocks over and over, and image rows the same few pages. So any context can be run over a KV
+cache of any size, and what the steps write is of no use to anybody.
+
+What a step needs follows from its rows, from the sum over its sequences of what they have computed (tables, masks),
+from the largest product of a chunk and its context (scores, masks), and from whether rows carry images and yield
+tokens. Every chunk here is full of image rows, and every row that yields a token asks for all that sampling offers.
+The steps:
+
+1. Where 2 has no chunk of full length: the whole budget as prefill in few slots.
+2. The whole budget as prefill from all slots: as many chunks of full length as leave every other slot a token. Every
+   chunk ends its prompt just below the longest context.
+3. Decode just below the longest context in all slots.
+4. Chunks of full length in as few slots as take the rest of the budget, decode in all others.
+
+Between 3 and 4 lie the steps with fewer chunks, between 4 and 2 those with fewer decodes. What they need is a sum of
+terms that are proportional to the one or the other number and of the larger of two such terms, so it is largest at an
+end.
+
+A processor would need minutes for this. But there, what is freed is gone, so a worker can promise to be frugal
+(`FrugalSteps`): every layer gives back what it took, and takes it for one sequence after the other. Then two layers
+reach the peak (the second starts while the input of the first is still held), and one chunk at the longest context is
+as good as many; the others are short prompts. Step 2 adds nothing to step 4 then but the state of the requests, which
+a step through no layer at all makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.kernel.decisions import (
+    ChunkItem,
+    ChunkPlan,
+    GenerateDecision,
+    ItemPlace,
+    Join,
+    Leave,
+    RequestData,
+)
+from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.capabilities import FrugalSteps, WorstCaseBuilder
+from vsched.worker.contract import GenerateWorker, ImagePlan, WorkerPlugin
+from vsched.worker.generate_rank import GenerateRank
+
+_PAGE_ROWS = 64
+
+_OUTPUTS = 3
+"""Tokens that a sequence may yield: in the step of its last chunk and in two more."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that the kernel asks of a step; the names are those of its sizes."""
+
+    slots: int
+    batch_tokens: int
+    chunk_tokens: int
+    context_tokens: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < self.slots:
+            raise ValueError(
+                f"batch_tokens is {self.batch_tokens}, must be at least slots ({self.slots})"
+            )
+
+    @property
+    def length_max(self) -> int:
+        """The longest sequence, never too short for the outputs."""
+        return max(self.context_tokens, _OUTPUTS + 1)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for the outputs."""
+        return self.length_max - _OUTPUTS
+
+    @property
+    def chunk_max(self) -> int:
+        """The longest chunk there can be."""
+        return min(self.chunk_tokens, self.prompt_tokens, self.batch_tokens)
+
+
+_SAMPLING = SamplingParams(
+    max_tokens=_OUTPUTS, temperature=1.0, top_p=0.95, repetition_penalty=1.1, logprobs=20
+)
+
+
+def image_for(
+    plugin: WorkerPlugin, info: ModelInfo, load: Load, *, pixels_max: int
+) -> ImagePlan | None:
+    """Return the largest image that fits a prompt; None without images, or where the plug-in knows none."""
+    room = min(info.item_tokens_max, load.prompt_tokens - 1)
+    if pixels_max < 1 or room < 1 or not isinstance(plugin, WorstCaseBuilder):
+        return None
+    capped = msgspec.structs.replace(info, item_tokens_max=room)
+    batches = plugin.worst_batches(capped, items=1, tokens=0, pixels_max=pixels_max)
+    return max((batch[0] for batch in batches), key=lambda plan: plan.tokens, default=None)
+
+
+def stress(
+    worker: GenerateWorker, info: ModelInfo, load: Load, *, blocks: int, image: ImagePlan | None
+) -> int:
+    """Run the hardest steps over the KV cache of `blocks` blocks that stands; return how many.
+
+    `image` is what the rows of chunks carry, None for text alone.
+
+    Raises:
+        DeviceOutOfMemory: From the worker.
+    """
+    frugal = worker if isinstance(worker, FrugalSteps) and worker.frugal else None
+    rehearsal = _Rehearsal(info, load, blocks=blocks, image=image)
+    rank = GenerateRank(
+        worker,
+        rehearsal.embeddings,
+        slots=load.slots,
+        context_tokens=load.length_max,
+        block_size=load.block_size,
+    )
+    steps = 0
+    for decision, layers in rehearsal.frugal() if frugal else rehearsal.whole():
+        with frugal.first_layers(layers) if frugal else nullcontext():
+            rank.apply(decision)
+        steps += 1
+    return steps
+
+
+def spread(load: Load) -> list[int]:
+    """Return the chunk lengths of a step that fills the budget from all slots, full chunks first."""
+    lengths: list[int] = []
+    left = load.batch_tokens
+    for later in range(load.slots - 1, -1, -1):
+        lengths.append(min(load.chunk_max, left - later))
+        left -= lengths[-1]
+    return lengths
+
+
+def heap(load: Load, budget: int) -> list[int]:
+    """Return the chunk lengths of a step that takes a budget in as few slots as possible."""
+    full, rest = divmod(budget, load.chunk_max)
+    lengths = [load.chunk_max] * full + ([rest] if rest else [])
+    return lengths[: load.slots]
+
+
+def beside_decodes(load: Load) -> list[int]:
+    """Return the chunk lengths of a step in which all other slots decode."""
+    for seats in range(1, load.slots):
+        left = load.batch_tokens - (load.slots - seats)
+        if left <= seats * load.chunk_max:
+            return heap(load, left)
+    return heap(load, load.batch_tokens)
+
+
+Step = tuple[GenerateDecision, int]
+"""A step, and how many layers to run it through where there is a choice."""
+
+_LAYERS = 2
+
+
+class _Rehearsal:
+    """Words the decisions."""
+
+    def __init__(
+        self, info: ModelInfo, load: Load, *, blocks: int, image: ImagePlan | None
+    ) -> None:
+        self._load = load
+        self._info = info
+        self._image = image
+        self._step = 0
+        self._number = 0
+        self._seated: dict[int, int] = {}
+        self._blocks = [index % blocks for index in range(-(-load.length_max // load.block_size))]
+        self._data: dict[int, RequestData] = {}
+        self.embeddings: npt.NDArray[np.uint8] = np.zeros(
+            (1, _PAGE_ROWS, info.embedding_row_bytes), np.uint8
+        )
+
+    def whole(self) -> Iterator[Step]:
+        """Yield the steps, each to be carried out before the next."""
+        few, many = heap(self._load, self._load.batch_tokens), spread(self._load)
+        if few[0] > many[0]:
+            yield self._prefill(few, long=len(few))
+        yield self._prefill(many, long=len(many))
+        yield self._decode()
+        beside = beside_decodes(self._load)
+        yield self._prefill(beside, long=len(beside))
+
+    def frugal(self) -> Iterator[Step]:
+        """Yield the steps that suffice for a frugal worker."""
+        few, beside = heap(self._load, self._load.batch_tokens), beside_decodes(self._load)
+        if few[0] > beside[0]:
+            yield self._prefill(few, long=1)
+        seats, _ = self._prefill([1] * self._load.slots, long=self._load.slots)
+        yield seats, 0
+        yield self._decode()
+        yield self._prefill(beside, long=1)
+
+    def _decode(self) -> Step:
+        self._step += 1
+        return GenerateDecision(self._step), _LAYERS
+
+    def _prefill(self, lengths: list[int], *, long: int) -> Step:
+        """Give the first slots to new requests, whose last chunks these are; whoever is there leaves.
+
+        The first `long` of them have the longest prompt, the others no more than their chunk.
+        """
+        left, joined, chunks = [], [], []
+        for slot, length in enumerate(lengths):
+            if slot in self._seated:
+                left.append(Leave(self._seated[slot], slot, keep=False))
+            self._number += 1
+            self._seated[slot] = self._number
+            stop = self._load.prompt_tokens if slot < long else length
+            data = self._request(stop)
+            joined.append(Join(self._number, slot, stop - length, stop, self._blocks, data))
+            items = [
+                ChunkItem(item.offset, item.tokens, [0] * -(-item.tokens // _PAGE_ROWS))
+                for item in data.items
+                if item.offset + item.tokens > stop - length
+            ]
+            chunks.append(ChunkPlan(slot, stop - length, stop, items))
+        self._step += 1
+        return GenerateDecision(self._step, left=left, joined=joined, chunks=chunks), _LAYERS
+
+    def _request(self, prompt_tokens: int) -> RequestData:
+        known = self._data.get(prompt_tokens)
+        if known is not None:
+            return known
+        image = self._info.image_token_id
+        prompt = np.full(prompt_tokens, 0 if image else 1, np.int32)
+        places = self._places(prompt_tokens)
+        for place in places:
+            prompt[place.offset : place.offset + place.tokens] = image
+        self._data[prompt_tokens] = RequestData(
+            tokens=prompt.tobytes(),
+            prompt_length=prompt_tokens,
+            items=places,
+            sampling=_SAMPLING,
+            stop_token_ids=(),
+        )
+        return self._data[prompt_tokens]
+
+    def _places(self, prompt_tokens: int) -> list[ItemPlace]:
+        """Fill the longest chunk with images, from its end, a token of text after each, since no two may touch."""
+        places: list[ItemPlace] = []
+        image, end = self._image, prompt_tokens - 1
+        while image and end > max(prompt_tokens - self._load.chunk_max, image.tokens - 1):
+            places.append(ItemPlace(end - image.tokens, image.tokens, image.grid))
+            end -= image.tokens + 1
+        return places[::-1]

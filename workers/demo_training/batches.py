@@ -1,0 +1,243 @@
+"""Turns conversations into tensors: token ids, positions, patches, and what is to be predicted where."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from demo_training.drawing import LOOSE, OBJECT, Mark
+from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
+from demo_training.samples import Sample
+from vsched_workers.checkpoint.preprocess import QwenPreprocessor
+
+_UNIT = MERGE * MERGE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Conversations of similar length, padded to the longest.
+
+    Attributes:
+        ids: Token ids, [rows, length].
+        positions: Rotary positions, [3, rows, length].
+        image_places: Flat places of the image tokens.
+        image_rows: Which embedding goes to each of those places.
+        asked: Flat places whose next token is part of an answer.
+        answers: That next token.
+        turns: Which turn, of all conversations' turns, each of those belongs to.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    image_places: torch.Tensor
+    image_rows: torch.Tensor
+    asked: torch.Tensor
+    answers: torch.Tensor
+    turns: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch: its images, its conversations in buckets, and what its images show.
+
+    Attributes:
+        marks: What lies where: rows of (embedding, quarter of its square, slot, value, shape).
+        counts: For each embedding, how many objects its image shows.
+        loose: For each embedding, whether its image shows digits of no one number.
+    """
+
+    vision: VisionBatch
+    buckets: tuple[Rows, ...]
+    marks: torch.Tensor
+    counts: torch.Tensor
+    loose: torch.Tensor
+
+
+@dataclass
+class _Line:
+    ids: list[int]
+    positions: npt.NDArray[np.int64]
+    places: list[int]
+    rows: list[int]
+    asked: list[int]
+    turns: list[int]
+
+
+def make_batch(samples: Sequence[Sample], front: QwenPreprocessor, *, buckets: int = 2) -> Batch:
+    """Make a batch; `turns` numbers the turns of all conversations in order."""
+    pixels: list[npt.NDArray[np.float32]] = []
+    grids: list[tuple[int, int]] = []
+    marks: list[tuple[int, ...]] = []
+    loose: list[bool] = []
+    counts: list[int] = []
+    lines = []
+    begin = turns = 0
+    for sample in samples:
+        first = len(grids)
+        for turn in sample.turns:
+            for image, marked in zip(turn.images, turn.marks, strict=True):
+                grid = front.plan_image(image.width, image.height).grid
+                pixels.append(front.process_image(image))
+                grids.append((grid[1] // MERGE, grid[2] // MERGE))
+                tokens = grids[-1][0] * grids[-1][1]
+                marks += [placed(mark, grids[-1], begin) for mark in marked]
+                counts += [sum(mark.slot == OBJECT for mark in marked)] * tokens
+                loose += [any(mark.slot == LOOSE for mark in marked)] * tokens
+                begin += tokens
+        if sample.turns[0].question:
+            lines.append(_line(sample, front, grids[first:], begin, turns))
+        turns += len(sample.turns)
+    lines.sort(key=lambda line: len(line.ids))
+    size = max(1, -(-len(lines) // buckets))
+    rows = tuple(_rows(lines[at : at + size]) for at in range(0, len(lines), size))
+    vision = _vision_batch(pixels, grids)
+    found = torch.tensor(marks, dtype=torch.long).view(-1, 5)
+    return Batch(vision, rows, found, torch.tensor(counts), torch.tensor(loose))
+
+
+def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
+    """Return which embedding a mark is at, in which quarter of its square, and the mark's slot, value and shape.
+
+    The grid is the image's tokens down and across; `begin` is its first embedding.
+    """
+    down = min(grid[0] * MERGE - 1, max(0, int(mark.y * grid[0] * MERGE)))
+    across = min(grid[1] * MERGE - 1, max(0, int(mark.x * grid[1] * MERGE)))
+    square = down // MERGE * grid[1] + across // MERGE
+    quarter = down % MERGE * MERGE + across % MERGE
+    return begin + square, quarter, mark.slot, mark.value, mark.shape
+
+
+def _line(
+    sample: Sample,
+    front: QwenPreprocessor,
+    grids: Sequence[tuple[int, int]],
+    end: int,
+    first_turn: int,
+) -> _Line:
+    """Lay one conversation out as the chat template does."""
+    pad = front.info.image_token_id
+    ids: list[int] = []
+    places: list[int] = []
+    asked: list[int] = []
+    turns: list[int] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    following = 0
+    left = list(grids)
+
+    def text(tokens: Sequence[int]) -> None:
+        nonlocal following
+        ids.extend(tokens)
+        steps = np.arange(following, following + len(tokens))
+        positions.append(np.broadcast_to(steps, (3, len(tokens))))
+        following += len(tokens)
+
+    for number, turn in enumerate(sample.turns):
+        text(front.tokenize("<|im_start|>user\n"))
+        for _ in turn.images:
+            height, width = left.pop(0)
+            text(front.tokenize("<|vision_start|>"))
+            down, across = (part.reshape(-1) for part in np.indices((height, width)))
+            positions.append(following + np.stack((np.zeros_like(down), down, across)))
+            places.extend(range(len(ids), len(ids) + height * width))
+            ids.extend([pad] * (height * width))
+            following += max(height, width)
+            text(front.tokenize("<|vision_end|>"))
+        text(front.tokenize(f"{turn.question}<|im_end|>\n<|im_start|>assistant\n"))
+        answer = front.tokenize(f"{turn.answer}<|im_end|>")
+        asked.extend(range(len(ids) - 1, len(ids) + len(answer) - 1))
+        turns.extend([first_turn + number] * len(answer))
+        text(answer)
+        text(front.tokenize("\n"))
+    rows = list(range(end - len(places), end))
+    return _Line(ids, np.concatenate(positions, axis=1), places, rows, asked, turns)
+
+
+def _rows(lines: Sequence[_Line]) -> Rows:
+    length = max(len(line.ids) for line in lines)
+    ids = np.zeros((len(lines), length), dtype=np.int64)
+    positions = np.zeros((3, len(lines), length), dtype=np.int64)
+    flat: dict[str, list[int]] = {"places": [], "rows": [], "asked": [], "turns": []}
+    for row, line in enumerate(lines):
+        ids[row, : len(line.ids)] = line.ids
+        positions[:, row, : len(line.ids)] = line.positions
+        flat["places"] += [row * length + place for place in line.places]
+        flat["asked"] += [row * length + place for place in line.asked]
+        flat["rows"] += line.rows
+        flat["turns"] += line.turns
+    asked = torch.tensor(flat["asked"])
+    known = torch.from_numpy(ids)
+    return Rows(
+        ids=known,
+        positions=torch.from_numpy(positions),
+        image_places=torch.tensor(flat["places"], dtype=torch.long),
+        image_rows=torch.tensor(flat["rows"], dtype=torch.long),
+        asked=asked,
+        answers=known.view(-1)[asked + 1],
+        turns=torch.tensor(flat["turns"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the patches of one grid lie: window order of its units, positions, lengths of the windows."""
+
+    order: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    windows: tuple[int, ...]
+
+
+@functools.cache
+def _layout(height: int, width: int) -> _Layout:
+    from transformers import vision_utils
+
+    vision: Any = vision_utils
+    grid = torch.tensor([[1, height * MERGE, width * MERGE]])
+    order, ends = vision.get_vision_window_index(grid, MERGE, VISION["window_size"], PATCH)
+    places = vision.get_vision_position_ids(grid, MERGE)
+    by_unit = places.reshape(-1, _UNIT, 2)[order].reshape(-1, 2)
+    lengths = np.diff(ends.numpy())
+    return _Layout(
+        order.numpy().astype(np.int64),
+        by_unit.numpy().astype(np.int64),
+        tuple(int(length) for length in lengths if length),
+    )
+
+
+def _vision_batch(
+    pixels: Sequence[npt.NDArray[np.float32]], grids: Sequence[tuple[int, int]]
+) -> VisionBatch:
+    patches, positions, order = [], [], []
+    windows: list[int] = []
+    begin = 0
+    for image, grid in zip(pixels, grids, strict=True):
+        layout = _layout(*grid)
+        units = len(layout.order)
+        first_frame = image.reshape(units, _UNIT, 3, 2, PATCH * PATCH)[layout.order, :, :, 0]
+        patches.append(first_frame.reshape(units * _UNIT, -1))
+        positions.append(layout.positions)
+        order.append(begin + np.argsort(layout.order))
+        windows += layout.windows
+        begin += units
+    return VisionBatch(
+        patches=torch.from_numpy(np.concatenate(patches)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        windows=_groups(windows),
+        images=_groups([height * width * _UNIT for height, width in grids]),
+        order=torch.from_numpy(np.concatenate(order)),
+    )
+
+
+def _groups(lengths: Sequence[int]) -> Groups:
+    sizes = np.asarray(lengths)
+    starts = np.cumsum(sizes) - sizes
+    indexes = [starts[sizes == length][:, None] + np.arange(length) for length in np.unique(sizes)]
+    flat = np.concatenate([index.reshape(-1) for index in indexes])
+    return Groups(
+        tuple(torch.from_numpy(index) for index in indexes), torch.from_numpy(np.argsort(flat))
+    )

@@ -1,0 +1,214 @@
+"""The small model: configuration, tokenizer, processor settings, and a forward pass made for training.
+
+The architecture is Qwen2.5-VL's, window attention included; the modules are transformers' own. `encode` runs them over
+images of many sizes at once, a call of the attention kernel for each length instead of each window.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from demo_training import samples
+from demo_training.drawing import COLOURS, SHAPES
+from vsched_workers.checkpoint.random_init import learnt_tokenizer, processor_settings
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY = 512
+IMAGE_TOKENS = (4, 48)
+PATCH, MERGE = 14, 2
+FACTOR = PATCH * MERGE
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # Pictures are a few tokens wide: frequencies of a large model would hardly tell one column from the next.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 16.0, "mrope_section": [4, 4, 8]},
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+VISION = {
+    "depth": 5,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "fullatt_block_indexes": [1, 3, 4],
+    "window_size": 112,
+    "initializer_range": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Stretches of patches that see each other, those of one length together.
+
+    Attributes:
+        indexes: For each length, which rows: [stretches, length].
+        back: Where each row is in the groups' concatenation.
+    """
+
+    indexes: tuple[torch.Tensor, ...]
+    back: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VisionBatch:
+    """Images made ready: patches in window order, one frame of the two (a still image repeats it)."""
+
+    patches: torch.Tensor
+    positions: torch.Tensor
+    windows: Groups
+    images: Groups
+    order: torch.Tensor
+
+
+def make_tokenizer() -> Any:
+    """Make a byte-level tokenizer whose words are those of the questions; digits stand alone."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cut = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return learnt_tokenizer(_words(), cut, words=VOCABULARY, longest=4096)
+
+
+def _words() -> list[str]:
+    fields = {"which": ("first", "second"), "shape": SHAPES, "colour": tuple(COLOURS)}
+    fields["shapes"] = tuple(samples.PLURALS.values())
+    texts = ["user\n", "assistant\n", "system\nYou are a helpful assistant."]
+    texts += [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    for name, wordings in vars(samples).items():
+        if not name.isupper() or name in {"TASKS", "PLURALS"} or not isinstance(wordings, tuple):
+            continue
+        for wording in wordings:
+            field = next((key for key in fields if f"{{{key}}}" in wording), None)
+            if field is None:
+                texts.append(wording)
+            else:
+                texts += [wording.format(**{field: value}) for value in fields[field]]
+    return texts
+
+
+def make_model(tokenizer: Any, seed: int) -> Any:
+    """Make the model with random weights, in float32."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+
+    def token(text: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(text))
+
+    ends = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = library.Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": dict(TEXT["rope_parameters"])} | ends,  # type: ignore[call-overload]
+        vision_config=dict(VISION),
+        tie_word_embeddings=True,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = library.Qwen2_5_VLForConditionalGeneration(config)
+    model.generation_config = library.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    return model
+
+
+def write_front_end(directory: Path, tokenizer: Any) -> None:
+    """Write tokenizer, chat template and processor settings."""
+    tokenizer.save_pretrained(directory)
+    least, most = (tokens * FACTOR * FACTOR for tokens in IMAGE_TOKENS)
+    content = processor_settings((least, most), is_qwen3=False)
+    settings = content["image_processor"]
+    for name, part in (("processor_config.json", content), ("preprocessor_config.json", settings)):
+        (directory / name).write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
+
+
+def write_model(directory: Path, model: Any, weights: dict[str, Any]) -> None:
+    """Write configuration and weights, in bfloat16."""
+    import copy
+
+    import torch
+    import transformers
+
+    rounded = copy.deepcopy(model)
+    rounded.load_state_dict(weights, strict=False)
+    library: Any = transformers
+    library.logging.disable_progress_bar()
+    try:
+        rounded.to(torch.bfloat16).save_pretrained(directory)
+    finally:
+        library.logging.enable_progress_bar()
+    (directory / "model.safetensors").chmod(0o644)
+
+
+def encode(tower: Any, batch: VisionBatch) -> torch.Tensor:
+    """Return the embeddings of all images, [tokens, hidden], image after image."""
+    import torch.nn.functional as F  # noqa: N812
+
+    # Both frames of a still image are the same, so their two kernels add up.
+    kernel = tower.patch_embed.proj.weight.sum(dim=2).flatten(1)
+    rows = F.linear(batch.patches, kernel)
+    cos, sin = (part[:, None] for part in tower.rotary_pos_emb(rows, batch.positions))
+    for number, block in enumerate(tower.blocks):
+        full = number in tower.fullatt_block_indexes
+        groups = batch.images if full else batch.windows
+        rows = rows + _attend(block.attn, _norm(block.norm1, rows), groups, cos, sin)
+        rows = rows + block.mlp(_norm(block.norm2, rows))
+    merger = tower.merger
+    merged = merger.mlp(_norm(merger.ln_q, rows).view(-1, merger.hidden_size))
+    embeddings: torch.Tensor = merged[batch.order]
+    return embeddings
+
+
+def _norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional as F  # noqa: N812
+
+    return F.rms_norm(rows, (rows.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _attend(
+    attention: Any, rows: torch.Tensor, groups: Groups, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    count = rows.shape[0]
+    queries, keys, values = attention.qkv(rows).view(count, 3, attention.num_heads, -1).unbind(1)
+    both = torch.stack((queries, keys))
+    half = both.shape[-1] // 2
+    turned = torch.cat((-both[..., half:], both[..., :half]), dim=-1)
+    queries, keys = (both * cos + turned * sin).to(values.dtype).unbind(0)
+    parts = []
+    for index in groups.indexes:
+        q, k, v = (part[index].transpose(1, 2) for part in (queries, keys, values))
+        seen = F.scaled_dot_product_attention(q, k, v)
+        parts.append(seen.transpose(1, 2).reshape(index.numel(), -1))
+    out: torch.Tensor = attention.proj(torch.cat(parts)[groups.back])
+    return out
+
+
+def read_text(model: Any, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Run the language model over rows padded on the right; causality alone keeps the padding out."""
+    hidden: torch.Tensor = model.model.language_model(
+        inputs_embeds=embeddings, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    return hidden

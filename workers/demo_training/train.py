@@ -1,0 +1,335 @@
+"""The training loop: what a step learns from, how it is measured, and how a run goes on after it was stopped.
+
+Everything random is a function of the seed and the number of the step, so that the state of a run is its weights, the
+optimiser's moments and that number. The same seed, steps, thread count, fonts and versions of torch and Pillow give the
+same weights; how often a run was stopped does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from demo_training.batches import Batch, make_batch
+from demo_training.drawing import COLOURS, DIGITS_MAX, OBJECT, OBJECTS_MAX, SHAPES
+from demo_training.model import (
+    IMAGE_TOKENS,
+    MERGE,
+    TEXT,
+    encode,
+    make_model,
+    make_tokenizer,
+    read_text,
+    write_front_end,
+    write_model,
+)
+from demo_training.muon import Muon
+from demo_training.plan import Plan
+from demo_training.samples import Sample, looking_samples, page_sample, train_sample
+from vsched.errors import CheckpointError
+from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
+
+STATE = "training-state.safetensors"
+_MOMENTS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+_DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
+_MARK_CLASSES = (
+    *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
+    *(len(COLOURS) + 1, len(SHAPES) + 1, _COUNT_CLASSES),
+)
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what was seen on the way."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float, float]] = field(default_factory=list)
+    accuracies: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+
+class BatchMaker:
+    """Makes the batch that a step learns from: a function of the plan and the step's number.
+
+    Args:
+        directory: The checkpoint, whose front end resizes and tokenizes as a server will.
+    """
+
+    def __init__(self, plan: Plan, directory: Path) -> None:
+        self.plan = plan
+        self._front = load_front(directory)
+
+    def __call__(self, step: int) -> Batch:
+        """Draw and make ready the batch of a step."""
+        return make_batch(self.samples(step), self._front)
+
+    def samples(self, step: int) -> list[Sample]:
+        """Draw the conversations of a step; what only looks has no questions."""
+        plan = self.plan
+        rng = np.random.default_rng([plan.seed, step])
+        most = plan.difficulty(step)
+        if not plan.asks(step):
+            return looking_samples(rng, most)
+
+        def hard() -> float:
+            return most * float(rng.uniform(0.5, 1.0)) if rng.random() < 0.4 else most
+
+        pages = [page_sample(rng, hard()) for _ in range(plan.batch // 8)]
+        return pages + [train_sample(rng, hard()) for _ in range(plan.batch)]
+
+
+class Trainer:
+    """One run, into one directory; it goes on from the state that it finds there.
+
+    Raises:
+        CheckpointError: When the directory's state belongs to another plan, or there is none but something else.
+    """
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self.directory = directory
+        self.plan = plan
+        self.progress = Progress()
+        torch.set_num_threads(plan.threads)
+        directory.mkdir(parents=True, exist_ok=True)
+        begun = (directory / STATE).exists()
+        if not begun and any(directory.iterdir()):
+            raise CheckpointError(
+                f"{directory} holds no run to go on with ({STATE}), but other files. "
+                "Remedy: give an empty folder, or one that is not there yet."
+            )
+        tokenizer = make_tokenizer()
+        write_front_end(directory, tokenizer)
+        self.model = make_model(tokenizer, plan.seed)
+        self.model.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(plan.seed + 1)
+            # Tells what lies under each image token; learnt along, and left behind.
+            self.marks = nn.Linear(int(str(TEXT["hidden_size"])), sum(_MARK_CLASSES))
+        named = {f"model.{name}": value for name, value in self.model.named_parameters()}
+        named |= {f"marks.{name}": value for name, value in self.marks.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = named
+        self._average = {name: value.detach().clone() for name, value in named.items()}
+        self._optimisers = optimisers(plan, named)
+        self._learnt_by = {
+            value: optimiser
+            for optimiser in self._optimisers
+            for group in optimiser.param_groups
+            for value in group["params"]
+        }
+        if begun:
+            self._load()
+            # What was served may have been half written when the run was killed; its state never is.
+            self.write()
+        else:
+            self.save()
+        self.front = load_front(directory)
+        self.batch_of: Callable[[int], Batch] = BatchMaker(plan, directory)
+
+    def step(self) -> float:
+        """Learn from one batch; return the loss of the answers."""
+        plan, step = self.plan, self.progress.step
+        batch = self.batch_of(step)
+        for optimiser, peak in zip(self._optimisers, (plan.peak, plan.matrix_peak), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * plan.rate(step)
+        embeddings = encode(self.model.model.visual, batch.vision)
+        marks = marks_loss(self.marks(embeddings), batch)
+        if plan.asks(step):
+            answers = answers_loss(self.model, embeddings, batch)
+            (answers + plan.mark_weight(step) * marks).backward()
+            loss = float(answers.detach())
+        else:
+            marks.backward()
+            loss = self.progress.losses[-1][1]
+        parameters = list(self._parameters.values())
+        nn.utils.clip_grad_norm_(parameters, plan.clip)
+        for optimiser in self._optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            memory = min(plan.memory, (step + 1) / (step + 10))
+            for name, value in self._parameters.items():
+                self._average[name].lerp_(value, 1 - memory)
+        self.progress.step += 1
+        self.progress.losses.append((step + 1, loss, float(marks.detach())))
+        return loss
+
+    def averaged(self) -> dict[str, torch.Tensor]:
+        """Return the averaged weights of the model: what is written, measured and served."""
+        cut = len("model.")
+        return {n[cut:]: v for n, v in self._average.items() if n.startswith("model.")}
+
+    def measure(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, tuple[int, int]]:
+        """Return right answers and questions of each named set, with the averaged weights."""
+        model = self.served()
+        return {name: count_right(model, part) for name, part in batches.items()}
+
+    def served(self) -> Any:
+        """Return a model with the averaged weights, rounded as they are written."""
+        model = make_model(make_tokenizer(), self.plan.seed)
+        rounded = {n: v.to(torch.bfloat16).to(torch.float32) for n, v in self.averaged().items()}
+        model.load_state_dict(rounded, strict=False)
+        return model.eval()
+
+    def write(self) -> None:
+        """Write the checkpoint, complete and ready to be served."""
+        write_model(self.directory, self.model, self.averaged())
+
+    def save(self) -> None:
+        """Write the checkpoint and what the run needs to go on."""
+        self.write()
+        tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
+        tensors |= {f"average.{n}": v for n, v in self._average.items()}
+        for name, value in self._parameters.items():
+            for key, moment in self._learnt_by[value].state[value].items():
+                tensors[f"{key}.{name}"] = moment
+        about = {
+            "plan": json.dumps(asdict(self.plan)),
+            "progress": json.dumps(asdict(self.progress)),
+        }
+        path = self.directory / STATE
+        fresh = path.with_suffix(".new")
+        save_file({n: v.contiguous().clone() for n, v in tensors.items()}, fresh, metadata=about)
+        fresh.replace(path)
+
+    def _load(self) -> None:
+        with safe_open(self.directory / STATE, framework="pt") as file:
+            about = file.metadata()
+            seen = json.loads(about["progress"])
+            if not self.plan.may_follow(Plan(**json.loads(about["plan"])), seen["step"]):
+                raise CheckpointError(
+                    f"{STATE} belongs to a run of another plan: {about['plan']}. "
+                    "Remedy: give the same options, or another directory; "
+                    "the number of steps may change until the learning rate begins to fall."
+                )
+            with torch.no_grad():
+                for name, value in self._parameters.items():
+                    value.copy_(file.get_tensor(f"now.{name}"))
+                    self._average[name].copy_(file.get_tensor(f"average.{name}"))
+                    if not seen["step"]:
+                        continue  # no step, no moments
+                    optimiser = self._learnt_by[value]
+                    optimiser.state[value] = {
+                        key: file.get_tensor(f"{key}.{name}") for key in _MOMENTS[type(optimiser)]
+                    }
+        self.progress = Progress(
+            seen["step"],
+            seen["seconds"],
+            [tuple(row) for row in seen["losses"]],
+            [(step, values) for step, values in seen["accuracies"]],
+        )
+
+
+def optimisers(plan: Plan, named: Mapping[str, nn.Parameter]) -> tuple[torch.optim.AdamW, Muon]:
+    """Share the parameters out: the layers' matrices to Muon, all else to AdamW."""
+    outside = ("embed", "marks")
+    matrices = {
+        name: value
+        for name, value in named.items()
+        if value.ndim == 2 and not any(part in name for part in outside)
+    }
+    rest = [value for name, value in named.items() if name not in matrices]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim > 1], "weight_decay": plan.decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=plan.peak,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    # A projection to queries, keys and values is three matrices.
+    fused = {value: 3 for name, value in matrices.items() if name.endswith("qkv.weight")}
+    muon = Muon(matrices.values(), lr=plan.matrix_peak, weight_decay=plan.decay, fused=fused)
+    return adam, muon
+
+
+def load_front(directory: Path) -> QwenPreprocessor:
+    """Load the front end that a server would load: training sees the pixels that serving will see."""
+    info = inspect_checkpoint(str(directory), dtype="float32", item_tokens_max=0)
+    assert info.item_tokens_max >= IMAGE_TOKENS[1]
+    return load_preprocessor(info)
+
+
+def answers_loss(model: Any, embeddings: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the loss of the answers, a mean over their tokens."""
+    parts = [
+        F.cross_entropy(logits, answers, reduction="sum")
+        for logits, answers, _ in answer_logits(model, embeddings, batch)
+    ]
+    return torch.stack(parts).sum() / sum(len(rows.answers) for rows in batch.buckets)
+
+
+def answer_logits(
+    model: Any, embeddings: torch.Tensor, batch: Batch
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield, for each bucket, the logits where an answer's token is next, that token, and its turn."""
+    weight = model.model.language_model.embed_tokens.weight
+    for rows in batch.buckets:
+        flat = F.embedding(rows.ids.view(-1), weight)
+        flat = flat.index_copy(0, rows.image_places, embeddings[rows.image_rows])
+        hidden = read_text(model, flat.view(*rows.ids.shape, -1), rows.positions)
+        yield model.lm_head(hidden.flatten(0, 1)[rows.asked]), rows.answers, rows.turns
+
+
+def marks_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Ask of each image token which digits and objects have their centre in it, and how many objects there are."""
+    slots, quarters, colours, shapes, counts = logits.split(_MARK_CLASSES, dim=1)
+    tokens, none = len(logits), _DIGIT_CLASSES - 1
+    place, quarter, slot, value, shape = batch.marks.unbind(1)
+    is_digit, is_object = slot != OBJECT, slot == OBJECT
+    in_slot = torch.full((tokens, DIGITS_MAX), none)
+    in_slot[place[slot >= 0], slot[slot >= 0]] = value[slot >= 0]
+    in_quarter = torch.full((tokens, MERGE * MERGE), none)
+    in_quarter[place[is_digit], quarter[is_digit]] = value[is_digit]
+    things = place[is_object]
+    colour = torch.full((tokens,), len(COLOURS)).index_put_((things,), value[is_object])
+    kind = torch.full((tokens,), len(SHAPES)).index_put_((things,), shape[is_object])
+    loss = F.cross_entropy(counts, batch.counts)
+    ordered = ~batch.loose
+    for part, target, nothing in (
+        (slots[ordered].reshape(-1, _DIGIT_CLASSES), in_slot[ordered].view(-1), none),
+        (quarters.reshape(-1, _DIGIT_CLASSES), in_quarter.view(-1), none),
+        (colours, colour, len(COLOURS)),
+        (shapes, kind, len(SHAPES)),
+    ):
+        each = F.cross_entropy(part, target, reduction="none")
+        there = (target != nothing).to(each.dtype)
+        # Most tokens hold nothing: what is there counts as much as all that is not.
+        loss = loss + each.mean() + (each * there).sum() / there.sum().clamp(min=1)
+    return loss
+
+
+@torch.no_grad()
+def count_right(model: Any, batches: Sequence[Batch]) -> tuple[int, int]:
+    """Return how many answers are right in every token, the stop included, and how many there are.
+
+    Every token is predicted after the right ones before it. Greedy generation is right exactly where all of these are.
+    """
+    right = total = 0
+    for batch in batches:
+        embeddings = encode(model.model.visual, batch.vision)
+        for logits, answers, turns in answer_logits(model, embeddings, batch):
+            wrong = turns[logits.argmax(dim=-1) != answers]
+            asked = turns.unique()
+            total += len(asked)
+            right += len(asked) - len(wrong.unique())
+    return right, total
+
+
+def held_out_batches(
+    samples: Sequence[Sample], front: QwenPreprocessor, *, size: int = 50
+) -> list[Batch]:
+    """Make batches of samples to measure with."""
+    return [make_batch(samples[at : at + size], front) for at in range(0, len(samples), size)]

@@ -1,0 +1,1 @@
+"""Backends: attention, products, memory and graphs for each kind of device."""

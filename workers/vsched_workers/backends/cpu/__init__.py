@@ -1,0 +1,1 @@
+"""The CPU backend: fused bfloat16 layers and their compiled kernels."""

@@ -1,0 +1,207 @@
+"""Modules that compute on the CPU what transformers' modules compute, faster.
+
+oneDNN lays a bfloat16 weight out anew at every call unless it was told the layout before. Packing it once makes the few
+rows of a decode step up to twice as fast, and the result is the same to the bit. float32 is left alone: for the small
+layers packing loses, and the result is not the same to the bit.
+
+oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
+lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
+numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows, or all where that
+is faster, have a product of our own where there can be one (`products.py`), which takes any number.
+
+A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
+time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
+
+MANY_ROWS = (16, 64, 128, 256)
+"""The same where there are hundreds of rows."""
+
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class OwnProduct(Protocol):
+    """A product that takes any number of rows.
+
+    Attributes:
+        rows_max: Most rows that it is worth using for.
+        packed: The weight as oneDNN packs it, for more rows than that; None where there are never more.
+        size_bytes: Bytes of the weight.
+    """
+
+    rows_max: int
+    packed: torch.Tensor | None
+    size_bytes: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out]."""
+        ...
+
+
+MakeOwn = Callable[[torch.Tensor, torch.Tensor | None], OwnProduct | None]
+"""Makes a product from a weight and its bias, or None where there cannot be one."""
+
+
+def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
+    """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes.
+
+    A rest of at most `own`, the rows that a product of our own takes, stays as it is.
+    """
+    whole, rest = divmod(rows, sizes[-1])
+    if rest > own:
+        rest = sizes[bisect.bisect_left(sizes, rest)]
+    return whole * sizes[-1] + rest
+
+
+class PackedWeight:
+    """A weight [out, in] in the layout that it is multiplied with."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sizes: Sequence[int] = FEW_ROWS,
+        make_own: MakeOwn | None = None,
+    ) -> None:
+        operations: Any = torch.ops.mkldnn
+        self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
+        self._bias = bias
+        self.shape = (weight.shape[0], weight.shape[1], bias is not None)
+        self._own = make_own(weight, bias) if make_own is not None else None
+        if self._own is None:
+            self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
+            self.own_rows_max, self.size_bytes = 0, weight.nbytes
+        else:
+            self._packed = self._own.packed
+            self.own_rows_max, self.size_bytes = self._own.rows_max, self._own.size_bytes
+        self._type = weight.dtype
+        self._sizes = sizes
+        self._exact = frozenset(sizes)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out]."""
+        count, block = rows.numel() // self.shape[1], self._sizes[-1]
+        if self._own is not None and count <= min(self.own_rows_max, block):
+            return self._own(rows)
+        if count in self._exact:
+            exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
+            return exact
+        flat = rows.reshape(-1, self.shape[1])
+        if count <= block:
+            result = self._product(flat)
+        else:
+            result = flat.new_empty(count, self.shape[0])
+            for start in range(0, count, block):
+                result[start : start + block] = self._product(flat[start : start + block])
+        return result.view(*rows.shape[:-1], self.shape[0])
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply at most a block of rows."""
+        count = len(rows)
+        if self._own is not None and count <= self.own_rows_max:
+            return self._own(rows)
+        wanted = filled(count, self._sizes)
+        if wanted > count:
+            rows = functional.pad(rows, (0, 0, 0, wanted - count))
+        result: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
+        return result[:count]
+
+    def warm_up(self) -> None:
+        """Compile all that will ever be needed."""
+        # A product of our own is one kernel for any number of rows.
+        counts = [size for size in self._sizes if size > self.own_rows_max]
+        for count in [1, *counts] if self.own_rows_max else counts:
+            self._product(torch.zeros(count, self.shape[1], dtype=self._type))
+
+
+class PackedLinear(nn.Module):
+    """A linear layer over a packed weight."""
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        sizes: Sequence[int] = FEW_ROWS,
+        make_own: MakeOwn | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_own)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.packed(rows)
+
+
+class FlatPatches(nn.Module):
+    """The patch embedding as a matrix product, in place of a convolution."""
+
+    def __init__(self, convolution: nn.Conv3d, make_own: MakeOwn | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
+        self.bias = convolution.bias
+        here = packs(self.weight.device.type, self.weight.dtype)
+        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_own) if here else None
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
+        flat = patches.flatten(1)
+        if self.packed is not None:
+            return self.packed(flat)[:, :, None, None, None]
+        return functional.linear(flat, self.weight, self.bias)[:, :, None, None, None]
+
+
+def packs(device: str, dtype: torch.dtype) -> bool:
+    """Return whether packing helps on this device with this type."""
+    return device == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def pack_linears(
+    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_own: MakeOwn | None = None
+) -> int:
+    """Pack every linear layer below a module; return the bytes of the packed weights."""
+    size = 0
+    for child in list(module.modules()):
+        for name, linear in list(child.named_children()):
+            if isinstance(linear, nn.Linear):
+                packed = PackedLinear(linear, sizes, make_own)
+                setattr(child, name, packed)
+                size += packed.packed.size_bytes
+    return size
+
+
+@torch.inference_mode()
+def warm_up(module: nn.Module, *others: PackedWeight) -> None:
+    """Compile what the packed weights below a module, and others, will ever need; those of one shape share it."""
+    weights = [*others]
+    for child in module.modules():
+        packed = getattr(child, "packed", None)
+        if isinstance(packed, PackedWeight):
+            weights.append(packed)
+    for weight in {weight.shape: weight for weight in weights}.values():
+        weight.warm_up()
+
+
+def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None) -> None:
+    """Replace the patch embedding's convolution where it is nothing but a matrix product."""
+    embedding: Any = getattr(tower, "patch_embed", None)
+    convolution = getattr(embedding, "proj", None)
+    if (
+        isinstance(convolution, nn.Conv3d)
+        and convolution.kernel_size == convolution.stride
+        and convolution.groups == 1
+        and not any(convolution.padding)
+    ):
+        embedding.proj = FlatPatches(convolution, make_own)

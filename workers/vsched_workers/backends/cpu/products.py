@@ -1,0 +1,138 @@
+"""What multiplies rows by a weight that lies in panels, as `kernels/gemm.py` reads it.
+
+Where pairs are multiplied, oneDNN takes over from some number of rows on. So there is one copy of the weight, which
+oneDNN has packed, and it is read there. Where float32 is faster, oneDNN is not needed, and the weight is laid out here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.kernels import gemm as panel_kernels
+from vsched_workers.backends.cpu.kernels.gemm import PANEL
+from vsched_workers.backends.cpu.kernels.vectors import LINE, SINGLE
+from vsched_workers.backends.cpu.operand_choice import operand, pays_here
+
+INPUTS_MAX = 4096
+"""Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
+
+PAIR_ROWS_MAX = 128
+"""Most rows that are multiplied by pairs: with 256, which leave the cache between two panels, oneDNN is as fast."""
+
+FILLED_SHARE_MAX = 1 / 8
+"""Most of a weight that its last panel may be filled up with: it is read and multiplied as the rest is."""
+
+
+class PanelProduct:
+    """Multiplies by a weight [out, in] in panels; the result does not depend on how many rows there are.
+
+    Attributes:
+        rows_max: Most rows that it is worth using for.
+        packed: What oneDNN multiplies more rows with.
+        size_bytes: Bytes of the weight as it lies.
+    """
+
+    def __init__(
+        self,
+        panels: torch.Tensor,
+        address: int,
+        shape: torch.Size,
+        bias: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """Take a weight of this shape, whose panels lie at an address in memory that `panels` owns."""
+        single = operand() is SINGLE
+        self.rows_max = sys.maxsize if single else PAIR_ROWS_MAX
+        self.packed = None if single else panels
+        self._panels = panels
+        self._address = address
+        self._out, self._in = shape
+        whole = -(-self._out // PANEL) * PANEL
+        self.size_bytes = whole * self._in * 2
+        self._bias = torch.zeros(whole, dtype=torch.bfloat16)
+        if bias is not None:
+            self._bias[: self._out] = bias
+        self._bias_at = self._bias.data_ptr()
+        # By place: numba takes microseconds to sort out names.
+        self._multiply = functools.partial(panel_kernels.multiply, operand())
+        if threads > 1:
+            use_threads(threads)
+            self._multiply = functools.partial(panel_kernels.multiply_parallel, threads, operand())
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out]."""
+        rows = rows.contiguous()
+        result = rows.new_empty(*rows.shape[:-1], self._out)
+        self._multiply(
+            rows.data_ptr(),
+            rows.numel() // self._in,
+            self._in // 2,
+            self._address,
+            self._out,
+            self._bias_at,
+            result.data_ptr(),
+        )
+        return result
+
+
+def panel_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
+) -> PanelProduct | None:
+    """Return what multiplies by a weight, of which it holds a copy.
+
+    None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
+    """
+    inputs = weight.shape[1]
+    if inputs % 2 or inputs > INPUTS_MAX or not pays_here():
+        return None
+    found = _laid_out(weight) if operand() is SINGLE else _packed(weight)
+    return None if found is None else PanelProduct(*found, weight.shape, bias, threads)
+
+
+def _laid_out(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight in panels, the last one filled up with zeros, and their address."""
+    outputs, inputs = weight.shape
+    missing = -outputs % PANEL
+    if missing > FILLED_SHARE_MAX * outputs:
+        return None
+    whole = functional.pad(weight.detach(), (0, 0, 0, missing)).view(-1, PANEL, inputs // 2, 2)
+    panels = whole.transpose(1, 2).contiguous()
+    address = panels.data_ptr()
+    return None if address % LINE else (panels, address)
+
+
+def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight as oneDNN packs it, and the address of its panels, if that is how it packs."""
+    operations: Any = torch.ops.mkldnn
+    if weight.shape[0] % PANEL:
+        return None
+    packed = operations._reorder_linear_weight(weight)  # noqa: SLF001  # torch offers it under this name only
+    if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001
+        return None
+    address: int = operations.data_ptr(packed)
+    return None if address % LINE or not _lies_in_panels(address, weight) else (packed, address)
+
+
+def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
+    """Compare some panels with what they hold if oneDNN, which does not tell, packs as `kernels/gemm.py` reads."""
+    outputs, inputs = weight.shape
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
+    found = np.ctypeslib.as_array(pointer, (outputs // PANEL, inputs // 2, PANEL, 2))
+    last = len(found) - 1
+    return all(np.array_equal(found[at], _panel(weight, at)) for at in {0, last // 2, last})
+
+
+def _panel(weight: torch.Tensor, index: int) -> npt.NDArray[np.uint16]:
+    """Return one panel of a weight, [in / 2, 64, 2]."""
+    rows = weight[index * PANEL : (index + 1) * PANEL].detach().contiguous()
+    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(PANEL, -1, 2)
+    return pairs.transpose(1, 0, 2)

@@ -1,0 +1,52 @@
+"""The rows of a step while they pass the layers of a language model, cut into blocks that are multiplied at once."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from vsched_workers.backends.cpu.modules import FEW_ROWS, filled
+
+
+class Rows:
+    """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
+
+    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]; `count` rows count, the rest is filling.
+    """
+
+    def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
+        self.hidden = hidden
+        self.attended = attended
+        self.normed = torch.empty_like(hidden)
+        self.count = count
+        attended[count:] = 0
+        size = FEW_ROWS[-1]
+        self.blocks = [
+            Block(
+                start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
+            )
+            for start in range(0, len(hidden), size)
+        ]
+
+    def only(self, wanted: torch.Tensor, own: int) -> Rows:
+        """Return some of the rows, and filling; their norms are lost."""
+        count = len(wanted)
+        wanted = functional.pad(wanted, (0, filled(count, own=own) - count))
+        return Rows(self.hidden[wanted], self.attended[wanted], count)
+
+
+class Block:
+    """Part of the rows, from `start` on, and where in memory it lies."""
+
+    __slots__ = ("attended", "hidden_at", "normed", "normed_at", "rows", "start", "stop")
+
+    def __init__(
+        self, start: int, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
+    ) -> None:
+        self.start = start
+        self.rows = len(hidden)
+        self.stop = start + self.rows
+        self.normed = normed
+        self.attended = attended
+        self.hidden_at = hidden.data_ptr()
+        self.normed_at = normed.data_ptr()

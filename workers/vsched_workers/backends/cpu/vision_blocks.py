@@ -1,0 +1,149 @@
+"""The blocks of a vision tower in bfloat16 on a CPU, written out as the layers of `language_layers.py` are.
+
+Rows go through the products in blocks, so that what one product makes is still in the cache when the next takes it.
+Windows of one size are attended to in one call: by themselves they are too small to be worth one.
+
+A tower whose blocks have other norms or another inner layer keeps transformers' modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+
+from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.kernels import elementwise as cpu_kernels
+from vsched_workers.backends.cpu.kernels import heads as head_kernels
+from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, Norm, product_of
+from vsched_workers.backends.cpu.modules import MANY_ROWS
+from vsched_workers.backends.kernel_choice import choose_patches
+from vsched_workers.batching.paged_attention import PatchKernel
+
+BLOCK = MANY_ROWS[-1]
+
+
+def fuse_blocks(tower: Any, threads: int) -> bool:
+    """Replace the blocks of a tower whose linear layers are packed; tell whether they look as it is written here."""
+    if not all(_is_known(block) for block in tower.blocks):
+        return False
+    use_threads(threads)
+    cpu_kernels.warm_up(threads=threads)
+    head_kernels.warm_up_patches(threads=threads)
+    attend = choose_patches(threads)
+    for index, block in enumerate(tower.blocks):
+        tower.blocks[index] = FusedBlock(block, threads, attend)
+    return True
+
+
+def _is_known(block: Any) -> bool:
+    return (
+        all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2))
+        and all(hasattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+        and all(hasattr(block.attn, name) for name in ("qkv", "proj", "num_heads", "scaling"))
+        and isinstance(block.mlp.act_fn, nn.SiLU | SiLUActivation)
+    )
+
+
+class FusedBlock(nn.Module):
+    """One block: takes and returns what transformers' own does."""
+
+    def __init__(self, block: Any, threads: int, attend: PatchKernel) -> None:
+        super().__init__()
+        self.block = block
+        self._threads = threads
+        self._attend_within = attend
+        self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
+        self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
+        mlp = block.mlp
+        self._gate, self._up, self._down = map(
+            product_of, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: object,
+    ) -> torch.Tensor:
+        """Run the block over patches [patches, hidden], which are overwritten."""
+        assert hidden.is_contiguous(), "its rows are read one after the other"
+        attended = self._attend(hidden, cu_seqlens, position_embeddings)
+        for part in self._parts(hidden):
+            rows = hidden[part]
+            normed = torch.empty_like(rows)
+            self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
+            gate, up = self._gate(normed), self._up(normed)
+            many = self._many(gate.numel())
+            (cpu_kernels.activate_parallel if many else cpu_kernels.activate)(
+                gate.data_ptr(), up.data_ptr(), *gate.shape
+            )
+            rows += self._down(gate)
+        return hidden
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what the output product takes, [patches, heads * head dim]."""
+        heads = self.block.attn.num_heads
+        count = len(hidden)
+        half = angles[0].shape[1] // 2
+        # Both halves of a head turn by the same angles.
+        cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
+        room = hidden.new_empty(3 * heads, count, 2 * half)
+        turn = head_kernels.turn_patches
+        if self._many(room.numel()):
+            turn = head_kernels.turn_patches_parallel
+        for part in self._parts(hidden):
+            rows = hidden[part]
+            normed = torch.empty_like(rows)
+            self._add_norm(rows, None, self._norms[0], normed)
+            qkv = self._qkv(normed)
+            start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
+            turn(start_at, part.start, part.start + len(rows), heads, cos, sin, room.data_ptr())
+        query, key, value = room.split(heads)
+        attended = hidden.new_empty(count, heads, 2 * half)
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        start = 0
+        for length, equal in itertools.groupby(lengths):
+            number = sum(1 for _ in equal)
+            part = slice(start, start + number * length)
+            queries, keys, values = (
+                each[:, part].unflatten(1, (number, length)) for each in (query, key, value)
+            )
+            scale: float = self.block.attn.scaling
+            to = attended[part].unflatten(0, (number, length))
+            self._attend_within(queries, keys, values, scale, to)
+            start = part.stop
+        return attended.flatten(1)
+
+    def _add_norm(
+        self, rows: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor
+    ) -> None:
+        many = self._many(rows.numel())
+        (cpu_kernels.add_norm_parallel if many else cpu_kernels.add_norm)(
+            rows.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            norm.weight,
+            norm.width,
+            norm.eps,
+            out.data_ptr(),
+            len(rows),
+        )
+
+    def _many(self, values: int) -> bool:
+        return self._threads > 1 and values >= PARALLEL_VALUES_MIN
+
+    @staticmethod
+    def _parts(hidden: torch.Tensor) -> Iterator[slice]:
+        """Cut rows into those that are multiplied at once."""
+        for start in range(0, len(hidden), BLOCK):
+            yield slice(start, start + BLOCK)

@@ -1,0 +1,1 @@
+"""The CUDA backend: attention, Triton kernels, captured graphs, copies."""

@@ -1,0 +1,191 @@
+"""Attention on CUDA over the paged cache.
+
+Not yet run on a GPU: the Triton kernels were checked in Triton's interpreter on the CPU, the calls of torch's own
+kernel against its documentation only. `kernel_choice` therefore tries each on the device before it is used.
+
+The decode kernels can be captured in a CUDA graph: they wait for nothing, and what they allocate and start depends on
+the number of rows and on the width of the block tables, never on how long contexts are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vsched_workers.batching.paged_attention import PagedStep, Segment
+
+PARTS_MAX = 64
+"""Into so many parts a context is split at most; each takes memory, and time to be put together again."""
+
+
+def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block tables and contexts on the device; copied once a step, where they are not there already."""
+    if step.on_device is None:
+        tables, contexts = torch.from_numpy(step.tables), torch.from_numpy(step.contexts)
+        step.on_device = tables.to(device), contexts.to(device)
+    return step.on_device
+
+
+def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
+    """Return torch's kernel for sequences of any length, and the option for grouped heads where it wants one.
+
+    Raises:
+        ImportError: When this torch has none, or one that does not take what is needed.
+    """
+    from torch.nn.attention import varlen
+
+    known = inspect.signature(varlen.varlen_attn).parameters
+    missing = [name for name in needed if name not in known]
+    if missing:
+        raise ImportError(f"this torch's varlen_attn does not take {', '.join(missing)}")
+    return varlen.varlen_attn, {"enable_gqa": True} if "enable_gqa" in known else {}
+
+
+class VarlenDecode:
+    """The kernel of torch, reading through the block table: torch 2.12 and later, 16-bit types.
+
+    The flash attention beneath it may want blocks of 256 tokens.
+    """
+
+    capturable = True
+
+    def __init__(self) -> None:
+        self._attend, self._options = varlen_kernel("scale", "seqused_k", "block_table")
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        tables, contexts = _on_device(step, query.device)
+        keys, values = step.cache.keys[layer], step.cache.values[layer]
+        paged = (-1, step.cache.block_size, *keys.shape[1:])
+        out: torch.Tensor = self._attend(
+            query,
+            keys.view(paged),
+            values.view(paged),
+            torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
+            None,
+            1,
+            tables.shape[1] * step.cache.block_size,
+            scale=scaling,
+            seqused_k=contexts,
+            block_table=tables,
+            **self._options,
+        )
+        return out
+
+
+class TritonDecode:
+    """Our kernels: a running softmax over each part of a context, and one that puts the parts together."""
+
+    capturable = True
+
+    def __init__(self, processors: int) -> None:
+        """Take the number of the GPU's processors, so that few rows can keep all of them busy."""
+        from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
+
+        self._decode: Any = decode_parts
+        self._merge: Any = merge_parts
+        self._processors = processors
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        tables, contexts = _on_device(step, query.device)
+        keys, values = step.cache.keys[layer], step.cache.values[layer]
+        query = query.contiguous()
+        rows, heads, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        parts = parts_of_context(rows * kv_heads, self._processors)
+        summed = query.new_empty((rows, heads, parts, head_dim), dtype=torch.float32)
+        highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
+        total = torch.empty_like(highest)
+        out = torch.empty_like(query)
+        # The matrix units want at least 16 rows.
+        dims = max(16, _power_of_two(head_dim))
+        self._decode[(rows, kv_heads, parts)](
+            query,
+            keys,
+            values,
+            tables,
+            contexts,
+            summed,
+            highest,
+            total,
+            scaling,
+            tables.stride(0),
+            kv_heads,
+            heads // kv_heads,
+            head_dim,
+            parts,
+            BLOCK_SIZE=step.cache.block_size,
+            GROUP=max(16, _power_of_two(heads // kv_heads)),
+            HEAD_DIM=dims,
+            TOKENS=64,
+            num_stages=2,
+        )
+        self._merge[(rows * heads,)](
+            summed, highest, total, out, head_dim, parts, PARTS=_power_of_two(parts), HEAD_DIM=dims
+        )
+        return out
+
+
+class FlashPrefill:
+    """Torch's flash attention over the gathered context of a chunk: torch 2.11 and later, 16-bit types.
+
+    Its causal rule aligns the last query with the last key, which is what a chunk wants: no mask, and no scores, ever
+    lie in memory.
+    """
+
+    def __init__(self) -> None:
+        self._attend, self._options = varlen_kernel("scale", "window_size")
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        if not segment.whole:
+            slots = segment.slots()
+            key = step.cache.keys[layer].index_select(0, slots)
+            value = step.cache.values[layer].index_select(0, slots)
+        rows, context = query.shape[1], len(key)
+        name = f"bounds {segment.start}"
+        bounds = step.scratch.get(name)
+        if bounds is None:
+            bounds = torch.tensor([[0, rows], [0, context]], dtype=torch.int32).to(query.device)
+            step.scratch[name] = bounds
+        out: torch.Tensor = self._attend(
+            query.transpose(0, 1),
+            key,
+            value,
+            bounds[0],
+            bounds[1],
+            rows,
+            context,
+            scale=scaling,
+            window_size=(-1, 0),
+            **self._options,
+        )
+        return out.transpose(0, 1)
+
+
+def parts_of_context(programs: int, processors: int) -> int:
+    """Return into how many parts to split contexts, a power of two, so that there are two programs a processor."""
+    wanted = max(1, 2 * processors // programs)
+    return min(PARTS_MAX, 1 << (wanted.bit_length() - 1))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,314 @@
+"""Decode steps that are captured once and started again: CUDA graphs, one for each of a few numbers of rows.
+
+A captured step reads and writes fixed memory, and prepares its own successor: the tokens that it samples are the next
+step's input, and every position moves on by one. So as long as the same rows decode, the host sends nothing, and a
+step need not wait until the host has seen the tokens of the one before. What the host does send, it sends whole: one
+header and the block tables, from pinned memory.
+
+Rows are padded to the next number that was captured. Padding sits at position 0 of a spare block that belongs to
+nobody, stays there, and is dropped.
+
+**One step ahead.** A step is started before the host has read the one before it, when decoding has been steady and when
+no row enters another block: which block that is, a decision has yet to say. The next batch then asks for what is under
+way, or for fewer rows of it (some have finished), and gets it. Otherwise the step is dropped. That does no harm: it
+wrote the keys and values of tokens that were sampled, at their place, in blocks that were their row's when it was
+started; whoever gets these blocks writes later on the same stream and reads only what it wrote.
+
+A captured step holds on to the KV cache. It is captured in the first step over a cache, so while the size of the cache
+is measured, and its memory counts as that of any other step.
+
+Not yet run on a GPU; everything but the capture itself was tested on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched.errors import DeviceOutOfMemory
+from vsched.worker.contract import Batch, Sampled, SequenceState
+from vsched_workers.backends.cuda.graph_stream import Act, DecodeLane, row_counts
+from vsched_workers.batching.paged_attention import DecodeKernel, KvCache, PagedStep, PrefillKernel
+from vsched_workers.batching.sampling import choose
+from vsched_workers.batching.step_rows import special_rows
+from vsched_workers.memory.device_memory import typed_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+STEADY_STEPS = 2
+"""After so many steps of nothing but decode, steps run ahead: while requests come and go, that would be in vain."""
+
+_TOKEN, _AT, _DELTA, _GROWS, _HEADER = 0, 1, 2, 3, 4
+_HOST_BUFFERS = 2
+
+Run = Callable[[torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
+"""Runs the model: token ids [rows], positions [4, 1, rows] and a step's attention give logits [rows, vocabulary]."""
+
+
+@dataclass
+class _Rows:
+    """What a start of a captured step computes; `tokens` are its input, None until the host has read them."""
+
+    slots: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    sequences: Sequence[SequenceState]
+    tokens: npt.NDArray[np.int32] | None
+
+    def later(self) -> _Rows:
+        """Return the same rows, one token on."""
+        return _Rows(self.slots, self.positions + 1, self.sequences, None)
+
+    def places(self, batch: Batch) -> npt.NDArray[np.int64] | None:
+        """Return where each row of a batch is among these; None when one is not, or is not the same."""
+        if self.tokens is None:
+            return None
+        found = np.searchsorted(self.slots, batch.decode_slots)
+        if found[-1] >= len(self.slots):
+            return None
+        same = self.slots[found] == batch.decode_slots
+        same &= self.positions[found] == batch.decode_positions
+        same &= self.tokens[found] == batch.decode_tokens
+        if not same.all():
+            return None
+        pairs = zip(found.tolist(), batch.decode_sequences, strict=True)
+        return found if all(self.sequences[one] is other for one, other in pairs) else None
+
+
+@dataclass
+class _Flight:
+    """A step that was started: its rows, those of the step that would follow, and its results once `wait` is over."""
+
+    rows: _Rows
+    following: _Rows
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    wait: Act
+
+    def read(self) -> npt.NDArray[np.int32]:
+        """Return the tokens, int32 [rows], when they are there; they are what the following step was given."""
+        self.wait()
+        found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
+        self.following.tokens = found
+        return found
+
+
+class DecodeGraphs:
+    """The captured decode steps over one KV cache."""
+
+    def __init__(
+        self,
+        lane: DecodeLane,
+        cache: KvCache,
+        decode: DecodeKernel,
+        prefill: PrefillKernel,
+        run: Run,
+        *,
+        reserved: Callable[[], int],
+    ) -> None:
+        """Prepare; the cache has a spare block. `reserved` tells the memory that is taken, for the log."""
+        self._lane = lane
+        self._cache = cache
+        self._decode = decode
+        self._prefill = prefill
+        self._run = run
+        self._reserved = reserved
+        self._off = False
+        self._captured: dict[int, tuple[Act, torch.Tensor]] = {}
+        self._header: torch.Tensor
+        self._tables: torch.Tensor
+        self._tokens: torch.Tensor
+        self._host: list[tuple[torch.Tensor, torch.Tensor, list[Act]]] = []
+        self._read: list[torch.Tensor] = []
+        self._turn = 0
+        self._next: _Rows | None = None
+        self._flight: _Flight | None = None
+        self._steady = 0
+
+    def step(self, batch: Batch) -> Sampled | None:
+        """Run a step; None when this one has to be run otherwise, which it then may be at once.
+
+        Blocks: until the step is done.
+
+        Raises:
+            DeviceOutOfMemory: When the memory does not suffice to capture.
+        """
+        if self._off or (not self._captured and not self._capture(*batch.block_tables.shape)):
+            return None
+        if not self._fits(batch):
+            self._settle()
+            return None
+        flight, self._flight = self._flight, None
+        picked = flight.rows.places(batch) if flight is not None and not batch.special else None
+        if flight is None or picked is None:
+            if flight is not None:
+                self._steady = 0
+            flight, picked = self._begin(batch), None
+        self._steady += 1
+        if self._may_go_ahead(batch, flight):
+            self._flight = self._start(flight.following)
+        tokens = flight.read()
+        if picked is not None:
+            return Sampled(tokens=tokens[picked])
+        # A copy: what the device has as its next input is the argmax, whatever is drawn here.
+        return choose(tokens.copy(), flight.logits, special_rows(batch))
+
+    def drop(self) -> None:
+        """Forget what was captured, and what it points to."""
+        self._flight = None
+        self._captured.clear()
+        self._lane.forget()
+
+    def _fits(self, batch: Batch) -> bool:
+        rows, (rows_max, width) = len(batch.decode_slots), self._tables.shape
+        if batch.chunks or not 0 < rows <= rows_max:
+            return False
+        return bool(batch.decode_positions.max() < width * self._cache.block_size)
+
+    def _settle(self) -> None:
+        """Something else runs next: let it come after what is under way here."""
+        if self._flight is not None:
+            self._lane.let_others_wait()
+        self._flight = None
+        self._next = None
+        self._steady = 0
+
+    # --- steps ---
+
+    def _begin(self, batch: Batch) -> _Flight:
+        """Start the step of a batch, sending what the device does not have."""
+        self._lane.wait_for_others()
+        rows = self._next
+        if rows is None or not self._goes_on(batch, rows):
+            rows = self._upload(batch)
+        return self._start(rows)
+
+    def _goes_on(self, batch: Batch, rows: _Rows) -> bool:
+        """Return whether the device is prepared for this batch; a block that a row enters it does not know."""
+        if len(rows.slots) != len(batch.decode_slots) or rows.places(batch) is None:
+            return False
+        return bool((batch.decode_positions % self._cache.block_size).all())
+
+    def _may_go_ahead(self, batch: Batch, flight: _Flight) -> bool:
+        if self._steady <= STEADY_STEPS or batch.special:
+            return False
+        if len(flight.rows.slots) != len(batch.decode_slots):
+            return False
+        return bool((flight.following.positions % self._cache.block_size).all())
+
+    def _start(self, rows: _Rows) -> _Flight:
+        """Start the step that the device is prepared for, and have its tokens read back."""
+        count = len(rows.slots)
+        replay, logits = self._captured[self._bucket(count)]
+        self._lane.start(replay)
+        read = self._read[self._turn]
+        self._turn = (self._turn + 1) % len(self._read)
+        wait = self._lane.download(self._tokens, read)
+        flight = _Flight(rows, rows.later(), logits[:count], read, wait)
+        self._next = flight.following
+        return flight
+
+    def _bucket(self, count: int) -> int:
+        return min(rows for rows in self._captured if rows >= count)
+
+    def _upload(self, batch: Batch) -> _Rows:
+        """Send the rows of a batch, padded."""
+        header, tables, pending = self._host[0]
+        self._host.append(self._host.pop(0))
+        while pending:
+            pending.pop()()
+        count = len(batch.decode_slots)
+        padded = self._bucket(count)
+        filled = header.numpy()
+        filled[:] = 0
+        filled[_TOKEN, :count] = batch.decode_tokens
+        filled[_AT, :count] = batch.decode_positions
+        filled[_DELTA, :count] = [sequence.state.delta for sequence in batch.decode_sequences]
+        filled[_GROWS, :count] = 1
+        blocks = int(batch.decode_positions.max()) // self._cache.block_size + 1
+        rows: Any = tables.numpy()
+        rows[:count, :blocks] = batch.block_tables[batch.decode_slots, :blocks]
+        rows[count:padded, 0] = self._cache.blocks
+        pending.append(self._lane.upload(header, self._header))
+        pending.append(self._lane.upload(tables[:padded], self._tables[:padded]))
+        return _Rows(
+            batch.decode_slots.copy(),
+            batch.decode_positions.copy(),
+            list(batch.decode_sequences),
+            batch.decode_tokens.copy(),
+        )
+
+    # --- capture ---
+
+    def _capture(self, slots: int, width: int) -> bool:
+        """Capture a step for each number of rows, the largest first: the others fit into its memory."""
+        started_s, before = time.perf_counter(), self._reserved()
+        device = self._cache.keys[0].device
+        whole = {"dtype": torch.int32, "device": device}
+        try:
+            with typed_out_of_memory("capturing decode steps"):
+                self._header = torch.zeros((_HEADER, slots), **whole)
+                self._tables = torch.full((slots, width), self._cache.blocks, **whole)
+                self._tokens = torch.zeros(slots, **whole)
+                self._host = [
+                    (self._lane.host(_HEADER, slots), self._lane.host(slots, width), [])
+                    for _ in range(_HOST_BUFFERS)
+                ]
+                self._read = [self._lane.host(slots) for _ in range(_HOST_BUFFERS)]
+                captured = {
+                    rows: self._lane.capture(functools.partial(self._compute, rows))
+                    for rows in reversed(row_counts(slots))
+                }
+        except DeviceOutOfMemory:
+            self._lane.forget()
+            raise
+        except RuntimeError as error:
+            self._lane.forget()
+            self._off = True
+            logger.warning("decode steps run without CUDA graphs, which is slower: %s", error)
+            return False
+        self._captured = captured
+        spent_s, taken = time.perf_counter() - started_s, self._reserved() - before
+        logger.info(
+            "captured decode steps of up to %d rows in %.1f s, %d MiB", slots, spent_s, taken >> 20
+        )
+        return True
+
+    def _compute(self, rows: int) -> torch.Tensor:
+        """Run one step over the fixed memory, and prepare the next; this is what is captured."""
+        size = self._cache.block_size
+        token, at, delta, grows = self._header[:, :rows]
+        tables, index = self._tables[:rows], at.long()
+        blocks = tables.gather(1, (index // size)[:, None])[:, 0].long()
+        contexts = at + 1
+        on_cpu = tables.device.type == "cpu"
+        step = PagedStep(
+            cache=self._cache,
+            decode=self._decode,
+            prefill=self._prefill,
+            slots=blocks * size + index % size,
+            decode_rows=rows,
+            tables=tables.numpy() if on_cpu else _NO_TABLES,
+            contexts=contexts.numpy() if on_cpu else _NO_CONTEXTS,
+            segments=[],
+            on_device=(tables, contexts),
+        )
+        moved = index + delta
+        positions = torch.stack((index, moved, moved, moved))[:, None]
+        logits = self._run(token.long(), positions, step)
+        chosen = logits.argmax(dim=-1).int()
+        self._tokens[:rows].copy_(chosen)
+        token.copy_(chosen)
+        at.add_(grows)
+        return logits
+
+
+_NO_TABLES: npt.NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
+_NO_CONTEXTS: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)

@@ -1,0 +1,109 @@
+"""Attention of the vision tower on CUDA: every window and every image of a batch in one call a layer.
+
+Without a kernel for sequences of any length transformers calls attention once for every window, which for Qwen2.5-VL
+are hundreds a layer, each a kernel of a few microseconds. With one it asks for what its flash attention is called with,
+and a name with `flash` in it is what makes it ask.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cuda.attention import varlen_kernel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+PLAIN, FLASH = "sdpa", "vsched_vision_flash"
+
+_TRIAL_HEADS, _TRIAL_DIM, _TRIAL_LENGTHS = 2, 80, (64, 16, 200)
+_WITHIN = 4e-2
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each of the sequences that lie side by side.
+
+    Shape: query, key and value [1, heads, rows, head dim]; cu_seq_lens_q int32 [sequences + 1]; returns
+    [1, rows, heads, head dim].
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        # This version of transformers goes by another rule, and has cut the row into its sequences.
+        seen = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return seen.transpose(1, 2), None
+    packed = [each[0].transpose(0, 1) for each in (query, key, value)]
+    return _varlen(packed, cu_seq_lens_q, int(max_length_q), scaling)[None], None
+
+
+def _varlen(
+    packed: Sequence[torch.Tensor], bounds: torch.Tensor, longest: int, scaling: float
+) -> torch.Tensor:
+    """Attend with queries, keys and values [rows, heads, head dim] each."""
+    kernel, options = varlen_kernel("scale")
+    bounds = bounds.int()
+    out: torch.Tensor = kernel(*packed, bounds, bounds, longest, longest, scale=scaling, **options)
+    return out
+
+
+def choose_attention(settings: WorkerSettings, dtype: torch.dtype) -> str:
+    """Return the name of the tower's attention, known to transformers: `FLASH` where it gives the right answer."""
+    plain = settings.device == "cpu" or dtype == torch.float32 or settings.attention == "exact"
+    if plain or not _runs(settings.device, dtype):
+        return PLAIN
+    register()
+    return FLASH
+
+
+def use(tower: nn.Module, name: str) -> None:
+    """Have a tower, which was built with another, use the attention of this name from now on."""
+    # Only now: while it is built, transformers takes a name with `flash` in it for a package to be loaded.
+    config: Any = tower.config
+    config._attn_implementation = name  # noqa: SLF001  # how transformers itself sets it
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `FLASH`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(FLASH, attend)
+
+
+def _runs(device: str, dtype: torch.dtype) -> bool:
+    """Try the kernel on the device."""
+    chance = torch.Generator().manual_seed(0)
+    shape = (3, sum(_TRIAL_LENGTHS), _TRIAL_HEADS, _TRIAL_DIM)
+    inputs: Any = torch.randn(shape, generator=chance).to(device=device, dtype=dtype)
+    ends = torch.tensor([0, *_TRIAL_LENGTHS]).cumsum(0)
+    parts = [
+        functional.scaled_dot_product_attention(*part.transpose(1, 2)).transpose(0, 1)
+        for part in inputs.split(_TRIAL_LENGTHS, dim=1)
+    ]
+    try:
+        found = _varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
+        differs = float((found - torch.cat(parts)).abs().max())
+    except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
+        logger.info("vision: attention runs window by window, which is slower: %s", error)
+        return False
+    if not differs <= _WITHIN:
+        logger.warning("vision: torch's varlen_attn is wrong by %g here; not used", differs)
+        return False
+    return True

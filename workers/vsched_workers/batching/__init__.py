@@ -1,0 +1,1 @@
+"""One step of the language model: packed inputs, paged attention, sampling."""

@@ -1,0 +1,113 @@
+"""Lays out one packed row: the decode rows, one token each, then the tokens of each chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import Batch
+from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.batching.paged_attention import (
+    DecodeKernel,
+    KvCache,
+    PagedStep,
+    PrefillKernel,
+    Segment,
+)
+from vsched_workers.batching.step_rows import chunk_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The image rows of a packed row: where they are, and their embedding levels [levels, image rows, hidden]."""
+
+    rows: npt.NDArray[np.int64]
+    levels: torch.Tensor
+
+
+def send(array: npt.NDArray[np.int64], device: str) -> torch.Tensor:
+    """Bring a small array to the device; the host waits for nothing that the device has to do first."""
+    tensor = torch.from_numpy(array)
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pack(
+    batch: Batch, cache: KvCache, decode: DecodeKernel, prefill: PrefillKernel, device: str
+) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
+    """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
+    size = cache.block_size
+    decode_rows = len(batch.decode_slots)
+    tables = batch.block_tables[batch.decode_slots]
+    at = batch.decode_positions
+    total = decode_rows + sum(chunk.stop - chunk.start for chunk in batch.chunks)
+    ids = np.empty(total, dtype=np.int64)
+    slots = np.empty(total, dtype=np.int64)
+    positions = np.empty((4, 1, total), dtype=np.int64)
+    if decode_rows:
+        ids[:decode_rows] = batch.decode_tokens
+        blocks = tables[np.arange(decode_rows), at // size].astype(np.int64)
+        slots[:decode_rows] = blocks * size + at % size
+        positions[0, 0, :decode_rows] = at
+        deltas = [sequence.state.delta for sequence in batch.decode_sequences]
+        positions[1:, 0, :decode_rows] = at + np.array(deltas, dtype=np.int64)
+    segments = []
+    row = decode_rows
+    for chunk in batch.chunks:
+        end = row + chunk.stop - chunk.start
+        table = batch.block_tables[chunk.slot]
+        index = np.arange(chunk.start, chunk.stop)
+        ids[row:end] = chunk.sequence.tokens[chunk.start : chunk.stop]
+        slots[row:end] = table[index // size].astype(np.int64) * size + index % size
+        positions[0, 0, row:end] = index
+        positions[1:, 0, row:end] = chunk_positions(chunk, index)
+        segments.append(
+            Segment(
+                table,
+                start=row,
+                first=chunk.start,
+                last=chunk.stop,
+                block_size=size,
+                device=device,
+            )
+        )
+        row = end
+    step = PagedStep(
+        cache=cache,
+        decode=decode,
+        prefill=prefill,
+        slots=send(slots, device),
+        decode_rows=decode_rows,
+        tables=tables,
+        contexts=at + 1,
+        segments=segments,
+    )
+    return send(ids, device), send(positions, device), step
+
+
+def fetch_images(
+    batch: Batch, copies: RowCopies, *, dtype: torch.dtype, levels: int, hidden: int
+) -> Images | None:
+    """Copy the embedding rows that the chunks cover from the arena to the device, and only those (D3)."""
+    places: list[npt.NDArray[np.int64]] = []
+    sources: list[npt.NDArray[np.int64]] = []
+    per_page = batch.embeddings.shape[1]
+    row = len(batch.decode_slots)
+    for chunk in batch.chunks:
+        for item in chunk.items:
+            wanted = np.arange(item.row_start, item.row_stop)
+            pages = np.asarray(item.pages, dtype=np.int64)
+            sources.append(pages[wanted // per_page] * per_page + wanted % per_page)
+            first = row + item.chunk_start
+            places.append(np.arange(first, first + len(wanted)))
+        row += chunk.stop - chunk.start
+    if not sources:
+        return None
+    flat = batch.embeddings.reshape(-1, batch.embeddings.shape[2])
+    raw = copies.fetch(flat, np.concatenate(sources))
+    return Images(
+        rows=np.concatenate(places),
+        levels=raw.view(dtype).reshape(len(raw), levels, hidden).transpose(0, 1),
+    )

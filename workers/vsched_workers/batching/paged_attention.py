@@ -1,0 +1,348 @@
+"""Attention over a paged KV cache.
+
+The modelling code calls `attend` through transformers' table of attention functions, once a layer, with the
+queries, keys and values of one packed row: first the decode rows, one token each, then the tokens of each prefill
+chunk. `attend` writes keys and values into their slots of the cache and reads each sequence's context back through
+its block table.
+
+No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since
+what a token may see follows from its place in its sequence.
+
+What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function as a
+keyword argument of the model's call, so that no state is global and two models can run in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+
+from vsched_workers.memory.device_memory import map_private
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "vsched_paged"
+
+
+class DecodeKernel(Protocol):
+    """Attention of single query rows over contexts in the cache."""
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        ...
+
+
+class PrefillKernel(Protocol):
+    """Attention of the rows of one chunk over the context up to each."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
+
+
+class PatchKernel(Protocol):
+    """Attention within each of some sequences of one length, every row to all rows of its own."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        out: torch.Tensor,
+        /,
+    ) -> None:
+        """Take [heads, sequences, rows, head dim] each; write to [sequences, rows, heads, head dim]."""
+        ...
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bool) -> torch.Tensor:
+    """Allocate memory that reads as zeros.
+
+    The host hands out pages on first touch. With `touch` that is done now: a step should neither wait for it nor be
+    the one who finds that there are none. The memory is a mapping of its own, so that it goes back when the cache
+    does, of huge pages: walking a block table over small ones costs three times as much.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    mapped = map_private(math.prod(shape) * dtype.itemsize)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(mapped, dtype=np.uint8)
+    if touch:
+        _touch(array)
+    return torch.from_numpy(array).view(dtype).reshape(shape)
+
+
+def _touch(array: npt.NDArray[np.uint8]) -> None:
+    """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with ThreadPoolExecutor(cores) as pool:
+            for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
+                pass
+    except RuntimeError:  # near a limit there may be no room for a thread's stack
+        array.fill(0)
+
+
+class KvCache:
+    """Keys and values of every layer, [blocks * block_size, kv heads, head dim] each."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        touch: bool = True,
+        spare_blocks: int = 0,
+    ) -> None:
+        """Allocate; `spare_blocks` come after the others, for writes that nobody reads."""
+        self.block_size = block_size
+        self.blocks = blocks
+        shape = ((blocks + spare_blocks) * block_size, kv_heads, head_dim)
+        whole = _zeros((2 * layers, *shape), dtype, device, touch=touch)
+        self.keys = list(whole[:layers])
+        self.values = list(whole[layers:])
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """The same memory as numpy arrays; bfloat16, which numpy does not know, as uint16."""
+
+        def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+            half = tensor.dtype == torch.bfloat16
+            found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
+            return found
+
+        return [
+            (array(key), array(value)) for key, value in zip(self.keys, self.values, strict=True)
+        ]
+
+
+class Segment:
+    """One chunk of the packed row: rows [start, stop), whose last token has `context` tokens up to itself.
+
+    `whole` says that the chunk is all of its context: nothing has to be read from the cache, and the plain causal rule
+    holds.
+
+    A GPU gets slots and mask once a step. On the host they are made for every layer: that takes a fiftieth of the
+    layer's time, and to hold them for all chunks at once would take more memory than anything else in a step.
+    """
+
+    def __init__(
+        self,
+        table: npt.NDArray[np.int32],
+        *,
+        start: int,
+        first: int,
+        last: int,
+        block_size: int,
+        device: str,
+    ) -> None:
+        self.start = start
+        self.stop = start + last - first
+        self.first = first
+        self.context = last
+        self.whole = first == 0
+        self._table = table
+        self._block_size = block_size
+        self._device = device
+        self._slots: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+
+    def end(self) -> Segment:
+        """Return the last row by itself, for a layer after which nobody asks for the others."""
+        return Segment(
+            self._table,
+            start=self.stop - 1,
+            first=self.context - 1,
+            last=self.context,
+            block_size=self._block_size,
+            device=self._device,
+        )
+
+    def slots(self) -> torch.Tensor:
+        """Return the cache slots of the whole context, int64 [context]."""
+        if self._slots is not None:
+            return self._slots
+        slots = torch.from_numpy(context_slots(self._table, self.context, self._block_size))
+        if self._device == "cpu":
+            return slots
+        self._slots = slots.to(self._device)
+        return self._slots
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what to add to the scores, [rows, context]; None where a row sees all."""
+        rows = self.stop - self.start
+        if rows == 1 or self._mask is not None:
+            return self._mask
+        mask = torch.full((rows, self.context), -torch.inf, dtype=dtype, device=self._device)
+        mask.triu_(self.first + 1)
+        if self._device != "cpu":
+            self._mask = mask
+        return mask
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """What the layers of one step share.
+
+    Shape:
+        slots: int64 [rows], where each row's key and value go.
+        tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
+        contexts: int32 [decode rows], tokens that each decode row sees, itself included.
+        on_device: the two on a GPU, as soon as they are there; a step that is captured has nothing else.
+    """
+
+    cache: KvCache
+    decode: DecodeKernel
+    prefill: PrefillKernel
+    slots: torch.Tensor
+    decode_rows: int
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    segments: list[Segment]
+    scratch: dict[str, Any] = field(default_factory=dict)
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def context_slots(
+    table: npt.NDArray[np.int32], length: int, block_size: int
+) -> npt.NDArray[np.int64]:
+    """Return the cache slots of the first `length` tokens of a sequence."""
+    blocks = table[: -(-length // block_size)].astype(np.int64)
+    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_step: PagedStep,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend for one layer of a packed row.
+
+    Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns
+    [1, rows, heads, head dim].
+    """
+    layer: Any = module.layer_idx
+    keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
+    queries = query[0].transpose(0, 1)
+    keys.index_copy_(0, paged_step.slots, key[0].transpose(0, 1))
+    values.index_copy_(0, paged_step.slots, value[0].transpose(0, 1))
+    rows = paged_step.decode_rows
+    if not paged_step.segments:
+        return paged_step.decode(queries, layer, paged_step, scaling)[None], None
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    if rows:
+        out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
+    for segment in paged_step.segments:
+        part = slice(segment.start, segment.stop)
+        # What one segment takes is gone before the next.
+        seen = query[0, :, part], key[0, :, part], value[0, :, part]
+        out[part] = paged_step.prefill(*seen, layer, segment, paged_step, scaling).transpose(0, 1)
+    return out[None], None
+
+
+def prefill_by_gather(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Gather the context and let torch attend: works on every device and for every type."""
+    mask = None
+    if not segment.whole:
+        slots, mask = segment.slots(), segment.mask(query.dtype)
+        key = step.cache.keys[layer].index_select(0, slots).transpose(0, 1)
+        value = step.cache.values[layer].index_select(0, slots).transpose(0, 1)
+    return functional.scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=mask,
+        is_causal=segment.whole and query.shape[1] > 1,
+        scale=scaling,
+        enable_gqa=True,
+    )[0]
+
+
+def decode_by_gather(
+    query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+) -> torch.Tensor:
+    """Gather every context and let torch attend: works on every device and for every type.
+
+    The query heads that share a key head are laid out as its query rows, so that no key is repeated.
+    """
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    gather, mask = _gather_index(step, query.device)
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    attended = functional.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, heads // kv_heads, head_dim),
+        keys[gather].transpose(1, 2),
+        values[gather].transpose(1, 2),
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return attended.reshape(rows, heads, head_dim)
+
+
+def _gather_index(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of all contexts, [rows, longest], and where they are real; once a step."""
+    found = step.scratch.get("gather")
+    if found is None:
+        size = step.cache.block_size
+        longest = int(step.contexts.max())
+        blocks = step.tables[:, : -(-longest // size)].astype(np.int64)
+        slots = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)[:, :longest]
+        seen = np.arange(longest)[None] < step.contexts[:, None]
+        # A table's unused entries may hold anything; slot 0 is always there to be read and masked.
+        slots = np.where(seen, slots, 0)
+        found = (
+            torch.from_numpy(slots).to(device),
+            torch.from_numpy(seen[:, None, None]).to(device),
+        )
+        step.scratch["gather"] = found
+    gather, mask = found
+    return gather, mask
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `NAME`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

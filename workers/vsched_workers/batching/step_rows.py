@@ -1,0 +1,66 @@
+"""Which rows of a step's packed row are what: positions, those that yield a token, those that are special."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.worker.contract import Batch, Chunk
+from vsched_workers.batching.sampling import SpecialRow
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the worker keeps of a request.
+
+    `positions` are the M-RoPE positions of the prompt, int64 [3, prompt tokens]; a later token's is its index plus
+    `delta`, on all three axes.
+    """
+
+    positions: npt.NDArray[np.int64]
+    delta: int
+
+
+def chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the M-RoPE positions [3, tokens] of a chunk, which may go on past the prompt after a recompute."""
+    state: Prepared = chunk.sequence.state
+    prompt = chunk.sequence.prompt_length
+    if chunk.stop <= prompt:
+        return state.positions[:, chunk.start : chunk.stop]
+    later = np.broadcast_to(index + state.delta, (3, len(index)))
+    if chunk.start >= prompt:
+        return later
+    inside = prompt - chunk.start
+    return np.concatenate([state.positions[:, chunk.start :], later[:, inside:]], axis=1)
+
+
+def sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the packed rows that yield a token: the decode rows, then the last row of each chunk that samples."""
+    decode_rows = len(batch.decode_slots)
+    last: list[int] = []
+    row = decode_rows
+    for chunk in batch.chunks:
+        row += chunk.stop - chunk.start
+        if chunk.samples:
+            last.append(row - 1)
+    return np.concatenate([np.arange(decode_rows), np.array(last, dtype=np.int64)])
+
+
+def special_rows(batch: Batch) -> list[SpecialRow]:
+    """Pair each special row with the index that its new token will have."""
+    if not batch.special:
+        return []
+    decode_rows = len(batch.decode_slots)
+    ends = [chunk.stop for chunk in batch.chunks if chunk.samples]
+    return [
+        SpecialRow(
+            row=row,
+            position=int(batch.decode_positions[row]) + 1
+            if row < decode_rows
+            else ends[row - decode_rows],
+            sequence=sequence,
+        )
+        for row, sequence in batch.special
+    ]

@@ -1,0 +1,1 @@
+"""Checkpoints: their facts, weights, preprocessing and detokenizing."""

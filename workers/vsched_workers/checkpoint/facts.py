@@ -1,0 +1,236 @@
+"""Reads what a checkpoint directory says of itself, without torch and without its weights.
+
+Messages name files by their base name: they may reach a client, who has no business with the directories of the host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vsched.errors import CheckpointError
+from vsched.types import ModelInfo
+from vsched_workers.families import Family, family_of
+from vsched_workers.families.qwen_image import (
+    PixelLimits,
+    clamp_limits,
+    pixel_limits,
+    worst_tokens,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOKENIZER_FILES = ("tokenizer.json",)
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+RANKS_MAX = 64
+"""Ranks that a message names at most."""
+
+PROCESSOR_DEFAULT_LIMITS = PixelLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
+"""What the Qwen-VL image processors assume where the settings say nothing."""
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Read one JSON object of a checkpoint.
+
+    Raises:
+        CheckpointError: When the file is missing or is not a JSON object.
+    """
+    try:
+        with (path / name).open(encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{name} is missing. Remedy: give the directory of a complete checkpoint."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} cannot be read ({type(error).__name__}). Remedy: download the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name} is not a JSON object. Remedy: download the file again.")
+    return content
+
+
+def checkpoint_directory(path: str) -> Path:
+    """Return the directory of a checkpoint.
+
+    Raises:
+        CheckpointError: When there is none.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    kind = "is a file" if directory.exists() else "does not exist"
+    raise CheckpointError(
+        f"checkpoint {directory.name!r} {kind}. Remedy: give the path of a checkpoint's directory "
+        "(one that holds config.json), or make one with `vsched make-checkpoint`."
+    )
+
+
+def processor_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the image processor.
+
+    Raises:
+        CheckpointError: When the checkpoint has none.
+    """
+    for name in PROCESSOR_FILES:
+        if not (path / name).is_file():
+            continue
+        content = read_json(path, name)
+        nested = content.get("image_processor")
+        if isinstance(nested, dict):
+            return nested
+        if name == "preprocessor_config.json":
+            return content
+    raise CheckpointError(
+        f"no image processor settings ({' or '.join(PROCESSOR_FILES)}). "
+        "Remedy: give the directory of a complete checkpoint."
+    )
+
+
+def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
+    """Return the name of the data type to load; `auto` takes the checkpoint's own.
+
+    Raises:
+        CheckpointError: When the type is not one that can be served.
+    """
+    name = dtype
+    if dtype == "auto":
+        text = config.get("text_config")
+        nested = text if isinstance(text, Mapping) else {}
+        tables = (config, nested)
+        stated = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
+        name = next((str(value) for value in stated if value), "float32")
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(
+            f"data type {name!r} is not supported. Supported: {', '.join(DTYPES)}. "
+            "Remedy: name one of them instead of `auto`."
+        )
+    return name
+
+
+def image_factor(family: Family, config: Mapping[str, Any]) -> int:
+    """Return the side, in pixels, of the square that becomes one token."""
+    patch = int(family.vision(config, "patch_size"))
+    return patch * int(family.vision(config, "spatial_merge_size"))
+
+
+def image_limits(
+    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], item_tokens_max: int
+) -> PixelLimits:
+    """Return the area limits of one image, clamped to the budget."""
+    limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
+    return clamp_limits(limits, tokens=item_tokens_max, factor=image_factor(family, config))
+
+
+def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+    """Read the checkpoint's facts without loading weights.
+
+    Raises:
+        CheckpointError: When there is no such checkpoint, its family is unsupported, or files are missing.
+        ConfigError: When the token cap of one image is negative.
+    """
+    directory = checkpoint_directory(path)
+    config = read_json(directory, "config.json")
+    family = family_of(config)
+    try:
+        return _inspect(directory, config, family, dtype, item_tokens_max)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            "config.json or the processor settings hold a value of the wrong kind "
+            f"({type(error).__name__}). Remedy: download the checkpoint again."
+        ) from error
+
+
+def _inspect(
+    directory: Path, config: dict[str, Any], family: Family, dtype: str, item_tokens_max: int
+) -> ModelInfo:
+    from vsched_workers.checkpoint.weights import WeightIndex
+
+    for name in TOKENIZER_FILES:
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"{name} is missing. Remedy: give the directory of a complete checkpoint."
+            )
+    unsupported = "quantised weights" if config.get("quantization_config") else None
+    unsupported = unsupported or family.unsupported(config)
+    if unsupported is not None:
+        raise CheckpointError(
+            f"config.json: {unsupported} are not supported. Remedy: serve a checkpoint without."
+        )
+    settings = processor_settings(directory)
+    WeightIndex.open(directory)
+    chosen = choose_dtype(config, dtype)
+    itemsize = 4 if chosen == "float32" else 2
+    context = int(family.text(config, "max_position_embeddings"))
+    limits = image_limits(family, config, settings, item_tokens_max)
+    worst = worst_tokens(limits, factor=image_factor(family, config)) or context
+    patch = int(family.vision(config, "patch_size"))
+    channels = int(family.vision(config, "in_channels"))
+    temporal = int(family.vision(config, "temporal_patch_size"))
+    kv_heads = int(family.text(config, "num_key_value_heads"))
+    values = int(family.text(config, "num_hidden_layers")) * kv_heads * family.head_dim(config)
+    image_token = config.get("image_token_id")
+    if not isinstance(image_token, int):
+        raise CheckpointError(
+            "config.json: image_token_id is missing. Remedy: download the checkpoint again."
+        )
+    return ModelInfo(
+        family=family.name,
+        path=str(directory),
+        dtype=chosen,
+        hidden_size=int(family.text(config, "hidden_size")),
+        embedding_levels=family.embedding_levels(config),
+        vocab_size=int(family.text(config, "vocab_size")),
+        context_tokens=context,
+        kv_bytes_per_token=2 * values * itemsize,
+        patch_values=channels * temporal * patch * patch,
+        item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
+        image_token_id=image_token,
+        stop_token_ids=_stop_token_ids(directory, config),
+    )
+
+
+def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
+    """Check that a stage, `encode` or `generate`, can be shared by so many ranks.
+
+    Raises:
+        CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
+    """
+    config = read_json(checkpoint_directory(info.path), "config.json")
+    family = family_of(config)
+    part = "vision_config" if stage == "encode" else "text_config"
+    sharing = family.vision_sharing if stage == "encode" else family.language_sharing
+    read = family.vision if stage == "encode" else family.text
+    sizes = {f"{part}.{key}": int(read(config, key)) for key in sharing.sizes}
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
+    if not wrong:
+        return
+    common = math.gcd(*sizes.values())
+    allowed = [str(count) for count in range(1, min(common, RANKS_MAX) + 1) if common % count == 0]
+    raise CheckpointError(
+        f"config.json: {', '.join(wrong)}, which {ranks} ranks cannot share equally. "
+        f"Remedy: set {stage}.tensor_parallel to one of {', '.join(allowed)}."
+    )
+
+
+def _stop_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the end-of-sequence tokens: those for generation win over those of the model."""
+    text = config.get("text_config")
+    tables: list[Mapping[str, Any]] = []
+    if (directory / "generation_config.json").is_file():
+        tables.append(read_json(directory, "generation_config.json"))
+    tables.append(config)
+    if isinstance(text, Mapping):
+        tables.append(text)
+    for table in tables:
+        stated = table.get("eos_token_id")
+        if isinstance(stated, int):
+            return (stated,)
+        if isinstance(stated, list) and stated:
+            return tuple(int(token) for token in stated)
+    return ()

@@ -1,0 +1,340 @@
+"""The front end of a checkpoint: chat template, tokenizer, image processor.
+
+Tokenizer and image processor are loaded apart. The combined processor of transformers would pull in the video processor
+and with it torchvision; its placeholders are expanded here instead.
+
+The image processor of transformers is asked once, at load, for its settings and for what it makes of each of the 256
+values of each channel. Processing an image is then a resize by Pillow, a look-up and a transposition: the same numbers
+to the bit, without the float64 intermediate of eight times the image's size, and without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.facts import (
+    checkpoint_directory,
+    image_limits,
+    processor_settings,
+    read_json,
+)
+from vsched_workers.families import family_of
+from vsched_workers.families.qwen_image import (
+    ASPECT_RATIO_MAX,
+    PixelLimits,
+    clamp_settings,
+    resized,
+)
+
+
+class QwenPreprocessor:
+    """Tokenizer, chat template and image processor of one checkpoint.
+
+    Every method may be called from any thread: nothing is changed after loading.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        limits: PixelLimits,
+        levels: npt.NDArray[np.float32],
+    ) -> None:
+        self.info = info
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._table = TokenTable.of_tokenizer(self._backend)
+        self._limits = limits
+        self._patch = int(settings["patch_size"])
+        self._merge = int(settings["merge_size"])
+        self._temporal = int(settings["temporal_patch_size"])
+        self._resample = Image.Resampling(int(settings["resample"]))
+        self._levels = levels
+        self.settings_digest = _digest(info, settings, limits)
+
+    def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
+        """Render OpenAI-shaped messages with the chat template, one placeholder an image.
+
+        Raises:
+            RequestRefused: When the template rejects the messages.
+        """
+        from jinja2 import TemplateError
+
+        arguments: dict[str, Any] = {"add_generation_prompt": True, **template_arguments}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages], tokenize=False, **arguments
+            )
+        except TemplateError as error:
+            raise RequestRefused(
+                f"the chat template rejects the messages: {error}", code="invalid_messages"
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestRefused(
+                "the messages do not have the form that the chat template expects",
+                code="invalid_messages",
+            ) from error
+        return str(rendered)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return token ids, special tokens recognised, none added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, special tokens skipped."""
+        return self._table.decode(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for."""
+        return self._table.bytes_of(token_id)
+
+    def detokenizer(self) -> ByteDetokenizer:
+        """Return a fresh incremental detokenizer for one request."""
+        return ByteDetokenizer(self._table)
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Return grid and tokens of an image of this size.
+
+        Raises:
+            RequestRefused: When the image is empty, too thin, or would have more tokens than allowed.
+        """
+        rows, columns = self._resized(width, height)
+        grid = (1, rows // self._patch, columns // self._patch)
+        tokens = grid[1] * grid[2] // (self._merge * self._merge)
+        if tokens > self.info.item_tokens_max:
+            raise RequestRefused(
+                limit_message(
+                    f"an image of {width} x {height} pixels has too many tokens",
+                    value=tokens,
+                    limit=self.info.item_tokens_max,
+                    remedy="send an image that is less thin, or raise the token budget of one image",
+                ),
+                code="image_tokens_exceeded",
+            )
+        return ImagePlan(grid=grid, tokens=tokens)
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        if width < 1 or height < 1:
+            raise RequestRefused(
+                limit_message(
+                    "an image side is empty",
+                    value=min(width, height),
+                    limit=1,
+                    remedy="send an image with pixels",
+                ),
+                code="image_empty",
+            )
+        longer, shorter = max(width, height), min(width, height)
+        if longer / shorter > ASPECT_RATIO_MAX:
+            raise RequestRefused(
+                limit_message(
+                    f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
+                    value=round(longer / shorter, 1),
+                    limit=ASPECT_RATIO_MAX,
+                    remedy="crop or pad the image",
+                ),
+                code="image_aspect_ratio",
+            )
+        factor = self._patch * self._merge
+        return resized(height, width, factor=factor, limits=self._limits)
+
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        """Return the tokens of a grid: patches in time, height and width.
+
+        Raises:
+            RequestRefused: When a side is empty or does not come out in whole merge units.
+        """
+        merge = self._merge
+        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+            raise RequestRefused(
+                limit_message(
+                    "no image has such a grid",
+                    value=list(grid),
+                    limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
+                    remedy="send the image_grid_thw that the checkpoint's image processor gives",
+                ),
+                code="grid_thw_invalid",
+            )
+        return grid[0] * grid[1] * grid[2] // (merge * merge)
+
+    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
+
+        Raises:
+            RequestRefused: As `plan_image`.
+        """
+        _, rows, columns = self.plan_image(image.width, image.height).grid
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        size = (columns * self._patch, rows * self._patch)
+        pixels = np.asarray(image.resize(size, resample=self._resample))
+        return self._patches(pixels, rows, columns)
+
+    def _patches(
+        self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
+    ) -> npt.NDArray[np.float32]:
+        """Cut [height, width, channels] into patches, merge units together, channels first within a patch."""
+        patch, merge, temporal = self._patch, self._merge, self._temporal
+        channels = pixels.shape[2]
+        cut = pixels.reshape(
+            rows // merge, merge, patch, columns // merge, merge, patch, channels
+        ).transpose(0, 3, 1, 4, 6, 2, 5)
+        count = rows * columns
+        cut = np.ascontiguousarray(cut).reshape(count, channels, patch * patch)
+        first = np.arange(channels, dtype=np.uint16)[:, None] * 256
+        values = self._levels.reshape(-1).take(cut + first, mode="clip")
+        out = np.empty((count, channels, temporal, patch * patch), dtype=np.float32)
+        out[:] = values[:, :, None]
+        return out.reshape(count, channels * temporal * patch * patch)
+
+    def expand(
+        self, token_ids: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Replace the i-th image placeholder by `tokens[i]` of them; return the ids and the items' offsets.
+
+        Raises:
+            RequestRefused: When placeholders and images differ in number, or two images touch.
+        """
+        placeholder = self.info.image_token_id
+        places = [index for index, token in enumerate(token_ids) if token == placeholder]
+        if len(places) != len(tokens):
+            raise RequestRefused(
+                limit_message(
+                    "the prompt's image placeholders and the request's images differ in number",
+                    value=len(places),
+                    limit=len(tokens),
+                    remedy="send one placeholder an image, and none in the text",
+                ),
+                code="image_count_mismatch",
+            )
+        if any(second == first + 1 for first, second in itertools.pairwise(places)):
+            raise RequestRefused(
+                "two image placeholders stand side by side. Remedy: separate them as the chat template does.",
+                code="image_placeholders_touch",
+            )
+        expanded: list[int] = []
+        offsets: list[int] = []
+        start = 0
+        for place, count in zip(places, tokens, strict=True):
+            expanded.extend(token_ids[start:place])
+            offsets.append(len(expanded))
+            expanded.extend([placeholder] * count)
+            start = place + 1
+        expanded.extend(token_ids[start:])
+        return expanded, offsets
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each image by a bare marker, so that no image data runs through the template engine."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {"type": "image"}
+        if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: PixelLimits) -> bytes:
+    """Digest what the pixels depend on besides the image: equal in every process and on every host."""
+    parts = (
+        b"vsched.pixels.1",
+        info.family.encode(),
+        json.dumps(settings, sort_keys=True, default=str).encode(),
+        f"{limits.minimum} {limits.maximum}".encode(),
+    )
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.digest()
+
+
+def load_preprocessor(info: ModelInfo) -> QwenPreprocessor:
+    """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`.
+
+    Raises:
+        CheckpointError: When tokenizer or processor are missing or cannot be loaded.
+    """
+    directory = checkpoint_directory(info.path)
+    config = read_json(directory, "config.json")
+    family = family_of(config)
+    limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
+    processor = _load_part("AutoImageProcessor", directory, "image processor", backend="pil")
+    settings = processor.to_dict()
+    patch = int(family.vision(config, "patch_size"))
+    merge = int(family.vision(config, "spatial_merge_size"))
+    clamped = clamp_settings(settings, tokens=info.item_tokens_max, factor=patch * merge)
+    for key, expected in (("patch_size", patch), ("merge_size", merge), ("do_resize", True)):
+        if clamped.get(key) != expected:
+            raise CheckpointError(
+                f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
+                "Remedy: use the processor settings that belong to this checkpoint."
+            )
+    tokenizer = _load_part("AutoTokenizer", directory, "tokenizer")
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            "tokenizer.json is missing or cannot be used. "
+            "Remedy: give the directory of a complete checkpoint."
+        )
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= info.vocab_size:
+        raise CheckpointError(
+            limit_message(
+                "tokenizer.json has token ids that the model has not",
+                value=largest,
+                limit=info.vocab_size - 1,
+                remedy="use the tokenizer that belongs to this checkpoint",
+            )
+        )
+    if not tokenizer.chat_template:
+        raise CheckpointError(
+            "the tokenizer has no chat template (chat_template.jinja). "
+            "Remedy: give the directory of a complete checkpoint."
+        )
+    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(processor))
+
+
+def _load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:
+    import transformers
+
+    try:
+        return getattr(transformers, kind).from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as error:
+        # Loading parses files that we know nothing of; whatever goes wrong means the same to the operator.
+        raise CheckpointError(
+            f"the {what} cannot be loaded ({type(error).__name__}). "
+            "Remedy: give the directory of a complete checkpoint."
+        ) from error
+
+
+def _level_table(processor: Any) -> npt.NDArray[np.float32]:
+    """Ask the processor what it makes of each value of each channel: float32 [channels, 256]."""
+    channels = len(processor.image_mean)
+    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
+    image: Any = np.ascontiguousarray(ramp)
+    if processor.do_rescale:
+        image = processor.rescale(image, processor.rescale_factor)
+    if processor.do_normalize:
+        image = processor.normalize(image, processor.image_mean, processor.image_std)
+    return np.ascontiguousarray(np.asarray(image, dtype=np.float32).reshape(channels, 256))

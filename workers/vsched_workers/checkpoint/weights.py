@@ -1,0 +1,250 @@
+"""Loads the tensors of one module from safetensors files, and no others.
+
+A stage builds its module on the meta device, which costs nothing, and fills it tensor by tensor through the
+checkpoint's index: the encode worker never touches the language model's weights, nor the other way round. Only
+safetensors is read: the older formats are pickles, and loading one runs whatever it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vsched.errors import CheckpointError
+from vsched.worker.contract import Progress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vsched_workers.parallel.slicing import Cut
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn whatever goes wrong while a weight file is read into an error that names the file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"weight file {name} is missing. Remedy: download the checkpoint again."
+        ) from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"weight file {name} is corrupt or cannot be read ({type(error).__name__}). "
+            "Remedy: download the file again."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """Which file of a checkpoint holds which tensor."""
+
+    directory: Path
+    files: dict[str, str]
+
+    @classmethod
+    def open(cls, directory: Path) -> WeightIndex:
+        """Read the index, or the header of the only file.
+
+        Raises:
+            CheckpointError: When there are no safetensors weights, or a file that the index names is missing.
+        """
+        if (directory / INDEX_FILE).is_file():
+            return cls(directory, _read_index(directory))
+        if not (directory / SINGLE_FILE).is_file():
+            pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+            found = (
+                "only pickled weights (.bin, .pt), which are never loaded" if pickled else "none"
+            )
+            raise CheckpointError(
+                f"no safetensors weights ({SINGLE_FILE} or {INDEX_FILE}): found {found}. Remedy: "
+                + (
+                    "convert the checkpoint to safetensors."
+                    if pickled
+                    else "give the directory of a complete checkpoint."
+                )
+            )
+        from safetensors import safe_open
+
+        with _reading(SINGLE_FILE), safe_open(directory / SINGLE_FILE, framework="numpy") as file:
+            return cls(directory, dict.fromkeys(file.keys(), SINGLE_FILE))
+
+    def find(self, name: str, prefixes: tuple[str, ...]) -> str | None:
+        """Return the full name of a module's tensor, under the first prefix that has it."""
+        return next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    from vsched_workers.checkpoint.facts import read_json
+
+    files = read_json(directory, INDEX_FILE).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f"{INDEX_FILE} has no weight_map. Remedy: download the file again.")
+    for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise CheckpointError(
+                f"{INDEX_FILE} names a file outside the checkpoint. Remedy: do not use it."
+            )
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"weight file {name}, named by {INDEX_FILE}, is missing. "
+                "Remedy: download the checkpoint again."
+            )
+    return files
+
+
+def load_tensors(
+    index: WeightIndex,
+    wanted: dict[str, tuple[str, tuple[int, ...]]],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    report: Callable[[float], None],
+    cuts: Mapping[str, Cut] | None = None,
+    flips: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Read tensors: `wanted` maps a key to the tensor's full name and the shape that it must have.
+
+    Where `cuts` has the key, that shape is the one of the part that is read, and nothing else is. What has a key like
+    one of `flips` may lie in the file with its last two dimensions the other way round.
+
+    Each file is opened once. The tensors own their memory: a view of the mapped file would be read from disk whenever
+    the page cache is short, and would change under us if somebody replaced the file.
+
+    Raises:
+        CheckpointError: When a file is corrupt or a tensor has another shape.
+    """
+    from safetensors import safe_open
+
+    loaded: dict[str, torch.Tensor] = {}
+    by_file: dict[str, list[str]] = {}
+    for key, (name, _) in wanted.items():
+        by_file.setdefault(index.files[name], []).append(key)
+    with ExitStack() as stack:
+        for file_name, keys in by_file.items():
+            with _reading(file_name):
+                file: Any = stack.enter_context(
+                    safe_open(index.directory / file_name, framework="pt", device="cpu")
+                )
+            for key in keys:
+                name, shape = wanted[key]
+                cut = (cuts or {}).get(key)
+                whole = shape if cut is None else cut.shape_before(shape)
+                with _reading(file_name):
+                    source = file.get_slice(name)
+                    found = tuple(source.get_shape())
+                flipped = (*whole[:-2], *whole[:-3:-1])
+                flip = found == flipped != whole and any(fnmatchcase(key, each) for each in flips)
+                if found != whole and not flip:
+                    raise CheckpointError(
+                        f"tensor {name} in {file_name} has shape {list(found)}, "
+                        f"config.json asks for {list(whole)}. Remedy: use the config.json that "
+                        "belongs to these weights."
+                    )
+                with _reading(file_name):
+                    tensor = file.get_tensor(name) if cut is None else cut.read(source)
+                tensor = tensor.transpose(-1, -2) if flip else tensor
+                assert tuple(tensor.shape) == shape, f"{name} was cut to {tuple(tensor.shape)}"
+                loaded[key] = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
+                report(len(loaded) / len(wanted))
+    return loaded
+
+
+def fill_module(
+    module: nn.Module,
+    index: WeightIndex,
+    prefixes: tuple[str, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    label: str,
+    progress: Progress,
+    cuts: Mapping[str, Cut] | None = None,
+    flips: Sequence[str] = (),
+) -> None:
+    """Give a module that was built on the meta device its weights from the checkpoint.
+
+    Where `cuts` has a tensor's name, the module has, and gets, only that part of it.
+
+    Raises:
+        CheckpointError: When a tensor is missing or of another shape, or a file is corrupt.
+    """
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, tensor in module.state_dict().items():
+        full = index.find(name, prefixes)
+        if full is None:
+            raise CheckpointError(
+                f"tensor {prefixes[0]}{name} is in none of the weight files. "
+                "Remedy: download the checkpoint again."
+            )
+        wanted[name] = (full, tuple(tensor.shape))
+    loaded = load_tensors(
+        index,
+        wanted,
+        dtype=dtype,
+        device=device,
+        report=lambda fraction: progress(label, fraction),
+        cuts=cuts,
+        flips=flips,
+    )
+    module.load_state_dict(loaded, strict=True, assign=True)
+    _make_buffers(module, device)
+    module.requires_grad_(requires_grad=False)
+    module.eval()
+
+
+def _make_buffers(module: nn.Module, device: str) -> None:
+    """Make the buffers that no checkpoint holds (rotary frequencies): a meta build left them without values."""
+    for child in module.modules():
+        buffers = dict(child.named_buffers(recurse=False))
+        if not any(buffer.is_meta for buffer in buffers.values()):
+            continue
+        fresh: Any = type(child)(child.config)
+        for name, buffer in fresh.named_buffers(recurse=False):
+            setattr(child, name, buffer.to(device))
+
+
+def load_head(
+    model: Any,
+    index: WeightIndex,
+    *,
+    tied: bool,
+    dtype: torch.dtype,
+    device: str,
+    cut: Cut | None = None,
+) -> torch.Tensor:
+    """Return the output projection [vocabulary, hidden]: the embedding itself, or a view of it, where the two are tied.
+
+    `cut` is the part of the vocabulary that is wanted.
+
+    Raises:
+        CheckpointError: When it is neither tied nor in the checkpoint.
+    """
+    embedding: torch.Tensor = model.embed_tokens.weight
+    if tied:
+        return embedding if cut is None else cut.read(embedding)
+    name = "lm_head.weight"
+    if name not in index.files:
+        raise CheckpointError(
+            f"tensor {name} is in none of the weight files, and config.json does not tie it to the embedding. "
+            "Remedy: download the checkpoint again."
+        )
+    rows = len(embedding) if cut is None else cut.size
+    return load_tensors(
+        index,
+        {name: (name, (rows, embedding.shape[1]))},
+        dtype=dtype,
+        device=device,
+        report=lambda _: None,
+        cuts=None if cut is None else {name: cut},
+    )[name]

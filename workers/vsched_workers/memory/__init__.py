@@ -1,0 +1,1 @@
+"""Device memory, and the batches that need the most of it."""

@@ -1,0 +1,115 @@
+"""The batches of images that need the most memory of a vision tower.
+
+What a batch needs follows from its patches together, from the largest image in it (some layers attend over a whole
+image), from the number of its images and from the shape of its windows. So there is a batch for each: the largest image
+with as much beside it as fits, as many images as possible, and strips. Of two images with as many tokens the one that
+is nearer to a square needs a little more (2 % on a CPU), so strips that are about as large are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
+from vsched_workers.checkpoint.facts import (
+    checkpoint_directory,
+    image_factor,
+    image_limits,
+    processor_settings,
+    read_json,
+)
+from vsched_workers.families import family_of
+
+SAME_SIZE = 0.9
+"""A strip of this share of the largest image's tokens or more is not tried for itself."""
+
+
+def worst_batches(
+    info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+) -> list[list[ImagePlan]]:
+    """Return the candidates for the worst batch; see `vsched.worker.capabilities.WorstCaseBuilder`."""
+    if pixels_max < 1 or (items < 1 and tokens < 1):
+        return []
+    directory = checkpoint_directory(info.path)
+    config = read_json(directory, "config.json")
+    family = family_of(config)
+    factor = image_factor(family, config)
+    limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
+    units = family.largest_units(
+        limits, factor=factor, tokens_max=info.item_tokens_max, pixels_max=pixels_max
+    )
+    merge = int(family.vision(config, "spatial_merge_size"))
+    least = -(-limits.minimum // (factor * factor))
+    return compose(units, merge=merge, least=least, items=items, tokens=tokens)
+
+
+def compose(
+    units: Mapping[int, int], *, merge: int, least: int, items: int, tokens: int
+) -> list[list[ImagePlan]]:
+    """Form batches of images whose sides, in tokens, are within `units`: the longest long side by short side.
+
+    `least` is the fewest tokens of an image; `items` and `tokens` cap a batch, 0 for no such cap, one of them is there.
+    """
+    if not units:
+        return []
+    largest = max(units.items(), key=lambda sides: (sides[0] * sides[1], sides[0]))
+    strip = max(units.items(), key=lambda sides: (sides[1], sides[0]))
+    strips = []
+    if strip[0] * strip[1] < SAME_SIZE * largest[0] * largest[1]:
+        strips = _repeated(strip, items, tokens)
+    count = items or max(1, tokens // max(1, least))
+    share = _within(units, tokens // count, least) if tokens else None
+    batches = [
+        _filled(units, [largest], least=least, items=items, tokens=tokens),
+        [share] * count if share else [],
+        _filled(units, strips, least=least, items=items, tokens=tokens) if strips else [],
+    ]
+    return [
+        [_plan(few, many, merge) for few, many in batch]
+        for index, batch in enumerate(batches)
+        if batch and batch not in batches[:index]
+    ]
+
+
+def _repeated(sides: tuple[int, int], items: int, tokens: int) -> list[tuple[int, int]]:
+    """Return as many of one image as the caps allow; one above the budget runs alone."""
+    fitting = max(1, tokens // (sides[0] * sides[1])) if tokens else items
+    return [sides] * (min(fitting, items) if items else fitting)
+
+
+def _filled(
+    units: Mapping[int, int],
+    batch: list[tuple[int, int]],
+    *,
+    least: int,
+    items: int,
+    tokens: int,
+) -> list[tuple[int, int]]:
+    """Add images to a batch, each as large as still fits, until a cap is reached."""
+    filled = list(batch)
+    left = tokens - sum(few * many for few, many in filled) if tokens else None
+    while not items or len(filled) < items:
+        room = max(few * many for few, many in units.items()) if left is None else left
+        sides = _within(units, room, least)
+        if sides is None:
+            break
+        filled.append(sides)
+        if left is not None:
+            left -= sides[0] * sides[1]
+    return filled
+
+
+def _within(units: Mapping[int, int], tokens: int, least: int) -> tuple[int, int] | None:
+    """Return the sides of the largest image of at most so many tokens; None when there is none."""
+    fitting = [
+        (few, min(many, tokens // few))
+        for few, many in units.items()
+        if few <= math.isqrt(max(tokens, 0)) and few * min(many, tokens // few) >= least
+    ]
+    return max(fitting, key=lambda sides: sides[0] * sides[1], default=None)
+
+
+def _plan(few: int, many: int, merge: int) -> ImagePlan:
+    return ImagePlan(grid=(1, few * merge, many * merge), tokens=few * many)

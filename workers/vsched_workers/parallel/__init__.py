@@ -1,0 +1,1 @@
+"""Several ranks that share one model: slicing, collectives, experts."""

@@ -1,0 +1,204 @@
+"""A mixture of experts over several ranks: each holds whole experts, and who holds which follows the load.
+
+The router is the same on every rank, so each rank knows where every row goes; it computes what its own experts make of
+them, and the ranks add up. A step takes as long as the rank with the most rows, so experts are moved now and then to
+where there are few: counted per layer since the last time, placed greedily, the heaviest first, always to the rank with
+the least rows that has room. Every rank holds as many experts as every other, so memory stays what it was. Moving
+changes where an expert is computed, not what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from vsched_workers.parallel.rank_group import RankGroup
+
+Placement = list[list[int]]
+"""The experts of each rank, in the order in which it holds them."""
+
+BALANCE = "expert-balance"
+
+INTERVAL_S = 600.0
+"""How often the experts are placed anew while there are steps."""
+
+GAIN_MIN = 1.2
+"""They are placed anew before that when the busiest ranks have so many times the rows that they might have."""
+
+ROWS_MIN = 4096
+"""Rows, summed over the layers, between two looks at whether that is so."""
+
+
+class SharedExperts(nn.Module):
+    """The experts of one layer, of which this rank holds its share.
+
+    Shape: `gate_up_proj` [own experts, 2 * inner, hidden], `down_proj` [own experts, hidden, inner]; the experts lie in
+    the order of `placement[rank]`.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: Any, *, ranks: int, rank: int) -> None:
+        """Take the place of transformers' module, which is on the meta device."""
+        super().__init__()
+        self.count: int = experts.num_experts
+        share = self.count // ranks
+        self.placement: Placement = [
+            list(range(owner * share, (owner + 1) * share)) for owner in range(ranks)
+        ]
+        self.rank = rank
+        self.rows: torch.Tensor | None = None
+        for name in ("gate_up_proj", "down_proj"):
+            shape = (share, *getattr(experts, name).shape[1:])
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta")))
+        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = experts.act_fn
+        self._group: RankGroup | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Add up with the other ranks from now on; the weights are there."""
+        self._group = group
+        self.rows = torch.zeros(self.count, dtype=torch.int64, device=self.gate_up_proj.device)
+
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Run rows [rows, hidden] through the experts that were chosen for each, [rows, choices], and weigh them."""
+        assert self._group is not None, "join comes first"
+        assert self.rows is not None, "join comes first"
+        self.rows.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        total = torch.zeros_like(hidden)
+        places = {expert: place for place, expert in enumerate(self.placement[self.rank])}
+        for expert in torch.unique(chosen).tolist():
+            place = places.get(expert)
+            if place is None:
+                continue
+            rows, choices = torch.where(chosen == expert)
+            gate, up = functional.linear(hidden[rows], self.gate_up_proj[place]).chunk(2, dim=-1)
+            made = functional.linear(self.act_fn(gate) * up, self.down_proj[place])
+            total.index_add_(0, rows, made * weights[rows, choices, None])
+        return self._group.all_reduce(total)
+
+    def move(self, placement: Placement) -> int:
+        """Bring every expert to where a placement has it; return how many went elsewhere. All ranks call this."""
+        assert self._group is not None, "join comes first"
+        owners = {expert: owner for owner, own in enumerate(self.placement) for expert in own}
+        arrived: list[tuple[int, list[torch.Tensor]]] = []
+        moved = 0
+        for target, experts in enumerate(placement):
+            for place, expert in enumerate(experts):
+                source = owners[expert]
+                if source == target:
+                    continue
+                moved += 1
+                held = self.placement[source].index(expert)
+                parts = [
+                    self._group.move(weight, held, source=source, target=target)
+                    for weight in (self.gate_up_proj, self.down_proj)
+                ]
+                if target == self.rank:
+                    arrived.append((place, [part for part in parts if part is not None]))
+        # Only now: what lies in a place may have been on its way to another rank.
+        for place, (gate_up, down) in arrived:
+            self.gate_up_proj[place] = gate_up
+            self.down_proj[place] = down
+        self.placement = placement
+        return moved
+
+
+class ExpertBalance:
+    """Places the experts of all layers by the rows that they got since the last time."""
+
+    def __init__(self, layers: Sequence[SharedExperts], group: RankGroup) -> None:
+        self.layers = layers
+        self._group = group
+        self._looked_at = 0
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._looked_at = 0
+        for layer in self.layers:
+            assert layer.rows is not None, "join comes first"
+            layer.rows.zero_()
+
+    def wanted(self) -> bool:
+        """Return whether another placement would make the busiest ranks much less busy, as counted here."""
+        counts = self._counts()
+        total = int(counts.sum())
+        if total - self._looked_at < ROWS_MIN:
+            return False
+        self._looked_at = total
+        busiest = least = 0
+        for layer, rows in zip(self.layers, counts.tolist(), strict=True):
+            busiest += max_rows(rows, layer.placement)
+            least += max_rows(rows, next_placement(rows, layer.placement))
+        return busiest > GAIN_MIN * least
+
+    @torch.inference_mode()
+    def run(self) -> int:
+        """Place the experts anew and move them; return how many moved. All ranks call this at the same step.
+
+        Every rank has counted the same, as every row passes every router. The sum makes sure of it: a placement that
+        differs would lose experts.
+        """
+        with self._group.together():
+            counts = self._group.all_reduce(self._counts().clone()).tolist()
+            moved = sum(
+                layer.move(next_placement(rows, layer.placement))
+                for layer, rows in zip(self.layers, counts, strict=True)
+            )
+        self.reset()
+        return moved
+
+    def _counts(self) -> torch.Tensor:
+        return torch.stack([layer.rows for layer in self.layers if layer.rows is not None])
+
+
+def place_experts(rows: Sequence[int], ranks: int) -> Placement:
+    """Give each rank as many experts as the others, and as few rows as the heaviest expert first makes it."""
+    room = len(rows) // ranks
+    placement: Placement = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for expert in sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert)):
+        free = (rank for rank in range(ranks) if len(placement[rank]) < room)
+        rank = min(free, key=lambda rank: (load[rank], rank))
+        placement[rank].append(expert)
+        load[rank] += rows[expert]
+    return placement
+
+
+def max_rows(rows: Sequence[int], placement: Placement) -> int:
+    """Return the rows of the busiest rank."""
+    return max(sum(rows[expert] for expert in experts) for experts in placement)
+
+
+def next_placement(rows: Sequence[int], current: Placement) -> Placement:
+    """Return a better placement with as little to move as is easy to find; the current one where none is better.
+
+    Order: what stays with a rank keeps its place; what comes takes the places of what goes.
+    """
+    groups = place_experts(rows, len(current))
+    if max_rows(rows, groups) >= max_rows(rows, current):
+        return current
+    found: Placement = [[] for _ in current]
+    for rank, group in _matched(groups, current):
+        coming = iter(sorted(set(group) - set(current[rank])))
+        found[rank] = [expert if expert in group else next(coming) for expert in current[rank]]
+    return found
+
+
+def _matched(groups: Placement, current: Placement) -> Iterator[tuple[int, list[int]]]:
+    """Give each rank the group of experts of which it holds the most, as far as no other rank holds more of it."""
+    pairs = [(rank, index) for rank in range(len(current)) for index in range(len(groups))]
+    pairs.sort(key=lambda pair: (-len({*current[pair[0]]} & {*groups[pair[1]]}), pair))
+    ranks, taken = set(range(len(current))), set(range(len(groups)))
+    for rank, index in pairs:
+        if rank in ranks and index in taken:
+            ranks.remove(rank)
+            taken.remove(index)
+            yield rank, groups[index]
