@@ -2,8 +2,8 @@
 
 transformers' modules spend three quarters of a small decode step on calls: some forty-five a layer, each over all rows.
 Here a layer is five products of packed weights, queries, keys and values being one of them, and four passes of
-`kernels/elementwise.py`. One step's rows are filled up once to a number that packed weights are multiplied with, and long
-ones are cut into blocks, so that what one product makes is still in the cache when the next takes it.
+`kernels/elementwise.py`. One step's rows are filled up once to a number that packed weights are multiplied with, and
+long ones are cut into blocks, so that what one product makes is still in the cache when the next takes it.
 
 What a layer computes follows from the modules that it is made of. A model with a layer of another make keeps
 transformers' modules.
