@@ -17,8 +17,10 @@ import sys
 import threading
 
 import msgspec
+from setproctitle import setproctitle
 
-from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
+from vsched.errors import CheckpointError, DeviceOutOfMemory
+from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.pulse import PulseThread
 from vsched.transport.zmq_link import RankLink, wait_readable
@@ -107,7 +109,6 @@ def _exit_with_parent(run_dir: str) -> None:
 
 def main() -> int:
     """Read the specification and run the rank."""
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(0, 1)
@@ -115,6 +116,8 @@ def main() -> int:
             return 3
         line += piece
     spec = msgspec.json.decode(bytes(line), type=RankSpec)
+    setproctitle(f"vsched: {spec.name}")
+    configure_logging(spec.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when ranks stop
     watcher = threading.Thread(
         target=_exit_with_parent, args=(spec.run_dir,), name="lifeline", daemon=True
@@ -123,10 +126,10 @@ def main() -> int:
     try:
         run(spec)
     except (CheckpointError, DeviceOutOfMemory) as error:
-        logger.error("rank %d stops: %s", spec.rank, error)  # noqa: TRY400 - the message says it all
+        logger.error("stops: %s", error)  # noqa: TRY400 - the message says it all
         return 2
-    except VschedError:
-        logger.exception("rank %d stops", spec.rank)
+    except Exception:
+        logger.exception("stops")
         return 1
     return 0
 

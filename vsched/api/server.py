@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that it is never the server that closes under a request."""
 
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
+"""The addresses that stand for every address of a machine, and where it reaches itself."""
+
 
 class _Server(uvicorn.Server):
     """Uvicorn without its signal handlers: what a signal means is decided here."""
@@ -44,9 +48,15 @@ class RunningServer:
         self.stop_requested = asyncio.Event()
 
     @property
+    def on_every_address(self) -> bool:
+        """Whether it listens on all addresses of this machine."""
+        return self._listener.getsockname()[0] in LOOPBACKS
+
+    @property
     def url(self) -> str:
-        """Where it listens."""
+        """Where a client on this machine reaches it."""
         host, port = self._listener.getsockname()[:2]
+        host = LOOPBACKS.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -140,6 +150,7 @@ def _uvicorn_config(engine: Engine, config: Config) -> uvicorn.Config:
         http="httptools",
         lifespan="off",
         access_log=False,
+        log_config=None,  # its records go where all others go
         log_level="warning",
         limit_concurrency=server.max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -162,21 +173,32 @@ def _api_key(config: Config) -> str:
 
 def _listen(config: Config) -> socket.socket:
     """Take the address before anything is loaded, so that a port in use is told at once."""
-    host, port = config.server.host, config.server.port
+    host, port = config.server.host.removeprefix("[").removesuffix("]"), config.server.port
     try:
         return socket.create_server(
             (host, port),
             family=socket.AF_INET6 if ":" in host else socket.AF_INET,
             backlog=2048,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as error:
         # `create_server` adds the address once more; errors of a name's resolution are negative.
         code = error.errno or 0
         reason = os.strerror(code) if code > 0 else error.strerror
+        key, remedy = _REMEDIES.get(code, _OTHER_HOST)
         raise ConfigError(
-            f"server.port: cannot listen on {host}:{port} ({reason}). "
-            "Remedy: choose a free port, or 0 to let the system choose"
+            f"{key}: cannot listen on {host}:{port} ({reason}). Remedy: {remedy}"
         ) from error
+
+
+_REMEDIES = {
+    errno.EADDRINUSE: ("server.port", "choose a free port, or 0 to let the system choose"),
+    errno.EACCES: ("server.port", "choose a port from 1024 on, or 0 to let the system choose"),
+}
+_OTHER_HOST = (
+    "server.host",
+    "give an address of this machine: 127.0.0.1 for local clients only, 0.0.0.0 or :: for all",
+)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

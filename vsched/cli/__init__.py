@@ -4,6 +4,8 @@ Each module here adds its commands to `app` when it is imported, and imports wha
 command pays for another.
 """
 
+from typing import Annotated
+
 import typer
 
 app = typer.Typer(
@@ -15,3 +17,22 @@ app = typer.Typer(
 )
 
 __all__ = ["app"]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"vsched {version('vsched')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serve vision-language models with a scheduler whose every choice is a policy."""

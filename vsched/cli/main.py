@@ -17,6 +17,7 @@ from vsched.cli import (
 from vsched.cli.demo import command as demo_command
 from vsched.cli.simulate import command as simulate_command
 from vsched.errors import VschedError
+from vsched.logs import configure_logging
 
 COMMANDS = (
     bench,
@@ -34,6 +35,7 @@ COMMANDS = (
 
 def main() -> None:
     """Run the command line; what vsched raises on purpose is one line and exit status 2, not a traceback."""
+    configure_logging("engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
     try:
         app()

@@ -88,9 +88,9 @@ def _calibrate(settings: Config, console: Console, seconds: float, out: Path | N
 async def _size(settings: Config, console: Console) -> tuple[Ledger, int]:
     """Start an engine, which sizes everything, and stop it before it serves."""
     from vsched.engine import Engine
-    from vsched.terminal.progress import loading_bars
+    from vsched.terminal.progress import loading_progress
 
-    with loading_bars(console) as report:
+    with loading_progress(console) as report:
         async with Engine(settings, on_progress=report) as engine:
             ledger = engine.ledger
             blocks = engine.statistics()["generate"]["blocks_total"]

@@ -6,12 +6,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vsched.cli import app
+from vsched.errors import VschedError
 from vsched.terminal.options import ConfigOption, SetOption, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vsched.api.server import RunningServer
+    from vsched.config import Config
+
+logger = logging.getLogger("vsched.serve")
 
 
 @app.command()
@@ -20,47 +29,81 @@ def serve(
         str, typer.Argument(help="Folder of the checkpoint; model.path.", show_default=False)
     ] = "",
     config: ConfigOption = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on, 0.0.0.0 for all; server.host.", show_default=False
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port to listen on, 0 for any; server.port.", show_default=False),
+    ] = None,
     record: Annotated[
         str, typer.Option(help="Record what the scheduler does into a file; record.path.")
     ] = "",
     assignments: SetOption = None,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
-    import uvloop
     from rich.console import Console
 
-    from vsched.api.server import RunningServer, forgo_models
-    from vsched.api.server import serve as serve_http
-    from vsched.terminal.progress import loading_bars
+    from vsched.api.server import forgo_models
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     overrides = [*(assignments or ())]
     if path:
         overrides.append(f"model.path={path}")
+    if host is not None:
+        overrides.append(f"server.host={host}")
+    if port is not None:
+        overrides.append(f"server.port={port}")
     if record:
         overrides.append(f"record.path={record}")
     settings = load(config, overrides).config
     forgo_models(settings)
     console = Console(stderr=True)
+    try:
+        _serve(settings, console)
+    except VschedError as error:
+        if console.is_terminal:
+            raise
+        logger.error("%s", error)  # noqa: TRY400 - the message says it all
+        raise typer.Exit(2) from None
+
+
+def _serve(settings: Config, console: Console) -> None:
+    """Serve until a signal, and tell people how far it is: on a terminal in sentences, elsewhere in log lines."""
+    import uvloop
+
+    from vsched.api.server import serve as serve_http
+    from vsched.terminal.progress import loading_progress
+
     started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        if console.is_terminal:
+            console.print(text, soft_wrap=True, highlight=False)
+        else:
+            logger.info("%s", text)
 
     async def run() -> None:
         with contextlib.ExitStack() as bars:
-            report = bars.enter_context(loading_bars(console))
+            report = bars.enter_context(loading_progress(console))
 
             def on_ready(server: RunningServer) -> None:
                 bars.close()
-                console.print(
-                    f"[bold]{server.engine.model_name}[/] is served at {server.url}/v1 "
+                where = ", and on every other address of this machine" * server.on_every_address
+                say(
+                    f"{server.engine.model_name} is served at {server.url}/v1{where} "
                     f"(ready after {time.monotonic() - started_s:.1f} s)"
                 )
-                console.print("Ctrl-C drains and stops; a second one stops at once.", style="dim")
+                if console.is_terminal:
+                    say("Ctrl-C drains and stops; a second one stops at once.")
 
             def on_drain() -> None:
-                console.print("Draining: running requests finish, new ones are refused.")
+                say("Draining: running requests finish, new ones are refused.")
 
             await serve_http(settings, on_progress=report, on_ready=on_ready, on_drain=on_drain)
 
     with contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run())
-    console.print("Stopped.")
+    say("Stopped.")

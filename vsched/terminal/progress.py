@@ -1,17 +1,26 @@
-"""Progress bars of loading: one line a group."""
+"""What a command says while a model loads: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+logger = logging.getLogger("vsched.loading")
+LINE_S = 5.0
+"""At least this much time lies between two lines about the same work of a group."""
+
 
 @contextlib.contextmanager
-def loading_bars(console: Console) -> Iterator[Callable[[str, str, float], None]]:
-    """Show a bar for each group that reports progress; yields the callback to report to."""
+def loading_progress(console: Console) -> Iterator[Callable[[str, str, float], None]]:
+    """Show the progress of each group; yields the callback to report to."""
+    if not console.is_terminal:
+        yield LoadingLines()
+        return
     columns = (
         TextColumn("{task.fields[group]:>10}"),
         BarColumn(bar_width=30),
@@ -27,3 +36,20 @@ def loading_bars(console: Console) -> Iterator[Callable[[str, str, float], None]
             progress.update(tasks[group], description=what, completed=fraction)
 
         yield report
+
+
+class LoadingLines:
+    """Writes progress as log lines: one when a group begins something, then one every few seconds."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._last: dict[str, tuple[str, float]] = {}
+
+    def __call__(self, group: str, what: str, fraction: float) -> None:
+        """Take a report; write it, unless the last line about the same is fresh."""
+        now_s = self._now_s()
+        last = self._last.get(group)
+        if last is not None and last[0] == what and now_s - last[1] < LINE_S:
+            return
+        self._last[group] = (what, now_s)
+        logger.info("%s: %s%s", group, what, f" {fraction:.0%}" if fraction else "")

@@ -41,11 +41,13 @@ class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its roles (two where the stages share a process) and what they share.
 
-    `memory_limit_bytes` bounds the private memory of the process; 0 is no limit.
+    `name` is the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` bounds the private memory of
+    the process; 0 is no limit.
     """
 
     rank: int
     secret: str
+    name: str = ""
     run_dir: str
     arena_fd: int
     layout: ArenaLayout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -141,7 +143,7 @@ async def test_server_busy_port_is_told_before_anything_is_loaded(
     ("settings", "message"),
     [
         (Config(), "model.path: no checkpoint given"),
-        (config(host="host.invalid."), "server.port: cannot listen on host.invalid."),
+        (config(host="host.invalid."), "server.host: cannot listen on host.invalid."),
         (config(api_key_variable="VSCHED_NO_SUCH_KEY"), "VSCHED_NO_SUCH_KEY is empty or not set"),
     ],
     ids=["no model", "no such host", "no key"],
@@ -164,6 +166,55 @@ async def test_server_that_cannot_be_made_leaves_no_socket(
         await enter(settings)
     assert acted.calls == []
     assert all(listener.fileno() == -1 for listener in listeners)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:"),
+        ("localhost", "http://127.0.0.1:"),
+        ("::1", "http://[::1]:"),
+        ("[::1]", "http://[::1]:"),
+        ("::", "http://[::1]:"),
+    ],
+)
+async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> None:
+    """Whatever is listened on, clients of this machine find it; `::` is for those of IPv4, too."""
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    async with running_server(config(host=host)) as running:
+        assert running.url.startswith(url)
+        assert running.on_every_address == (host in {"0.0.0.0", "::"})
+        port = int(running.url.rpartition(":")[2])
+        for reached in {"::": ("::1", "127.0.0.1")}.get(host, (host.strip("[]"),)):
+            socket.create_connection((reached, port), timeout=5).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "code", "told"),
+    [
+        ("127.0.0.1", errno.EACCES, "server.port: .*Permission denied.* from 1024 on"),
+        ("192.0.2.1", errno.EADDRNOTAVAIL, "server.host: .*Cannot assign .* 0.0.0.0 or :: for all"),
+        ("::1", errno.EAFNOSUPPORT, "server.host: .*not supported.* 127.0.0.1 for local"),
+    ],
+)
+async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
+    acted: Acted, monkeypatch: pytest.MonkeyPatch, host: str, code: int, told: str
+) -> None:
+    def create(*_: object, **__: object) -> None:
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(socket, "create_server", create)
+    with pytest.raises(ConfigError, match=told):
+        await enter(config(host=host))
+
+
+def test_server_leaves_the_layout_of_logs_alone() -> None:
+    """Uvicorn brings handlers of its own unless it is told not to."""
+    settings = config()
+    server_module._uvicorn_config(Engine(settings), settings)
+    assert logging.getLogger("uvicorn").handlers == []
+    assert logging.getLogger("uvicorn").propagate
 
 
 @pytest.mark.parametrize("error", [CheckpointError("corrupt"), GroupLost("gone"), OSError("odd")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from tests.unit.rank.fake_plugin import Behaviour
 from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.process import RankProcess
+from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
@@ -53,6 +55,43 @@ async def test_crew_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -
     await crew.stop()
     assert not any(is_running(pid) for pid in pids)
     assert heard.lost == []
+
+
+def process_names(pid: int) -> tuple[str, str]:
+    """Return the name of a process and its command line, as `ps` and `top` show them."""
+    folder = Path(f"/proc/{pid}")
+    return (folder / "comm").read_text().strip(), (folder / "cmdline").read_text().strip("\0 ")
+
+
+async def test_crew_ranks_are_known_by_name(place: Place) -> None:
+    crew = place.crew(Heard().events, groups=["generate-0"], ranks=2)
+    await crew.start()
+    names = [process_names(pid) for pid in crew.pids]
+    await crew.stop()
+    assert names == [
+        ("vsched: generat", "vsched: generate-0 rank 0"),
+        ("vsched: generat", "vsched: generate-0 rank 1"),
+    ]
+
+
+async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
+    failing = Behaviour(load_error="CheckpointError")
+    crew = place.crew(Heard().events, groups=["encode-1"], behaviour=failing)
+    rank = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *RANK_COMMAND,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[place.arena.fd],
+    )
+    assert rank.stdin is not None
+    assert rank.stderr is not None
+    rank.stdin.write(msgspec.json.encode(crew._spec(0, "secret")) + b"\n")
+    said = (await rank.stderr.read()).decode()
+    assert await rank.wait() == 2
+    assert said.endswith(
+        " ERROR [encode-1 rank 0] vsched.rank: stops: weights.safetensors is not there\n"
+    )
 
 
 async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:

@@ -210,7 +210,8 @@ class Crew:
             changes[stage] = msgspec.structs.replace(
                 role, address=self._address(group), settings=settings
             )
-        return msgspec.structs.replace(template, rank=rank, secret=secret, **changes)
+        name = f"{' and '.join(self.groups)} rank {rank}"
+        return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
 
     def _rendezvous(self, group: str) -> str:
         """Return a path that no earlier start has used: what it left there would be taken for this one's."""

@@ -51,7 +51,7 @@ def profile(
     from vsched.api.server import forgo_models
     from vsched.bench.profile.load_process import LoadOrder
     from vsched.bench.profile.measure import profile as measure
-    from vsched.terminal.progress import loading_bars
+    from vsched.terminal.progress import loading_progress
 
     if case not in CASES:
         raise ConfigError(f"--case: {case} is none of {', '.join(CASES)}. Remedy: choose one")
@@ -66,7 +66,7 @@ def profile(
     )
     console = Console()
     with (
-        loading_bars(console) as report,
+        loading_progress(console) as report,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         found = runner.run(measure(settings, order, on_progress=report))

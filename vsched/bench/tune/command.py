@@ -41,7 +41,7 @@ def tune(
 
     from vsched.api.server import forgo_models
     from vsched.bench.tune import measure as bench
-    from vsched.terminal.progress import loading_bars
+    from vsched.terminal.progress import loading_progress
 
     console = Console()
     base = [*(assignments or ()), f"model.path={path}", "server.port=0"]
@@ -56,7 +56,7 @@ def tune(
     for way, settings in zip(ways, configs, strict=True):
         console.print(f"{len(trials) + 1} of {len(ways)}: {' '.join(way.assignments())}")
         with (
-            loading_bars(console) as report,
+            loading_progress(console) as report,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             running = bench.trial(

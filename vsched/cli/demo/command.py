@@ -123,12 +123,12 @@ async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
 
     from vsched.api.server import running_server
     from vsched.config import load_config
-    from vsched.terminal.progress import loading_bars
+    from vsched.terminal.progress import loading_progress
 
     settings = [f"model.path={checkpoint}", "server.port=0"]
     config = load_config(None, sets=settings, environ={}).config
     async with contextlib.AsyncExitStack() as stack:
-        with loading_bars(console) as report:
+        with loading_progress(console) as report:
             server = await stack.enter_async_context(running_server(config, on_progress=report))
         console.print(f"Serving at {server.url}/v1")
         # Clients live within the server's time: a kept-alive connection would hold up its stop.

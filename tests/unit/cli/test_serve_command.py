@@ -1,0 +1,111 @@
+"""The command line of `vsched serve`, and what it says."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from vsched.api import server as server_module
+from vsched.api.server import RunningServer
+from vsched.cli import app
+from vsched.config import Config
+from vsched.engine import Engine
+from vsched.errors import GroupLost
+
+
+class Served:
+    """Stands for the server: notes its configuration, is ready at once, drains, and ends as it is told to."""
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self.error: Exception | None = None
+
+    async def serve(
+        self,
+        config: Config,
+        *,
+        on_progress: Callable[[str, str, float], None],
+        on_ready: Callable[[RunningServer], None],
+        on_drain: Callable[[], None],
+    ) -> None:
+        self.config = config
+        on_progress("generate", "starting", 0.0)
+        if self.error is not None:
+            raise self.error
+        address = (config.server.host, config.server.port)
+        engine = cast("Engine", SimpleNamespace(model_name="demo"))
+        with socket.create_server(address) as listener:
+            on_ready(RunningServer(listener, engine))
+        on_drain()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Served]:
+    stand_in = Served()
+    monkeypatch.setattr(server_module, "serve", stand_in.serve)
+    monkeypatch.setattr(server_module, "forgo_models", lambda _: None)
+    with caplog.at_level(logging.INFO, "vsched"):
+        yield stand_in
+
+
+def serve(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], catch_exceptions=False)
+
+
+def test_serve_takes_host_and_port_as_everywhere(served: Served) -> None:
+    """They win over the file, the environment and --set."""
+    done = serve("checkpoint", "--set", "server.port=1", "--host", "127.0.0.2", "--port", "0")
+    assert done.exit_code == 0
+    assert (served.config.server.host, served.config.server.port) == ("127.0.0.2", 0)
+    assert served.config.model.path == "checkpoint"
+
+
+def test_serve_without_a_terminal_tells_its_life_in_log_lines(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = serve("checkpoint", "--port", "0")
+    assert done.output == ""
+    starting, ready, draining, stopped = caplog.messages
+    assert starting == "generate: starting"
+    assert ready.startswith("demo is served at http://127.0.0.1:")
+    assert "/v1 (ready after " in ready
+    assert draining == "Draining: running requests finish, new ones are refused."
+    assert stopped == "Stopped."
+
+
+def test_serve_on_all_addresses_says_where_to_reach_it(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can be reached at 0.0.0.0."""
+    serve("checkpoint", "--host", "0.0.0.0", "--port", "0")
+    (ready,) = [text for text in caplog.messages if "is served at" in text]
+    assert "http://127.0.0.1:" in ready
+    assert ", and on every other address of this machine (" in ready
+
+
+def test_serve_that_fails_without_a_terminal_says_why_in_a_log_line(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.error = GroupLost("generate: rank 0 exited with code 9")
+    done = serve("checkpoint")
+    assert done.exit_code == 2
+    assert done.output == ""
+    assert [(one.levelname, one.getMessage()) for one in caplog.records[1:]] == [
+        ("ERROR", "generate: rank 0 exited with code 9")
+    ]
+
+
+def test_vsched_tells_its_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vsched", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("vsched 0.")
+    assert done.stderr == ""

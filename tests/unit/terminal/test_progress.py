@@ -1,0 +1,51 @@
+"""What is said while a model loads where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from vsched.terminal.progress import LoadingLines, loading_progress
+
+
+def test_loading_is_told_line_by_line_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    """A line when a group begins something new, then one every five seconds."""
+    now_s = 0.0
+    report = LoadingLines(lambda: now_s)
+    with caplog.at_level(logging.INFO, "vsched"):
+        report("generate-0", "starting", 0.0)
+        for percent in range(1, 101):
+            now_s = percent / 10
+            report("generate-0", "language model", percent / 100)
+        report("encode", "language model", 1.0)
+    assert caplog.messages == [
+        "generate-0: starting",
+        "generate-0: language model 1%",
+        "generate-0: language model 51%",
+        "encode: language model 100%",
+    ]
+
+
+def test_loading_writes_nothing_but_log_lines_into_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    with (
+        caplog.at_level(logging.INFO, "vsched"),
+        loading_progress(Console(file=file)) as report,
+    ):
+        report("generate", "starting", 0.0)
+    assert caplog.messages == ["generate: starting"]
+    assert file.getvalue() == ""
+
+
+def test_loading_shows_bars_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    with (
+        caplog.at_level(logging.INFO, "vsched"),
+        loading_progress(Console(file=file, force_terminal=True)) as report,
+    ):
+        report("generate", "starting", 0.0)
+    assert caplog.messages == []
+    assert "starting" in file.getvalue()
