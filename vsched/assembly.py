@@ -10,11 +10,11 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import Crew, CrewEvents, rank_device
+from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
-from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
@@ -94,10 +94,10 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
 
 def kernel_sizes(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
-) -> Sizes:
+) -> SchedulerLimits:
     """Return the kernel's limits for a KV cache of so many blocks."""
     generate = config.generate
-    return Sizes(
+    return SchedulerLimits(
         block_size=generate.block_size,
         blocks=blocks,
         slots=generate.slots,
@@ -153,7 +153,7 @@ class CrewPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def crew_plans(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> list[CrewPlan]:
-    """Return what each crew does, the encoders first."""
+    """Return what each worker group does, the encoders first."""
     encoders = group_names("encode", config.encode.replicas)
     generators = group_names("generate", config.generate.replicas)
     encode = [_encode_role(config, policies, replica) for replica in range(len(encoders))]
@@ -226,7 +226,7 @@ def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
 def rank_spec(
     config: Config, info: ModelInfo, plan: CrewPlan, *, arena: Arena, run_dir: str
 ) -> RankSpec:
-    """Return what the ranks of a crew are told; what differs between ranks comes with each start."""
+    """Return what the ranks of a worker group are told; what differs between ranks comes with each start."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
     return RankSpec(
         rank=0,
@@ -248,12 +248,12 @@ def make_crews(
     specs: Sequence[RankSpec],
     *,
     launcher: Launcher,
-    events: CrewEvents,
+    events: WorkerGroupEvents,
     sizing: Sizing,
-) -> list[Crew]:
-    """Return the crews of these plans, which have not started."""
+) -> list[WorkerGroup]:
+    """Return the worker groups of these plans, which have not started."""
     return [
-        Crew(
+        WorkerGroup(
             spec,
             launcher,
             groups=plan.groups,

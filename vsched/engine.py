@@ -16,10 +16,10 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.environment import Surroundings
+from vsched.aio.environment import Environment
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, Crew, CrewEvents
+from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.request_bounds import check_numbers, check_stop_tokens
 from vsched.aio.shell import Shell
 from vsched.aio.streams.stream import Generation
@@ -67,10 +67,10 @@ class Engine:
         config: Config,
         *,
         on_progress: Progress | None = None,
-        surroundings: Surroundings | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.config = config
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = environment or Environment()
         self._policies = resolve_policies(config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
@@ -297,7 +297,7 @@ class Engine:
         statistics = self._shell.statistics() if self._shell is not None else {}
         return {name: statistics.get(name, 0) for name in ("running", "waiting")}
 
-    # --- upkeep of single groups ---
+    # --- administration of single groups ---
 
     async def drain_group(self, group: str) -> bool:
         """Give a group nothing new, and wait until nothing runs there; return whether that came in time.
@@ -307,7 +307,7 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is.
         """
-        return await self._serving().upkeep.drain(group)
+        return await self._serving().administration.drain(group)
 
     async def restart_group(self, group: str) -> bool:
         """Drain a group and replace its ranks; return whether it is back.
@@ -317,7 +317,7 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, or it is not up.
         """
-        return await self._serving().upkeep.restart(group)
+        return await self._serving().administration.restart(group)
 
     def resume_group(self, group: str) -> None:
         """Give a drained group work again.
@@ -325,7 +325,7 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, or nobody drained it.
         """
-        self._serving().upkeep.resume(group)
+        self._serving().administration.resume(group)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return every group: name, stage, state, ranks, what runs and waits, restarts, the last loss."""
@@ -382,7 +382,7 @@ class Engine:
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
 
-    def _crews(self, events: CrewEvents) -> list[Crew]:
+    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
         assert self._arena is not None
         assert self._launcher is not None
         config, info, arena, launcher = self.config, self.info, self._arena, self._launcher

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from tests.bench.load import CASES
-from tests.bench.sides import ROOT, Sizes
+from tests.bench.sides import ROOT, SchedulerLimits
 
 CHECKPOINTS = ("tiny25", "mid25")
 PEERS = ("vllm", "transformers")
@@ -136,9 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sizes_of(options: argparse.Namespace) -> Sizes:
+def sizes_of(options: argparse.Namespace) -> SchedulerLimits:
     """Return what both sides are given alike."""
-    return Sizes(
+    return SchedulerLimits(
         threads=options.threads,
         slots=options.slots,
         context=options.context,

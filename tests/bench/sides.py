@@ -39,7 +39,7 @@ def generation_config(tokens: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SchedulerLimits:
     """What both sides are given alike.
 
     `kv_bytes` is the size of the KV cache, `context` the longest prompt and output together, and `images` the most of a
@@ -97,7 +97,7 @@ def _assigned(name: str, assignments: Sequence[str], otherwise: str) -> str:
 
 def vsched(
     checkpoint: Path,
-    sizes: Sizes,
+    sizes: SchedulerLimits,
     assignments: Sequence[str],
     *,
     side: str = VSCHED,
@@ -152,7 +152,7 @@ def described(tree: Path) -> str:
 
 def vllm(
     checkpoint: Path,
-    sizes: Sizes,
+    sizes: SchedulerLimits,
     *,
     budget: int,
     folder: Path,
@@ -191,7 +191,7 @@ def vllm(
 
 def transformers(
     checkpoint: Path,
-    sizes: Sizes,
+    sizes: SchedulerLimits,
     *,
     folder: Path,
     arguments: Sequence[str],

@@ -10,7 +10,7 @@ import random
 from collections import deque
 
 from vsched import Engine
-from vsched.aio.replicas.worker_group import Crew, CrewEvents
+from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.assembly import crew_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
@@ -25,7 +25,7 @@ from vsched_workers.plugin import plugin
 class InProcessEngine(Engine):
     """Serves as `Engine` does, without rank processes."""
 
-    def _crews(self, events: CrewEvents) -> list[Crew]:
+    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
         assert self._arena is not None
         return [InProcessCrew(self.config, self.info, self._arena, events)]
 
@@ -34,10 +34,12 @@ ENCODE_SHARE = 0.8
 """How often the encode group has the turn when both could: it runs ahead of generate steps that are out."""
 
 
-class InProcessCrew(Crew):
+class InProcessCrew(WorkerGroup):
     """Carries decisions out on the event loop, one a turn: those of a group in order, the groups at their own pace."""
 
-    def __init__(self, config: Config, info: ModelInfo, arena: Arena, events: CrewEvents) -> None:
+    def __init__(
+        self, config: Config, info: ModelInfo, arena: Arena, events: WorkerGroupEvents
+    ) -> None:
         self.groups = ["encode", "generate"]
         self._config = config
         self._info = info

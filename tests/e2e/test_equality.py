@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.e2e.asking import Ask, answers, crowd, data_url
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
-from vsched.aio.leader.encode_slices import Stretches
+from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.wire import Paused
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
@@ -74,13 +74,13 @@ async def test_engine_equals_generate_where_encoding_pauses(
 ) -> None:
     """E4: images are encoded layer by layer between the steps of those who decode."""
     pauses: list[Paused] = []
-    plain = Stretches.go_on
+    plain = EncodeSlices.go_on
 
-    def go_on(self: Stretches, paused: Paused) -> int:
+    def go_on(self: EncodeSlices, paused: Paused) -> int:
         pauses.append(paused)
         return plain(self, paused)
 
-    monkeypatch.setattr(Stretches, "go_on", go_on)
+    monkeypatch.setattr(EncodeSlices, "go_on", go_on)
     sets = ("placement=together", "generate.step_target_ms=0.1", "generate.step_target_ratio=1.5")
     async with Engine(configure("nano3", *sets)) as engine:
         found = await answers(engine, crowd(), at_once=8)

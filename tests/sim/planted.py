@@ -27,13 +27,13 @@ class Plant(NamedTuple):
 PLANTS = (
     Plant(
         "put at the tail",
-        "vsched.kernel.request_table:RequestBook.come_back",
+        "vsched.kernel.request_table:RequestTable.come_back",
         "self.stand_in_line(state)",
         "self._arrivals += 1; state.order = (self._arrivals, 0); self.stand_in_line(state)",
     ),
     Plant(
         "an early counter commit",
-        "vsched.kernel.generate.group:GenerateStage.retire",
+        "vsched.kernel.generate.group:GenerateGroup.retire",
         "computed = len(state.tokens) - 1",
         "computed = len(state.tokens)",
     ),

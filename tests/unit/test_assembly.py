@@ -1,4 +1,4 @@
-"""From a configuration to crews: who serves what, where, and what each rank is told of the model."""
+"""From a configuration to worker groups: who serves what, where, and what each rank is told of the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TWO_BY_TWO = (
 def test_crews_follow_replicas_and_placement(
     sets: tuple[str, ...], expected: list[tuple[list[str], int]]
 ) -> None:
-    """A11: crew i of two stages together serves encode-i and generate-i."""
+    """A11: worker group i of two stages together serves encode-i and generate-i."""
     config = config_of(*sets)
     plans = crew_plans(config, INFO, resolve_policies(config))
     assert [(plan.groups, plan.ranks) for plan in plans] == expected
@@ -64,7 +64,7 @@ def test_crews_follow_replicas_and_placement(
     [("cpu", ["cpu", "cpu"]), ("cuda", ["cuda:0", "cuda:2"]), ("cuda:4", ["cuda:4", "cuda:6"])],
 )
 def test_replicas_take_the_devices_behind_each_other(device: str, first_devices: list[str]) -> None:
-    """Rank r of replica i takes device N + i * tensor_parallel + r; the crew adds r."""
+    """Rank r of replica i takes device N + i * tensor_parallel + r; the worker group adds r."""
     config = config_of(*TWO_BY_TWO, f"generate.device={device}")
     plans = crew_plans(config, INFO, resolve_policies(config))
     roles = [plan.generate for plan in plans if plan.generate is not None]

@@ -57,7 +57,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
     ],
 )
 def test_config_stages_together_are_as_many(sets: list[str], expected: str) -> None:
-    """F2: crew i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
+    """F2: worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
     assert refusal([*sets, "placement=together"]).startswith(expected)
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]

@@ -25,7 +25,7 @@ from vsched.assembly import kernel_policies
 from vsched.cli import app
 from vsched.cli.main import COMMANDS
 from vsched.config import load_config
-from vsched.kernel import Scheduler, Sizes
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Finished, GroupReady, Stepped, Submitted
@@ -222,7 +222,7 @@ def test_docs_examples_are_python(page: Path) -> None:
 def serve_one(config: Path) -> list[GenerateDecision]:
     """Serve two requests by a kernel with the policies of a configuration; return the decisions."""
     loaded = load_config(config, environ={})
-    sizes = Sizes(blocks=64, slots=2, context_tokens=256, pages=16)
+    sizes = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
     kernel = Scheduler(sizes, kernel_policies(loaded.policies))
     commands = [*kernel.handle(GroupReady("encode"), 0), *kernel.handle(GroupReady("generate"), 0)]
     for name, length in (("long", 30), ("short", 3)):

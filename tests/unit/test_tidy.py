@@ -15,7 +15,7 @@ PACKAGES = {
     "vsched_policies": ROOT / "policies",
     "vsched_workers": ROOT / "workers",
 }
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "marshal", "cloudpickle", "shelve", "joblib")
 SET_CALLS = ("set", "frozenset")

@@ -22,11 +22,11 @@ def local_launcher(config: Config, *, command: Sequence[str] = RANK_COMMAND) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Environment:
     """The world of an engine; the defaults are those of a server, a simulation hands in its own.
 
     Attributes:
-        make_launcher: Asked once, with the configuration; what it returns starts the ranks of all crews.
+        make_launcher: Asked once, with the configuration; what it returns starts the ranks of all worker_groups.
         make_media: Returns what prepares requests, with threads and a network to fetch images from.
         open_record: Returns the record of a kernel, None to keep none.
         now_ns: The kernel's clock.

@@ -1,4 +1,4 @@
-"""The shell: a kernel, the crews that carry its decisions out, and the streams of its requests.
+"""The shell: a kernel, the worker groups that carry its decisions out, and the streams of its requests.
 
 Everything here runs on the event loop, and nothing between an event and the effects of its commands awaits. An event
 that arises while commands are carried out (a stop string found in a token, say) waits until they are.
@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from vsched.aio.replicas.admin import Upkeep
+from vsched.aio.replicas.admin import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
-from vsched.aio.replicas.supervisor import Reports, Revival
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, Crew, CrewEvents
-from vsched.aio.replicas.worker_groups import Crews, smallest_cache
+from vsched.aio.replicas.supervisor import Reports, Supervisor
+from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
+from vsched.aio.replicas.worker_groups import WorkerGroups, smallest_cache
 from vsched.aio.streams.stream import Generation
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import GroupLost as GroupLostError
 from vsched.errors import RequestRefused, limit_message
-from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
     Command,
@@ -54,7 +54,7 @@ from vsched.wire import EncodeResult, GenerateResult
 logger = logging.getLogger(__name__)
 LIVE_SHOWN_MAX = 100
 """Live requests that statistics explain, oldest first."""
-CrewFactory = Callable[[CrewEvents], list[Crew]]
+CrewFactory = Callable[[WorkerGroupEvents], list[WorkerGroup]]
 
 
 class Recorder(Protocol):
@@ -73,15 +73,15 @@ class Shell:
     """Serves requests with several encode and generate groups, which one kernel schedules.
 
     Attributes:
-        upkeep: What an operator does with one group.
+        administration: What an operator does with one group.
         given_up: Why nothing is served any more; empty while it is.
     """
 
     def __init__(
         self,
-        crews: CrewFactory,
+        worker_groups: CrewFactory,
         *,
-        size: Callable[[int], Sizes],
+        size: Callable[[int], SchedulerLimits],
         policies: KernelPolicies,
         on_progress: Callable[[str, str, float], None],
         drain_s: float = 30.0,
@@ -97,13 +97,13 @@ class Shell:
         self._size = size
         self._policies = policies
         self._record = record
-        events = CrewEvents(
+        events = WorkerGroupEvents(
             on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
         )
-        self._crews = Crews(crews(events))
-        self._revivals = [self._revival(crew) for crew in self._crews]
+        self._crews = WorkerGroups(worker_groups(events))
+        self._revivals = [self._revival(worker_group) for worker_group in self._crews]
         self._groups = ServedGroups(self._revivals)
-        self.upkeep = Upkeep(self._groups, self.handle, drain_s=drain_s)
+        self.administration = GroupAdministration(self._groups, self.handle, drain_s=drain_s)
         self._loop = asyncio.get_running_loop()
         self._kernel: Scheduler | None = None
         self._recorder: Recorder | None = None
@@ -117,24 +117,24 @@ class Shell:
         self._stopping = False
         self.given_up = ""
 
-    def _revival(self, crew: Crew) -> Revival:
-        revival = Revival(
-            crew,
+    def _revival(self, worker_group: WorkerGroup) -> Supervisor:
+        supervisor = Supervisor(
+            worker_group,
             check=self._check_size,
-            on_back=lambda: self._on_back(revival),
-            on_failed=lambda reason: self._retire(revival, reason),
+            on_back=lambda: self._on_back(supervisor),
+            on_failed=lambda reason: self._retire(supervisor, reason),
         )
-        return revival
+        return supervisor
 
     # --- life ---
 
     async def start(self) -> None:
-        """Start all crews in parallel and wait until they are ready (E12).
+        """Start all worker groups in parallel and wait until they are ready (E12).
 
         Blocks: up to the deadline for readiness.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory, GroupLost: When a crew cannot start; the others are stopped.
+            CheckpointError, DeviceOutOfMemory, GroupLost: When a worker group cannot start; the others are stopped.
         """
         reports = await self._crews.start()
         self._kernel = Scheduler(self._size(smallest_cache(reports)), self._policies)
@@ -248,7 +248,7 @@ class Shell:
             self._ending = self._loop.create_task(self._end_crews())
 
     async def _end_revivals(self) -> None:
-        await asyncio.gather(*(revival.end() for revival in self._revivals))
+        await asyncio.gather(*(supervisor.end() for supervisor in self._revivals))
 
     async def _end_crews(self) -> None:
         await self._end_revivals()  # or one would bring ranks back that nobody uses
@@ -274,14 +274,16 @@ class Shell:
                     logger.warning("%s", message)
                 case RestartGroup(group):
                     if not self._stopping:
-                        self._groups[group].revival.begin()
+                        self._groups[group].supervisor.begin()
                 case Drained(group):
                     self._groups[group].drained.set()
 
     def _send(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Decide):
-                self._groups[command.group].revival.crew.decide(command.group, command.decision)
+                self._groups[command.group].supervisor.worker_group.decide(
+                    command.group, command.decision
+                )
 
     def _set_timer(self, deadline_ns: int) -> None:
         """There is one timer: a new one takes the place of the old."""
@@ -304,7 +306,7 @@ class Shell:
         expected = 4 * self.sizes.slots
         if not len(result.tokens) == len(result.numbers) == expected:
             reason = f"{name}: a result of {len(result.tokens)} bytes, not {expected}"
-            group.revival.crew.lose(reason)
+            group.supervisor.worker_group.lose(reason)
             return
         tokens = int32_array(result.tokens)
         self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns, name), result)
@@ -317,30 +319,30 @@ class Shell:
             return
         groups = [self._groups[name] for name in names]
         if groups[0].down:
-            return  # its revival refused these ranks, and goes on with the next attempt
-        groups[0].revival.note_loss(reason)
+            return  # its supervisor refused these ranks, and goes on with the next attempt
+        groups[0].supervisor.note_loss(reason)
         for group in groups:
             group.down = True
         for name in names:
             self.handle(GroupLost(name, reason))
 
-    def _on_back(self, revival: Revival) -> None:
-        """The ranks of a lost crew are up again; its requests go on where they were."""
-        groups = self._groups.of_crew(revival)
+    def _on_back(self, supervisor: Supervisor) -> None:
+        """The ranks of a lost worker group are up again; its requests go on where they were."""
+        groups = self._groups.of_crew(supervisor)
         for group in groups:
             group.down = False
         for group in groups:
             if not group.down:  # else it was lost again within this loop
                 self.handle(GroupReady(group.name))
-                self.upkeep.back(group)
+                self.administration.back(group)
 
-    def _retire(self, revival: Revival, reason: str) -> None:
-        """A crew will not come back: others of its stages take its requests, if there are any."""
-        groups = self._groups.of_crew(revival)
+    def _retire(self, supervisor: Supervisor, reason: str) -> None:
+        """A worker group will not come back: others of its stages take its requests, if there are any."""
+        groups = self._groups.of_crew(supervisor)
         for group in groups:
             group.retired = reason
         if self._groups.gone_stage():
-            self._give_up(f"{revival.names} could not be restarted")
+            self._give_up(f"{supervisor.names} could not be restarted")
             return
         for group in groups:
             self.handle(GroupRetired(group.name, reason))
@@ -366,7 +368,7 @@ class Shell:
         return self._kernel is not None and self._groups.all_up() and not self.given_up
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> SchedulerLimits:
         """The kernel's limits; the shell has started."""
         assert self._kernel is not None
         return self._kernel.sizes

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import uvicorn
 
-from vsched.aio.environment import Surroundings
+from vsched.aio.environment import Environment
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
@@ -65,7 +65,7 @@ async def running_server(
     config: Config,
     *,
     on_progress: Progress | None = None,
-    surroundings: Surroundings | None = None,
+    environment: Environment | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the context is open; leaving it drains, then stops.
 
@@ -77,7 +77,7 @@ async def running_server(
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
     with contextlib.closing(_listen(config)) as listener:
-        engine = Engine(config, on_progress=on_progress, surroundings=surroundings)
+        engine = Engine(config, on_progress=on_progress, environment=environment)
         server = _Server(_uvicorn_config(engine, config))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         running: RunningServer | None = None

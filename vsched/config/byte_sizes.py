@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""SchedulerLimits in bytes as people write them."""
 
 from __future__ import annotations
 

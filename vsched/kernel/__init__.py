@@ -3,7 +3,7 @@
 It imports neither clocks, randomness, sockets nor tensors. `Scheduler.handle(event, now_ns)` is the whole interface.
 """
 
-from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.scheduler import Scheduler
 
-__all__ = ["KernelPolicies", "Scheduler", "Sizes"]
+__all__ = ["KernelPolicies", "Scheduler", "SchedulerLimits"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from vsched.errors import limit_message
 from vsched.kernel.commands import Refuse
-from vsched.kernel.limits import Sizes
+from vsched.kernel.limits import SchedulerLimits
 from vsched.types import MediaItem, Request
 
 
-def refuse_impossible(request: Request, sizes: Sizes, *, scope: str) -> Refuse | None:
+def refuse_impossible(request: Request, sizes: SchedulerLimits, *, scope: str) -> Refuse | None:
     """Return why a request can never be served with these sizes; None when it can.
 
     `scope` is the encoding policy's: what shares a cache entry.
@@ -54,7 +54,7 @@ def refuse_impossible(request: Request, sizes: Sizes, *, scope: str) -> Refuse |
     return _refuse_images(request, sizes, scope)
 
 
-def _refuse_images(request: Request, sizes: Sizes, scope: str) -> Refuse | None:
+def _refuse_images(request: Request, sizes: SchedulerLimits, scope: str) -> Refuse | None:
     limit = f"{sizes.pages * sizes.page_rows} tokens"
     for item in request.items:
         if sizes.pages_for(item.tokens) > sizes.pages:
@@ -93,7 +93,7 @@ def refuse_duplicate(request: Request) -> Refuse:
     return Refuse(request.request_id, "duplicate_id", 409, message)
 
 
-def refuse_full_count(request: Request, waiting: int, sizes: Sizes) -> Refuse:
+def refuse_full_count(request: Request, waiting: int, sizes: SchedulerLimits) -> Refuse:
     """Refuse a request because too many wait already; it may come again."""
     message = limit_message(
         "too many requests wait",
@@ -104,7 +104,7 @@ def refuse_full_count(request: Request, waiting: int, sizes: Sizes) -> Refuse:
     return Refuse(request.request_id, "queue_full", 429, message, retry_after_s=1)
 
 
-def refuse_full_bytes(request: Request, size: int, sizes: Sizes) -> Refuse:
+def refuse_full_bytes(request: Request, size: int, sizes: SchedulerLimits) -> Refuse:
     """Refuse a request because those that wait hold too many bytes; it may come again."""
     message = limit_message(
         "the requests that wait hold too many bytes",

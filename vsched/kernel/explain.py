@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from vsched.kernel.encode.stage import EncodeStage
-from vsched.kernel.generate.group import GenerateStage
-from vsched.kernel.limits import Sizes
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 
 
-def explain(state: RequestState, sizes: Sizes, encode: EncodeStage, home: GenerateStage) -> str:
+def explain(
+    state: RequestState, sizes: SchedulerLimits, encode: EncodeStage, home: GenerateGroup
+) -> str:
     """Return what a request does or waits for, in its group `home`."""
     match state.phase:
         case Phase.ITEMS:

@@ -13,7 +13,7 @@ from vsched.policy import (
 )
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Every limit of a scheduler.
 
     Attributes:

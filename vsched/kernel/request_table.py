@@ -19,9 +19,9 @@ from vsched.kernel.admission_checks import (
 from vsched.kernel.commands import Accept, Command, Finish, Refuse, RequestTimes
 from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.generate.chunks import drop_claims_before
-from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Group
-from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.routing import Router
@@ -29,7 +29,7 @@ from vsched.policy import EncodingView, ItemSpan
 from vsched.types import FinishReason, Request
 
 
-class RequestBook:
+class RequestTable:
     """The live requests of a scheduler.
 
     Attributes:
@@ -40,10 +40,10 @@ class RequestBook:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: SchedulerLimits,
         policies: KernelPolicies,
         encode: EncodeStage,
-        generators: list[GenerateStage],
+        generators: list[GenerateGroup],
         faults: PolicyFaults,
     ) -> None:
         self.commands: list[Command] = []
@@ -107,7 +107,7 @@ class RequestBook:
 
     # --- the way into the line ---
 
-    def home(self, state: RequestState) -> GenerateStage:
+    def home(self, state: RequestState) -> GenerateGroup:
         """Return the group that a request belongs to."""
         return self._generators[state.home]
 
@@ -198,7 +198,7 @@ class RequestBook:
         if not stage.open:
             self.move_waiting(stage)
 
-    def move_waiting(self, stage: GenerateStage) -> None:
+    def move_waiting(self, stage: GenerateGroup) -> None:
         """Let the requests that wait for a closed group go where they can run; without such a place, they are parked.
 
         Those that ran when it was lost stay: whatever brought it down may be among them. A draining group serves them.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.kernel.generate.group import GenerateStage
-from vsched.kernel.limits import Sizes
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_routing
 from vsched.kernel.request import RequestState
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
@@ -17,14 +17,14 @@ ITEMS_MAX = 8192
 class Router:
     """Finds groups for requests."""
 
-    def __init__(self, policy: RoutingPolicy, sizes: Sizes, faults: PolicyFaults) -> None:
+    def __init__(self, policy: RoutingPolicy, sizes: SchedulerLimits, faults: PolicyFaults) -> None:
         self._policy = policy
         self._sizes = sizes
         self._faults = faults
         self._routed = 0
         self._sent: dict[bytes, int] = {}
 
-    def choose(self, state: RequestState, stages: Sequence[GenerateStage]) -> GenerateStage:
+    def choose(self, state: RequestState, stages: Sequence[GenerateGroup]) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will come back."""
         usable = [stage for stage in stages if stage.open] or [
             stage for stage in stages if not stage.retired
@@ -38,9 +38,9 @@ class Router:
     def _ask(
         self,
         state: RequestState,
-        stages: Sequence[GenerateStage],
-        usable: Sequence[GenerateStage],
-    ) -> GenerateStage:
+        stages: Sequence[GenerateGroup],
+        usable: Sequence[GenerateGroup],
+    ) -> GenerateGroup:
         keys = [item.key for item in state.items]
         view = RoutingView(
             replicas=[

@@ -18,7 +18,7 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode.group import EncodeLane
+from vsched.kernel.encode.group import EncodeGroup
 from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.events import (
     Aborted,
@@ -36,12 +36,12 @@ from vsched.kernel.events import (
     Timer,
 )
 from vsched.kernel.explain import explain
-from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Group, Status
-from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults
 from vsched.kernel.request import Phase
-from vsched.kernel.request_table import RequestBook
+from vsched.kernel.request_table import RequestTable
 from vsched.types import FinishReason, group_names
 
 
@@ -51,14 +51,14 @@ class Scheduler:
     There is one line of items for all encode groups, and one line of requests for each generate group.
     """
 
-    def __init__(self, sizes: Sizes, policies: KernelPolicies) -> None:
+    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies) -> None:
         self.sizes = sizes
         self._faults = PolicyFaults()
         self.encode = EncodeStage(
             sizes, policies.encode_admission, policies.embedding_eviction, self._faults
         )
         self.generators = [
-            GenerateStage(name, sizes, policies, self.encode, self._faults)
+            GenerateGroup(name, sizes, policies, self.encode, self._faults)
             for name in group_names("generate", sizes.generators)
         ]
         self._groups: dict[str, Group] = {
@@ -68,7 +68,7 @@ class Scheduler:
         shared = zip(self.encode.lanes, self.generators, strict=True) if sizes.encode_pauses else ()
         self._hosts = {lane.name: stage for lane, stage in shared}
         self._draining: list[Group] = []
-        self._book = RequestBook(sizes, policies, self.encode, self.generators, self._faults)
+        self._book = RequestTable(sizes, policies, self.encode, self.generators, self._faults)
         self._timer_ns: int | None = None
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
@@ -105,14 +105,14 @@ class Scheduler:
 
     # --- results ---
 
-    def _lane(self, group: str) -> EncodeLane:
+    def _lane(self, group: str) -> EncodeGroup:
         lane = self._groups[group]
-        assert isinstance(lane, EncodeLane), f"{group} encodes nothing"
+        assert isinstance(lane, EncodeGroup), f"{group} encodes nothing"
         return lane
 
     def _on_stepped(self, event: Stepped) -> None:
         stage = self._groups[event.group]
-        assert isinstance(stage, GenerateStage), f"{event.group} generates nothing"
+        assert isinstance(stage, GenerateGroup), f"{event.group} generates nothing"
         book = self._book
         settled = stage.finish_step(event, book.now_ns)
         book.commands.append(EmitTokens(event.step))
@@ -135,11 +135,11 @@ class Scheduler:
         """A group takes work: those who waited for it take their places, oldest first."""
         group, book = self._groups[name], self._book
         group.turn(Status.UP)
-        if isinstance(group, EncodeLane):
+        if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
         for state in book.of(group, Phase.PARKED):
             book.stand_in_line(state)
-        if isinstance(group, GenerateStage):
+        if isinstance(group, GenerateGroup):
             for stage in self.generators:
                 if not stage.open:
                     book.move_waiting(stage)
@@ -148,17 +148,17 @@ class Scheduler:
         group = self._groups[event.group]
         group.turn(Status.DOWN)
         self._book.commands.append(Notice(f"{event.group} was lost: {event.reason}"))
-        if isinstance(group, EncodeLane):
+        if isinstance(group, EncodeGroup):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
             )
             failed = self.encode.lose(group, blame=not event.planned)
             self._book.fail_all(failed, message, code="encode_failed")
-        elif isinstance(group, GenerateStage):
+        elif isinstance(group, GenerateGroup):
             self._lose_generator(group, blame=not event.planned)
         self._book.commands.append(RestartGroup(event.group))
 
-    def _lose_generator(self, stage: GenerateStage, *, blame: bool) -> None:
+    def _lose_generator(self, stage: GenerateGroup, *, blame: bool) -> None:
         """What ran there waits for its return: whatever brought it down may be among it. Who waited goes elsewhere."""
         book = self._book
         lost, culprit = stage.lose(blame=blame)
@@ -178,14 +178,14 @@ class Scheduler:
         group, book = self._groups[event.group], self._book
         assert not group.ready, "a group is lost before it is retired"
         group.turn(Status.RETIRED)
-        if isinstance(group, EncodeLane):
+        if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
         book.commands.append(Notice(f"{event.group} is given up: {event.reason}"))
         stages: tuple[Sequence[Group], ...] = (self.encode.lanes, self.generators)
         if any(all(one.retired for one in groups) for groups in stages):
             book.given_up = event.reason
             book.clear(event.reason, code="given_up")
-        elif isinstance(group, GenerateStage):
+        elif isinstance(group, GenerateGroup):
             for state in book.of(group):
                 book.move(state)
 
@@ -194,7 +194,7 @@ class Scheduler:
         if group.open:
             group.turn(Status.DRAINING)
             self._draining.append(group)
-            if isinstance(group, GenerateStage):
+            if isinstance(group, GenerateGroup):
                 self._book.move_waiting(group)
 
     def _announce_drained(self) -> None:
@@ -229,7 +229,7 @@ class Scheduler:
             self._faults.notices.clear()
         self._set_timer()
 
-    def _plan_generate(self, stage: GenerateStage) -> bool:
+    def _plan_generate(self, stage: GenerateGroup) -> bool:
         book = self._book
         decision = stage.plan(book.now_ns)
         if stage.fallen:
@@ -255,13 +255,13 @@ class Scheduler:
         self._book.commands.append(Decide(lane.name, decision))
         return True
 
-    def _stretch_ns(self, lane: EncodeLane) -> int:
+    def _stretch_ns(self, lane: EncodeGroup) -> int:
         """Return how long an encode group may work without a step of its processes in between; 0 for no limit."""
         host = self._hosts.get(lane.name)
         # Where none decodes yet, one may before the batch is done.
         return 0 if host is None else int(host.pace.left_ns(self._held_up(lane) or 1))
 
-    def _held_up(self, lane: EncodeLane) -> int:
+    def _held_up(self, lane: EncodeGroup) -> int:
         """Return how many requests get no token while an encode group is at work."""
         host = self._hosts.get(lane.name)
         return 0 if host is None else len(host.running.decoding)

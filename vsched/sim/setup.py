@@ -12,7 +12,7 @@ import msgspec
 from vsched.assembly import arena_layout, kernel_policies, kernel_sizes
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
 from vsched.errors import ConfigError, limit_message
-from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import check_contract, load_worker
 from vsched.policy import CONTRACTS, Policy
 from vsched.sim.cost.model import CostModel
@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     info: ModelInfo
-    sizes: Sizes
+    sizes: SchedulerLimits
     policies: ConfiguredPolicies
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vsched.testing.model_ranks.cluster import ModelCluster
     from vsched.testing.policy_check import check_policy
     from vsched.testing.schedules.random_runs import run_random
-    from vsched.testing.schedules.requests import make_request, random_request, random_sizes
+    from vsched.testing.schedules.requests import make_request, random_limits, random_request
     from vsched.testing.schedules.strategies import fault_plans, faults
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "fault_plans",
     "faults",
     "make_request",
+    "random_limits",
     "random_request",
-    "random_sizes",
     "run_random",
 ]
 _MODULES = {
@@ -44,7 +44,7 @@ _MODULES = {
     "faults": "vsched.testing.schedules.strategies",
     "make_request": "vsched.testing.schedules.requests",
     "random_request": "vsched.testing.schedules.requests",
-    "random_sizes": "vsched.testing.schedules.requests",
+    "random_limits": "vsched.testing.schedules.requests",
     "run_random": "vsched.testing.schedules.random_runs",
 }
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, VschedError
-from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.memory import KvNegotiation
 from vsched.plugins import check_contract
@@ -94,7 +94,7 @@ def _make(policy: type[Policy] | Policy, name: str) -> Policy:
 class _Recorder(ModelCluster):
     """Keeps a digest of all commands."""
 
-    def __init__(self, sizes: Sizes, policies: KernelPolicies | None) -> None:
+    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies | None) -> None:
         self.digest = blake2b(digest_size=16)
         super().__init__(sizes, policies)
 

@@ -51,10 +51,10 @@ VISION = {
 
 @dataclass(frozen=True)
 class Groups:
-    """Stretches of patches that see each other, those of one length together.
+    """EncodeSlices of patches that see each other, those of one length together.
 
     Attributes:
-        indexes: For each length, which rows: [stretches, length].
+        indexes: For each length, which rows: [time slices, length].
         back: Where each row is in the groups' concatenation.
     """
 

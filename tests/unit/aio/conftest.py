@@ -14,7 +14,7 @@ from tests.unit.aio.ranks import SEPARATE, Played
 async def played(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[Played]:
-    """A started shell, of one crew for each group unless the test's parameter says otherwise."""
+    """A started shell, of one worker group for each group unless the test's parameter says otherwise."""
     played = Played(monkeypatch, tmp_path)
     await played.start(getattr(request, "param", SEPARATE))
     yield played

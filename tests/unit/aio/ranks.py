@@ -1,4 +1,4 @@
-"""A shell whose ranks live in this process: the real crews, leaders and logs over a wire that is a list.
+"""A shell whose ranks live in this process: the real worker groups, leaders and logs over a wire that is a list.
 
 A rank answers when it is told to, so a test says what happens between any two steps. What it samples follows from the
 tokens before, so that a stream that went on after a loss can be told from one that began anew.
@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from tests.unit.rank.worker_groups import Place, kv_sizing, sizes_for
 
-from tests.unit.rank.crews import Place, kv_sizing, sizes_for
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.shell import Recorder, Shell
@@ -371,11 +371,13 @@ class Played:
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
     async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
-        """Start crews of these groups, each of so many ranks."""
+        """Start worker groups of these groups, each of so many ranks."""
         sizing = kv_sizing(groups, ranks=ranks)
         self.shell = Shell(
             lambda events: [
-                self._place.crew(events, groups=names, limits=LIMITS, sizing=sizing, ranks=ranks)
+                self._place.worker_group(
+                    events, groups=names, limits=LIMITS, sizing=sizing, ranks=ranks
+                )
                 for names in groups
             ],
             size=sizes_for(groups),

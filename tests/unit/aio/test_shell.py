@@ -271,7 +271,7 @@ async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
 async def test_shell_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
-    """F2: what the start of a rank raises reaches the caller, and the other crew is stopped."""
+    """F2: what the start of a rank raises reaches the caller, and the other worker group is stopped."""
     await played.shell.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error)):

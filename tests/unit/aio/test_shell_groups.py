@@ -159,7 +159,7 @@ async def test_shell_groups_lost_at_once_all_come_back(
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> None:
-    """F2: every crew has pauses of its own."""
+    """F2: every worker group has pauses of its own."""
     ranks = played.ranks
     for _ in RESTART_DELAYS_S:
         ranks.of("generate-0").exit(-9)
@@ -174,7 +174,7 @@ async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
 async def test_shell_fault_during_recovery_ends_in_service(played: Played, second: str) -> None:
-    """F6: while one crew loads again it is lost again, or another one is."""
+    """F6: while one worker group loads again it is lost again, or another one is."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -204,7 +204,7 @@ async def test_shell_fault_during_recovery_ends_in_service(played: Played, secon
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
     played: Played, groups: Groups, error: Exception, told: str
 ) -> None:
-    """E12, F2: the start of all crews ends at once with what the one said, and no rank stays."""
+    """E12, F2: the start of all worker groups ends at once with what the one said, and no rank stays."""
     await played.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error), match=told):
@@ -214,7 +214,7 @@ async def test_shell_crew_that_cannot_start_is_one_clear_error(
 
 
 async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Played) -> None:
-    """E12, F2: a crew that was ready and is lost is not waited for until another one's deadline."""
+    """E12, F2: a worker group that was ready and is lost is not waited for until another one's deadline."""
     await played.stop()
     ranks = played.ranks
     ranks.mute.add("generate-1")
@@ -234,7 +234,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Pla
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
-    """E12: no crew waits for another one to be ready."""
+    """E12: no worker group waits for another one to be ready."""
     await played.stop()
     ranks = played.ranks
     ranks.mute.update({"generate-0", "generate-1"})
@@ -275,7 +275,7 @@ async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) -> None:
-    """F2: a crew whose KV cache came back too small, every time, is stopped when it is given up."""
+    """F2: a worker group whose KV cache came back too small, every time, is stopped when it is given up."""
     ranks = played.ranks
     ranks.blocks = BLOCKS - 1
     ranks.of("generate-1").exit(-9)
@@ -286,7 +286,7 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) ->
 
 @pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
 async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: Groups) -> None:
-    """A18, G2: one rank of two does not read: both are replaced, the ranks of other crews are not."""
+    """A18, G2: one rank of two does not read: both are replaced, the ranks of other worker groups are not."""
     await played.stop()
     ranks = played.ranks
     await played.start(groups, ranks=2)

@@ -55,7 +55,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Playe
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
     await asyncio.sleep(0)
     assert state_of(played, "generate-1") == "draining"
     assert not played.shell.healthy
@@ -68,7 +68,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Playe
     await check_tokens(streams)
     for stream in more:
         assert await stream.tokens() == expected_tokens([51], 10)
-    played.shell.upkeep.resume("generate-1")
+    played.shell.administration.resume("generate-1")
     assert state_of(played, "generate-1") == "up"
     streams_of(played, named="late")
     ranks.run_all(1)
@@ -80,10 +80,12 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> 
     """F2: the wait has a deadline; the drain has not."""
     streams = streams_of(played)
     played.ranks.run_all(2)
-    assert await played.shell.upkeep.drain("generate-1") is False
+    assert await played.shell.administration.drain("generate-1") is False
     assert state_of(played, "generate-1") == "draining"
     played.ranks.run()
-    assert await soon(asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))) is True
+    assert (
+        await soon(asyncio.ensure_future(played.shell.administration.drain("generate-1"))) is True
+    )
     await check_tokens(streams)
 
 
@@ -92,10 +94,10 @@ async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
     """F2: who waited is told that it did not come to that."""
     streams = streams_of(played)
     played.ranks.run_all(2)
-    played.shell.upkeep._drain_s = 60
-    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    played.shell.administration._drain_s = 60
+    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
     await asyncio.sleep(0)
-    played.shell.upkeep.resume("generate-1")
+    played.shell.administration.resume("generate-1")
     assert await soon(draining) is False
     assert played.shell.healthy
     played.ranks.run()
@@ -108,7 +110,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Pl
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.upkeep.drain("generate-1"))
+    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
     await asyncio.sleep(0)
     starts = ranks.starts
     ranks.of("generate-1").exit(-9)
@@ -141,7 +143,7 @@ async def test_restart_under_load_costs_no_request_a_token(played: Played, group
     image = Stream(played.shell, make_request("image", [7], [ITEM]))
     ranks.run_all(2)
     old, starts = ranks.of(group), ranks.starts
-    restarting = asyncio.ensure_future(played.shell.upkeep.restart(group))
+    restarting = asyncio.ensure_future(played.shell.administration.restart(group))
     assert await serve_until(played, restarting) is True
     assert old.ended
     assert ranks.starts == starts + 1
@@ -163,7 +165,7 @@ async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
     streams = streams_of(played)
     ranks.run_all(2)
     group = list(ranks.wires)[-1]
-    assert await soon(asyncio.ensure_future(played.shell.upkeep.restart(group))) is True
+    assert await soon(asyncio.ensure_future(played.shell.administration.restart(group))) is True
     assert played.shell.healthy
     ranks.run()
     await check_tokens(streams)
@@ -171,10 +173,10 @@ async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [SEPARATE], indirect=True)
 async def test_restarts_are_no_losses(played: Played) -> None:
-    """F2: however often an operator restarts a crew, the first loss is answered at once."""
+    """F2: however often an operator restarts a worker group, the first loss is answered at once."""
     ranks = played.ranks
     for _ in range(6):
-        assert await played.shell.upkeep.restart("generate") is True
+        assert await played.shell.administration.restart("generate") is True
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: played.shell.healthy)
     assert ranks.pauses_s == []
@@ -185,7 +187,7 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played
     """F2: it has not begun to stop anything."""
     streams_of(played)
     played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.upkeep.restart("generate-1"))
+    restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
     await asyncio.sleep(0)
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -200,10 +202,10 @@ async def test_retired_group_can_be_restarted(played: Played) -> None:
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
-    assert await played.shell.upkeep.restart("generate-1") is False, "nobody has mended it"
+    assert await played.shell.administration.restart("generate-1") is False, "nobody has mended it"
     assert state_of(played, "generate-1") == "retired"
     ranks.broken.clear()
-    assert await played.shell.upkeep.restart("generate-1") is True
+    assert await played.shell.administration.restart("generate-1") is True
     assert played.shell.healthy
     streams = streams_of(played)
     ranks.run_all(1)
@@ -220,7 +222,7 @@ async def test_group_that_was_lost_too_often_can_be_restarted(played: Played) ->
         ranks.of("generate-1").exit(-9)
         await ranks.until(lambda: state_of(played, "generate-1") in ("up", "retired"))
     assert state_of(played, "generate-1") == "retired"
-    assert await played.shell.upkeep.restart("generate-1") is True
+    assert await played.shell.administration.restart("generate-1") is True
 
 
 async def refusal(played: Played, action: str, group: str) -> RequestRefused:
@@ -232,11 +234,11 @@ async def refusal(played: Played, action: str, group: str) -> RequestRefused:
 async def act(played: Played, action: str, group: str) -> None:
     match action:
         case "drain":
-            await played.shell.upkeep.drain(group)
+            await played.shell.administration.drain(group)
         case "restart":
-            await played.shell.upkeep.restart(group)
+            await played.shell.administration.restart(group)
         case _:
-            played.shell.upkeep.resume(group)
+            played.shell.administration.resume(group)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -252,11 +254,11 @@ async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action
 async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -> None:
     """F4: requests would wait for an operator; the only encoder, the last generator."""
     assert (await refusal(played, "drain", "encode")).code == "last_group"
-    assert await played.shell.upkeep.drain("generate-0") is True
+    assert await played.shell.administration.drain("generate-0") is True
     error = await refusal(played, "drain", "generate-1")
     assert (error.code, error.status) == ("last_group", 409)
     assert "Remedy: restart it" in str(error)
-    assert await played.shell.upkeep.restart("generate-1") is True
+    assert await played.shell.administration.restart("generate-1") is True
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -267,7 +269,7 @@ async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: Played) -
     assert "cannot resume generate-1, which is up" in str(error)
     streams = streams_of(played)
     played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.upkeep.restart("generate-1"))
+    restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
     await asyncio.sleep(0)
     for action in ("drain", "restart", "resume"):
         assert "which is restarting" in str(await refusal(played, action, "generate-1"))

@@ -1,4 +1,4 @@
-"""An encode batch goes out in stretches where its processes have steps of a generate group to run."""
+"""An encode batch goes out in time slices where its processes have steps of a generate group to run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.led import LIMITS, Led
-from vsched.aio.leader.encode_slices import Stretches
+from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.leader import Presence
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
@@ -37,17 +37,17 @@ async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
 
 def test_stretches_follow_what_parts_took() -> None:
     """The first is one part; from then on as many as fit, by the tokens of the batch, and never none."""
-    stretches = Stretches()
-    assert stretches.begin(batch(1, 200)).parts == 1
-    assert stretches.go_on(Paused(1, 1, 20 * MS)) == 5
-    assert stretches.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
-    assert stretches.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
-    assert stretches.busy_ns == 185 * MS
-    assert stretches.end()
-    assert stretches.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
-    assert stretches.begin(batch(3, 100_000)).parts == 1
-    assert stretches.begin(batch(4, 100, stretch_ms=1000)).parts == 80
-    assert stretches.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
+    encode_slices = EncodeSlices()
+    assert encode_slices.begin(batch(1, 200)).parts == 1
+    assert encode_slices.go_on(Paused(1, 1, 20 * MS)) == 5
+    assert encode_slices.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
+    assert encode_slices.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
+    assert encode_slices.busy_ns == 185 * MS
+    assert encode_slices.end()
+    assert encode_slices.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
+    assert encode_slices.begin(batch(3, 100_000)).parts == 1
+    assert encode_slices.begin(batch(4, 100, stretch_ms=1000)).parts == 80
+    assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_stretches_follow_what_parts_took() -> None:
     ids=["nothing waits", "nothing to compute"],
 )
 def test_stretches_leave_alone_what_need_not_pause(decision: EncodeDecision) -> None:
-    stretches = Stretches()
-    assert stretches.begin(decision) == decision
-    assert not stretches.open
-    assert not stretches.end()
+    encode_slices = EncodeSlices()
+    assert encode_slices.begin(decision) == decision
+    assert not encode_slices.open
+    assert not encode_slices.end()
 
 
 async def test_leader_sends_parts_between_the_steps_of_the_other_group(

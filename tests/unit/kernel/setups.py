@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
 
-ROOMY = Sizes(
+ROOMY = SchedulerLimits(
     block_size=4,
     blocks=1000,
     slots=4,
@@ -25,7 +25,7 @@ ROOMY = Sizes(
 """Room enough for anything; tests make tight what they are about."""
 
 
-def sizes(**changes: Any) -> Sizes:
+def sizes(**changes: Any) -> SchedulerLimits:
     """Return roomy limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
 

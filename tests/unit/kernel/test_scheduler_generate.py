@@ -17,7 +17,7 @@ from tests.unit.kernel.setups import (
 from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Timer
-from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.policy import (
     Admission,
     AdmissionPolicy,
@@ -133,7 +133,7 @@ def test_generate_step_never_exceeds_its_token_budget() -> None:
     assert_served(cluster, *(f"r{index}" for index in range(6)))
 
 
-def tight(**changes: object) -> Sizes:
+def tight(**changes: object) -> SchedulerLimits:
     """Return limits under which four requests start and not all can grow."""
     return sizes(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 

@@ -15,7 +15,7 @@ from tests.unit.kernel.setups import (
     sizes,
     words,
 )
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, MediaItem, Request
 from vsched_policies.encoding import Combined
@@ -182,7 +182,7 @@ def test_scheduler_reports_everything_that_waits() -> None:
 def test_sizes_need_room_for_prefill() -> None:
     """F5: a step full of decodes would never prefill; such limits are an error at once."""
     with pytest.raises(ValueError, match="batch_tokens is 4, must be above slots"):
-        Sizes(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)
+        SchedulerLimits(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)
 
 
 def test_scheduler_stuck_state_is_an_assertion() -> None:

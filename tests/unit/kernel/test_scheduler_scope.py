@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster as Cluster
 from vsched.testing import default_policies, make_request
 from vsched_policies.encoding import Combined
 
-SIZES = Sizes(
+SIZES = SchedulerLimits(
     block_size=4,
     blocks=64,
     slots=4,

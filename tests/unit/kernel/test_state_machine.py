@@ -27,8 +27,8 @@ from vsched.testing import (
     ModelCluster,
     default_policies,
     make_request,
+    random_limits,
     random_request,
-    random_sizes,
     run_random,
 )
 from vsched.types import FinishReason
@@ -133,7 +133,7 @@ class KernelMachine(RuleBasedStateMachine):
 
     @initialize(rng=st.randoms(use_true_random=False))
     def start(self, rng: random.Random) -> None:
-        self.cluster = ModelCluster(random_sizes(rng), random_policies(rng))
+        self.cluster = ModelCluster(random_limits(rng), random_policies(rng))
 
     @rule(rng=st.randoms(use_true_random=False))
     def submit(self, rng: random.Random) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.unit.rank.worker_groups import LIMITS, Heard, Place, is_running
 
-from tests.unit.rank.crews import LIMITS, Heard, Place, is_running
 from tests.unit.rank.fake_plugin import Behaviour
 from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.worker_group import Crew
+from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult
@@ -46,30 +46,32 @@ async def answered(heard: Heard, count: int) -> None:
     await heard.wait_until(lambda: len(heard.results) >= count or heard.lost)
 
 
-async def steps(crew: Crew, heard: Heard, count: int, *, group: str = "generate") -> None:
+async def steps(
+    worker_group: WorkerGroup, heard: Heard, count: int, *, group: str = "generate"
+) -> None:
     """Let a group that is fresh run so many steps, or until something is lost."""
     for step in range(1, count + 1):
-        crew.decide(group, first_step() if step == 1 else GenerateDecision(step))
+        worker_group.decide(group, first_step() if step == 1 else GenerateDecision(step))
         await answered(heard, step)
 
 
 @asynccontextmanager
-async def started(*crews: Crew) -> AsyncIterator[None]:
-    """Start crews, and leave no process behind, stopped or not."""
+async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
+    """Start worker groups, and leave no process behind, stopped or not."""
     try:
-        await asyncio.gather(*(crew.start() for crew in crews))
+        await asyncio.gather(*(worker_group.start() for worker_group in worker_groups))
         yield
     finally:
-        for crew in crews:
-            await crew.stop(grace_s=0)
+        for worker_group in worker_groups:
+            await worker_group.stop(grace_s=0)
 
 
 async def test_group_of_ranks_agrees(place: Place) -> None:
     """A7: every rank reports every step; rank 0 speaks for the group."""
     heard = Heard()
-    crew = place.crew(heard.events, ranks=2)
-    async with started(crew):
-        await steps(crew, heard, 30)
+    worker_group = place.worker_group(heard.events, ranks=2)
+    async with started(worker_group):
+        await steps(worker_group, heard, 30)
         results = [result for _, result in heard.results]
         assert [result.step for result in results] == list(range(1, 31))
         assert all(isinstance(result, GenerateResult) for result in results)
@@ -80,9 +82,11 @@ async def test_group_of_ranks_agrees(place: Place) -> None:
 async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> None:
     """A7: one token of one rank differs: the rank and the step are named, and nothing goes on."""
     heard = Heard()
-    crew = place.crew(heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5))
-    async with started(crew):
-        await steps(crew, heard, 20)
+    worker_group = place.worker_group(
+        heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5)
+    )
+    async with started(worker_group):
+        await steps(worker_group, heard, 20)
         await heard.wait_until(lambda: heard.lost)
         ((groups, reason),) = heard.lost
         assert groups == ["generate"]
@@ -94,11 +98,11 @@ async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Pa
     """E10: every rank runs the hook that rank 0 asked for between the same two steps, once."""
     heard = Heard()
     behaviour = Behaviour(hook_s=0.0, hook_at=6, notes=str(tmp_path))
-    crew = place.crew(heard.events, ranks=2, behaviour=behaviour)
-    async with started(crew):
-        await steps(crew, heard, 30)
+    worker_group = place.worker_group(heard.events, ranks=2, behaviour=behaviour)
+    async with started(worker_group):
+        await steps(worker_group, heard, 30)
         assert heard.lost == []
-        await crew.stop()  # nobody waits for the second rank before
+        await worker_group.stop()  # nobody waits for the second rank before
     noted = [(tmp_path / f"hooks-{rank}").read_text() for rank in (0, 1)]
     assert noted[0] == noted[1]
     (line,) = noted[0].splitlines()
@@ -109,22 +113,22 @@ async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Pa
 async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank: int) -> None:
     """F2, A18: within the timeout of ranks, not of steps; a step that is merely long is not killed."""
     heard = Heard()
-    crew = place.crew(
+    worker_group = place.worker_group(
         heard.events,
         ranks=2,
         behaviour=Behaviour(step_s=1.5, slow_at=5),
         limits=limits(rank_timeout_s=0.4, heartbeat_s=0.1, step_s=60),
     )
-    async with started(crew):
-        await steps(crew, heard, 2)
-        crew.decide("generate", GenerateDecision(3))
+    async with started(worker_group):
+        await steps(worker_group, heard, 2)
+        worker_group.decide("generate", GenerateDecision(3))
         await asyncio.sleep(0.1)
-        os.kill(crew.pids[rank], signal.SIGSTOP)
+        os.kill(worker_group.pids[rank], signal.SIGSTOP)
         started_s = time.monotonic()
         await heard.wait_until(lambda: heard.lost)
         assert time.monotonic() - started_s < 1.3
         assert heard.lost[0][1].startswith(f"generate: rank {rank} was silent for ")
-        pids = crew.pids
+        pids = worker_group.pids
     assert not any(is_running(pid) for pid in pids)
 
 
@@ -134,16 +138,16 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
     other = Place(tmp_path / "other")
     other.run_dir.mkdir(mode=0o700)
     patient = limits(rank_timeout_s=60, step_s=60, ready_s=30)
-    deaf = place.crew(deaf_heard.events, ranks=2, limits=patient)
-    crew = other.crew(heard.events, ranks=2)
-    async with started(deaf, crew):
+    deaf = place.worker_group(deaf_heard.events, ranks=2, limits=patient)
+    worker_group = other.worker_group(heard.events, ranks=2)
+    async with started(deaf, worker_group):
         os.kill(deaf.pids[1], signal.SIGSTOP)
         deaf.decide("generate", first_step())
         sent, longest_s, step = 1, 0.0, 0
         while not deaf_heard.lost:
             step += 1
             started_s = time.monotonic()
-            crew.decide("generate", first_step() if step == 1 else GenerateDecision(step))
+            worker_group.decide("generate", first_step() if step == 1 else GenerateDecision(step))
             for _ in range(25):  # far more than a kernel would have out
                 sent += 1
                 decided_s = time.monotonic()
@@ -163,17 +167,19 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
 async def test_group_together_follows_one_order(place: Place) -> None:
     """A7: two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
     heard = Heard()
-    crew = place.crew(heard.events, groups=("encode", "generate"), ranks=2)
-    async with started(crew):
+    worker_group = place.worker_group(heard.events, groups=("encode", "generate"), ranks=2)
+    async with started(worker_group):
         decided = []
         for step in range(1, 101):
             first = ("encode", "generate") if step % 3 else ("generate", "encode")
             for group in first:
                 decided.append((group, step))
                 if group == "encode":
-                    crew.decide(group, EncodeDecision(step, []))
+                    worker_group.decide(group, EncodeDecision(step, []))
                 else:
-                    crew.decide(group, first_step() if step == 1 else GenerateDecision(step))
+                    worker_group.decide(
+                        group, first_step() if step == 1 else GenerateDecision(step)
+                    )
             if step % 10 == 0:
                 await answered(heard, len(decided))
         assert heard.lost == []
@@ -188,18 +194,18 @@ async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
     """A18, A21: idle for VSCHED_IDLE_S seconds: alive, and what each rank measured are gaps within the interval."""
     heard = Heard()
     heartbeat_s = min(1.0, IDLE_S / 8)
-    crew = place.crew(
+    worker_group = place.worker_group(
         heard.events,
         ranks=2,
         behaviour=Behaviour(notes=str(tmp_path)),
         limits=limits(heartbeat_s=heartbeat_s, rank_timeout_s=5 * heartbeat_s),
     )
-    async with started(crew):
-        pids = crew.pids
+    async with started(worker_group):
+        pids = worker_group.pids
         await asyncio.sleep(IDLE_S)
         assert heard.lost == []
         assert all(is_running(pid) for pid in pids)
-        crew.decide("generate", first_step())
+        worker_group.decide("generate", first_step())
         await heard.wait_until(lambda: heard.results)
         for rank in (0, 1):
             lines = (tmp_path / f"heard-{rank}").read_text().splitlines()

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests.unit.rank.crews import (
+from tests.unit.rank.worker_groups import (
     ROOT,
     Place,
     generate,
@@ -21,6 +20,7 @@ from tests.unit.rank.crews import (
     read,
     shell_of,
 )
+
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from vsched.aio.replicas import supervisor as revival_module
 from vsched.errors import CheckpointError, RequestFailed, RequestRefused
@@ -184,7 +184,7 @@ async def test_shell_abort_frees_and_others_go_on(place: Place) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tests.unit.rank.crews import Place, shell_of
+from tests.unit.rank.worker_groups import Place, shell_of
 
 async def main():
     place = Place(Path(sys.argv[1]))

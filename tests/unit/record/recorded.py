@@ -11,7 +11,7 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.sections import RecordConfig
-from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy import Policy
@@ -41,7 +41,7 @@ def config_for(
     path: Path,
     policies: KernelPolicies,
     *,
-    sizes: Sizes | None = None,
+    sizes: SchedulerLimits | None = None,
     segment_bytes: int = 64 << 20,
     segments: int = 8,
 ) -> Config:
@@ -67,7 +67,7 @@ class RecordedCluster(ModelCluster):
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: SchedulerLimits,
         policies: KernelPolicies | None,
         begin: Callable[[Scheduler, KernelPolicies], Recorder],
     ) -> None:
@@ -94,7 +94,7 @@ def record_run(
     seed: int,
     *,
     policies: KernelPolicies | None = None,
-    sizes: Sizes | None = None,
+    sizes: SchedulerLimits | None = None,
     events: int = 80,
     segment_bytes: int = 64 << 20,
     segments: int = 8,

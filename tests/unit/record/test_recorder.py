@@ -13,12 +13,12 @@ from tests.unit.record.odd_policies import Locked
 from tests.unit.record.recorded import config_for, record_run
 from vsched.config import Config
 from vsched.errors import ConfigError
-from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.events import GroupReady, Timer
 from vsched.record import Recorder, check_record_path, open_recorder, replay
 from vsched.testing.defaults import default_policies
 
-SIZES = Sizes(blocks=8, slots=2, context_tokens=64, pages=4)
+SIZES = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 
 
 def begin(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.unit.record.odd_policies import Colour, Hashed, Link, Ring, RingOrder, Trap
-from vsched.kernel import Scheduler, Sizes
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.request import Phase
 from vsched.record.snapshot import AllowedClasses, SnapshotError, decode_state, encode_state
 from vsched.testing.defaults import default_policies
@@ -88,7 +88,9 @@ def test_snapshot_of_a_long_chain_needs_no_recursion() -> None:
 
 
 def test_snapshot_of_a_kernel_keeps_every_part_of_it() -> None:
-    kernel = Scheduler(Sizes(blocks=8, slots=2, context_tokens=64, pages=4), default_policies())
+    kernel = Scheduler(
+        SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4), default_policies()
+    )
     classes = AllowedClasses(msgspec.structs.astuple(default_policies()))
     first = encode_state(kernel, classes)
     assert encode_state(decode_state(first, classes), classes) == first

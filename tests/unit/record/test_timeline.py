@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from tests.unit.record.recorded import RecordedCluster, config_for, record_run
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import Timeline, replay
 from vsched.record.entries import Header
 from vsched.testing.defaults import default_policies
 
-SIZES = Sizes(
+SIZES = SchedulerLimits(
     blocks=60,
     slots=4,
     batch_tokens=64,

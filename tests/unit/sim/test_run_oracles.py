@@ -16,9 +16,9 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Decide, Finish
 from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.running import RunningSet
-from vsched.kernel.request_table import RequestBook
+from vsched.kernel.request_table import RequestTable
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.sim.checks.invariants import Oracles
 from vsched.sim.fast.run import simulate
@@ -52,19 +52,19 @@ def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
 
 
 def put_at_the_tail(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateStage.preempt
+    real = GenerateGroup.preempt
 
-    def broken(self: GenerateStage, state: Any) -> None:
+    def broken(self: GenerateGroup, state: Any) -> None:
         real(self, state)
         state.order = (state.number + 1000, 0)
 
-    patch.setattr(GenerateStage, "preempt", broken)
+    patch.setattr(GenerateGroup, "preempt", broken)
 
 
 def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateStage._admit
+    real = GenerateGroup._admit
 
-    def broken(self: GenerateStage, draft: Any, now_ns: int) -> None:
+    def broken(self: GenerateGroup, draft: Any, now_ns: int) -> None:
         entries = self.line._queue._entries
         entries.reverse()
         real(self, draft, now_ns)
@@ -74,7 +74,7 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
         self._entries.remove(entry)
 
     patch.setattr(OrderedQueue, "remove", remove)
-    patch.setattr(GenerateStage, "_admit", broken)
+    patch.setattr(GenerateGroup, "_admit", broken)
 
 
 def reply_lost(patch: pytest.MonkeyPatch) -> None:
@@ -88,13 +88,13 @@ def reply_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def reply_doubled(patch: pytest.MonkeyPatch) -> None:
-    real = RequestBook.end
+    real = RequestTable.end
 
-    def broken(self: RequestBook, state: Any, reason: Any, **rest: str) -> None:
+    def broken(self: RequestTable, state: Any, reason: Any, **rest: str) -> None:
         real(self, state, reason, **rest)
         self.commands.append(self.commands[-1])
 
-    patch.setattr(RequestBook, "end", broken)
+    patch.setattr(RequestTable, "end", broken)
 
 
 def slot_given_twice(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from tests.unit.sim.virtual import current
-from vsched.aio.environment import Surroundings
+from vsched.aio.environment import Environment
 from vsched.bench.fidelity.arrivals import Dresser
 from vsched.bench.fidelity.observed_engine import WatchedEngine
 from vsched.config import Config
@@ -94,11 +94,11 @@ async def watched_engine(
         loop, 0, FaultPlan(seed=0), costs=costs, pace=calm, links=None, origin_ns=ORIGIN_NS
     )
     launcher = SimulatedLauncher(world)
-    around = Surroundings(
+    around = Environment(
         make_launcher=lambda _: launcher,
         make_media=media_of(world),
         open_record=lambda _config, _kernel: Accepted(world),
         now_ns=loop.now_ns,
     )
-    async with WatchedEngine(settings(), surroundings=around) as engine:
+    async with WatchedEngine(settings(), environment=around) as engine:
         yield engine, SimulatedDresser(engine.preprocessor, world)

@@ -14,9 +14,9 @@ from vsched.kernel import request
 from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.generate import blocks
 from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.generate.group import GenerateStage
+from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.request import RequestState
-from vsched.kernel.request_table import RequestBook
+from vsched.kernel.request_table import RequestTable
 from vsched.kernel.scheduler import Scheduler
 from vsched.testing import run_random
 from vsched.types import MediaItem
@@ -48,16 +48,16 @@ def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def early_chunks(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateStage.chunk_stop
+    real = GenerateGroup.chunk_stop
 
-    def broken(self: GenerateStage, state: RequestState, start: int, budget: int) -> int:
+    def broken(self: GenerateGroup, state: RequestState, start: int, budget: int) -> int:
         return min(real(self, state, start, budget) + 1, start + budget, len(state.tokens))
 
-    patch.setattr(GenerateStage, "chunk_stop", broken)
+    patch.setattr(GenerateGroup, "chunk_stop", broken)
 
 
 def lost_claims(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestBook, "drop_claims", lambda *_: None)
+    patch.setattr(RequestTable, "drop_claims", lambda *_: None)
 
 
 def sleepy_line(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.unit.worker.device_fakes import (
     SimulatedGenerator,
     model_info,
 )
-from vsched.kernel.limits import Sizes
+from vsched.kernel.limits import SchedulerLimits
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
@@ -46,7 +46,7 @@ def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
 
 def test_stress_reads_the_names_that_the_kernel_enforces() -> None:
     """C14: one definition of each limit; a load has no size that the kernel has not."""
-    kernel = {field.name for field in msgspec.structs.fields(Sizes)}
+    kernel = {field.name for field in msgspec.structs.fields(SchedulerLimits)}
     assert {field.name for field in msgspec.structs.fields(Load)} <= kernel
 
 

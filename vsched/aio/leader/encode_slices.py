@@ -13,12 +13,12 @@ from vsched.kernel.decisions import EncodeDecision
 from vsched.wire import Paused
 
 
-class Stretches:
-    """The stretches of one encode group.
+class EncodeSlices:
+    """The time slices of one encode group.
 
     Attributes:
         open: Whether a batch is out that was sent in parts.
-        busy_ns: How long its stretches took so far.
+        busy_ns: How long its time slices took so far.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from vsched.aio.leader.encode_slices import Stretches
+from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.failure_detector import Checks, Deadlines, Presence, Watch
 from vsched.aio.leader.hooks import HookTimes
 from vsched.aio.replicas.launcher import LeaderEnd
@@ -126,7 +126,7 @@ class Leader:
         self._watch = Watch(ranks, deadlines, self._presence)
         self._checks = Checks(ranks)
         self._hooks = HookTimes({}, self._loop.time())
-        self._stretches = Stretches()
+        self._stretches = EncodeSlices()
         self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()

@@ -1,8 +1,8 @@
-"""What an operator does with one group while the others serve: drain it, restart its crew, give it work again.
+"""What an operator does with one group while the others serve: drain it, restart its worker group, give it work again.
 
-A group is *drained* to look at its device, say, and resumed. A *restart* drains all groups of the crew first, then
-replaces its ranks. The last group of a stage that is up can be restarted, since its requests wait for its return, but
-not drained: they would wait for an operator.
+A group is *drained* to look at its device, say, and resumed. A *restart* drains all groups of the worker group first,
+then replaces its ranks. The last group of a stage that is up can be restarted, since its requests wait for its
+return, but not drained: they would wait for an operator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RESTART_REASON = "restarted by an operator"
 
 
-class Upkeep:
+class GroupAdministration:
     """Drains, restarts and resumes groups; `drain_s` bounds each drain."""
 
     def __init__(
@@ -59,34 +59,34 @@ class Upkeep:
 
         What still runs then goes on after the restart, as after any loss. A group that was retired starts again.
 
-        Blocks: up to the deadline for draining, then as long as a crew has to come back.
+        Blocks: up to the deadline for draining, then as long as a worker group has to come back.
 
         Raises:
             RequestRefused: When there is no such group, or it is coming back already.
         """
-        revival = self._known(name).revival
-        groups = self._groups.of_crew(revival)
+        supervisor = self._known(name).supervisor
+        groups = self._groups.of_crew(supervisor)
         for group in groups:
             self._check_state(group, "restart", "up", "draining", "retired")
         if groups[0].retired:
             for group in groups:
                 group.retired, group.down, group.drain_wanted = "", True, False
-            revival.forgive()
-            revival.begin()
-            await revival.over()
+            supervisor.forgive()
+            supervisor.begin()
+            await supervisor.over()
             return all(group.state == "up" for group in groups)
         await self._clear(groups)
         if not any(group.down or group.retired for group in groups):  # else it was lost meanwhile
-            revival.note_restart(RESTART_REASON)
+            supervisor.note_restart(RESTART_REASON)
             for group in groups:
                 group.down = True
             for group in groups:
                 self._handle(GroupLost(group.name, RESTART_REASON, planned=True))
-        await revival.over()
+        await supervisor.over()
         return all(group.state == "up" for group in groups)
 
     async def _clear(self, groups: list[ServedGroup]) -> None:
-        """Let what runs on a crew end, within the deadline; the encoder last, since requests that run need it."""
+        """Let what runs on a worker group end, within the deadline; the encoder last: running requests need it."""
         names = [group.name for group in groups]
         self._restarting.update(names)
         try:

@@ -1,4 +1,4 @@
-"""The groups that a shell serves with: which crew each belongs to, and how it is."""
+"""The groups that a shell serves with: which worker group each belongs to, and how it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vsched.aio.replicas.supervisor import Revival
+from vsched.aio.replicas.supervisor import Supervisor
 from vsched.types import stage_of
 
 
@@ -21,10 +21,10 @@ class ServedGroup:
         retired: Why it will not come back; empty while it may.
     """
 
-    def __init__(self, name: str, revival: Revival) -> None:
+    def __init__(self, name: str, supervisor: Supervisor) -> None:
         self.name = name
         self.stage = stage_of(name)
-        self.revival = revival
+        self.supervisor = supervisor
         self.down = False
         self.drain_wanted = False
         self.drained = asyncio.Event()
@@ -42,8 +42,8 @@ class ServedGroup:
 
     def row(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
-        crew, loss = self.revival.crew, self.revival.last_loss
-        memory = crew.memory().get(self.name, {})
+        worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
+        memory = worker_group.memory().get(self.name, {})
         when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat() if loss else None
         return {
             "name": self.name,
@@ -51,10 +51,10 @@ class ServedGroup:
             "state": self.state,
             "ranks": [
                 {"rank": rank, "pid": pid, "memory": dict(memory.get(rank, {}))}
-                for rank, pid in enumerate(crew.pids)
+                for rank, pid in enumerate(worker_group.pids)
             ],
             **self._work(figures),
-            "restarts": self.revival.restarts,
+            "restarts": self.supervisor.restarts,
             "last_loss": {"reason": loss.reason, "at": when} if loss else None,
         }
 
@@ -71,9 +71,11 @@ class ServedGroup:
 class ServedGroups(Mapping[str, ServedGroup]):
     """All groups by name."""
 
-    def __init__(self, revivals: Sequence[Revival]) -> None:
+    def __init__(self, revivals: Sequence[Supervisor]) -> None:
         self._groups = {
-            name: ServedGroup(name, revival) for revival in revivals for name in revival.crew.groups
+            name: ServedGroup(name, supervisor)
+            for supervisor in revivals
+            for name in supervisor.worker_group.groups
         }
 
     def __getitem__(self, name: str) -> ServedGroup:
@@ -89,9 +91,9 @@ class ServedGroups(Mapping[str, ServedGroup]):
         """Return the groups of a stage, in order."""
         return [group for group in self._groups.values() if group.stage == stage]
 
-    def of_crew(self, revival: Revival) -> list[ServedGroup]:
-        """Return the groups that a revival brings back together."""
-        return [group for group in self._groups.values() if group.revival is revival]
+    def of_crew(self, supervisor: Supervisor) -> list[ServedGroup]:
+        """Return the groups that a supervisor brings back together."""
+        return [group for group in self._groups.values() if group.supervisor is supervisor]
 
     def all_up(self) -> bool:
         """Return whether every group serves."""

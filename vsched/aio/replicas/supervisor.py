@@ -1,6 +1,6 @@
-"""How a crew that was lost comes back: at once, then after ever longer pauses, then not at all.
+"""How a worker group that was lost comes back: at once, then after ever longer pauses, then not at all.
 
-Every crew has a revival of its own, so the losses of one never delay another.
+Every worker group has a supervisor of its own, so the losses of one never delay another.
 """
 
 from __future__ import annotations
@@ -13,44 +13,45 @@ from collections.abc import Callable
 
 import msgspec
 
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, Crew
+from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
 from vsched.wire import Ready
 
 logger = logging.getLogger(__name__)
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
-"""Pauses before attempts to bring a lost crew back; after the last, it stays away."""
+"""Pauses before attempts to bring a lost worker group back; after the last, it stays away."""
 LOSSES_WINDOW_S = 60.0
 LOSSES_MAX = len(RESTART_DELAYS_S) + 1
-"""Losses within the window skip the shorter pauses; so many in it, and the crew is not brought back."""
+"""Losses within the window skip the shorter pauses; so many in it, and the worker group is not brought back."""
 Reports = dict[str, list[Ready]]
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """The last time that a crew went, and why; `at_s` counts from 1970."""
+    """The last time that a worker group went, and why; `at_s` counts from 1970."""
 
     reason: str
     at_s: float
 
 
-class Revival:
-    """Brings one crew back, as often as it is lost.
+class Supervisor:
+    """Brings one worker group back, as often as it is lost.
 
-    `check(reports)` raises when ranks that are up cannot be used; `on_back` and `on_failed(reason)` end each revival.
+    `check(reports)` raises when ranks that are up cannot be used; `on_back` and `on_failed(reason)` end each
+    supervisor.
 
     Attributes:
-        restarts: How often the crew came back.
+        restarts: How often the worker group came back.
         last_loss: None while there was none.
     """
 
     def __init__(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         *,
         check: Callable[[Reports], None],
         on_back: Callable[[], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        self.crew = crew
+        self.worker_group = worker_group
         self.restarts = 0
         self.last_loss: Loss | None = None
         self._check = check
@@ -65,39 +66,39 @@ class Revival:
 
     @property
     def names(self) -> str:
-        """The groups of the crew, for people."""
-        return " and ".join(self.crew.groups)
+        """The groups of the worker group, for people."""
+        return " and ".join(self.worker_group.groups)
 
     def note_loss(self, reason: str) -> None:
-        """The crew is gone by itself: one more such loss in the window lengthens the next pause."""
+        """The worker group is gone by itself: one more such loss in the window lengthens the next pause."""
         self.last_loss = Loss(reason, time.time())
         self._losses_s.append(self._loop.time())
         self._grace_s = 0.0
 
     def note_restart(self, reason: str) -> None:
-        """The crew is to be replaced on purpose: that is no loss, and its ranks may end by themselves."""
+        """The worker group is to be replaced on purpose: that is no loss, and its ranks may end by themselves."""
         self.last_loss = Loss(reason, time.time())
         self._grace_s = STOP_GRACE_S
 
     def forgive(self) -> None:
-        """Somebody has looked after the crew: what was lost before counts no more."""
+        """Somebody has looked after the worker group: what was lost before counts no more."""
         self._losses_s.clear()
 
     def begin(self) -> None:
-        """Bring the crew back; once, though each of its groups may ask for it."""
+        """Bring the worker group back; once, though each of its groups may ask for it."""
         if self._task is None:
             self._over.clear()
             self._task = self._loop.create_task(self._revive())
 
     async def over(self) -> None:
-        """Wait until no revival is under way, however it ended.
+        """Wait until no supervisor is under way, however it ended.
 
         Blocks: up to all pauses and as many starts.
         """
         await self._over.wait()
 
     async def end(self) -> None:
-        """Give up a revival that is under way."""
+        """Give up a supervisor that is under way."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -109,8 +110,8 @@ class Revival:
         for delay_s in RESTART_DELAYS_S[max(self._recent_losses(), 1) - 1 :]:
             await asyncio.sleep(delay_s)
             try:
-                await self.crew.stop(grace_s=self._grace_s)
-                self._check(await self.crew.start())
+                await self.worker_group.stop(grace_s=self._grace_s)
+                self._check(await self.worker_group.start())
             except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
                 logger.warning("%s did not come back: %s", self.names, error)
                 reason = str(error)
@@ -120,13 +121,15 @@ class Revival:
             self._finish()
             self._on_back()
             return
-        await self.crew.stop(grace_s=0)  # the last attempt may have left ranks that cannot be used
+        await self.worker_group.stop(
+            grace_s=0
+        )  # the last attempt may have left ranks that cannot be used
         logger.error("%s: could not be restarted", self.names)
         self._finish()
         self._on_failed(reason)
 
     def _finish(self) -> None:
-        """Before the callbacks: what they cause may lose the crew again, and begin the next revival."""
+        """Before the callbacks: what they cause may lose the worker group again, and begin the next supervisor."""
         self._task = None
         self._over.set()
 

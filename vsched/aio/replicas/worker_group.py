@@ -1,7 +1,7 @@
 """The processes of one replica: they start, fail and stop together, and take no other replica with them.
 
-With `placement = "separate"` each group has a crew of its own, so a lost encoder leaves the generate ranks alone. With
-`"together"` one crew serves an encode and a generate group, in the same processes.
+With `placement = "separate"` each group has a worker group of its own, so a lost encoder leaves the generate ranks
+alone. With `"together"` one worker group serves an encode and a generate group, in the same processes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
 
 
-class CrewEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom a crew tells: results by group, the loss of all its groups, progress of loading by group."""
+class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a worker group tells: results by group, the loss of all its groups, progress of loading by group."""
 
     on_result: Callable[[str, GenerateResult | EncodeResult], None]
     on_lost: Callable[[list[str], str], None]
     on_progress: Callable[[str, str, float], None]
 
 
-class Crew:
+class WorkerGroup:
     """The ranks of one replica: of `groups`, which `template` has roles for.
 
     What differs between ranks and between starts is filled into the template: numbers, secret, addresses, devices, and
@@ -53,7 +53,7 @@ class Crew:
         groups: Sequence[str],
         ranks: int,
         deadlines: Deadlines,
-        events: CrewEvents,
+        events: WorkerGroupEvents,
         sizing: Sizing,
     ) -> None:
         roles = {"encode": template.encode, "generate": template.generate}
@@ -144,7 +144,7 @@ class Crew:
         self._leaders[group].decide(decision)
 
     def lose(self, reason: str) -> None:
-        """Give the crew up because of what one of its ranks sent."""
+        """Give the worker group up because of what one of its ranks sent."""
         self._lose(reason)
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
@@ -154,9 +154,7 @@ class Crew:
         """
         self._stopping = True
         if not self._up:
-            grace_s = (
-                0  # ranks that load do not listen, and those of a lost crew are not worth a wait
-            )
+            grace_s = 0  # ranks that load do not listen, and those of a lost worker group are not worth a wait
         self._up = False
         for leader in self._leaders.values():
             if grace_s > 0:
@@ -226,7 +224,7 @@ class Crew:
         return on_exit
 
     def _lose(self, reason: str) -> None:
-        """All groups of the crew go down together; the first reason is the one to tell."""
+        """All groups of the worker group go down together; the first reason is the one to tell."""
         if self._stopping or self._failure:
             return
         self._failure = reason

@@ -1,4 +1,4 @@
-"""All crews of a server: they start in parallel, or none does."""
+"""All worker groups of a server: they start in parallel, or none does."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from vsched.aio.replicas.supervisor import Reports
-from vsched.aio.replicas.worker_group import Crew, first_failure
+from vsched.aio.replicas.worker_group import WorkerGroup, first_failure
 from vsched.errors import GroupLost
 from vsched.types import stage_of
 
 
-class Crews:
-    """The crews, in order."""
+class WorkerGroups:
+    """The worker groups, in order."""
 
-    def __init__(self, crews: Sequence[Crew]) -> None:
-        self._crews = list(crews)
+    def __init__(self, worker_groups: Sequence[WorkerGroup]) -> None:
+        self._crews = list(worker_groups)
         self._lost = asyncio.Event()
         self._lost_reason = ""
 
-    def __iter__(self) -> Iterator[Crew]:
+    def __iter__(self) -> Iterator[WorkerGroup]:
         return iter(self._crews)
 
     async def start(self) -> Reports:
-        """Start all crews in parallel (E12), wait until they are ready, and return what their ranks report, by group.
+        """Start all worker groups in parallel, wait until they are ready, and return the reports of ranks by group.
 
         Blocks: up to the deadline for readiness.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory, GroupLost: When a crew cannot start; the others are stopped.
+            CheckpointError, DeviceOutOfMemory, GroupLost: When a worker group cannot start; the others are stopped.
         """
         loop = asyncio.get_running_loop()
-        starts = [loop.create_task(crew.start()) for crew in self._crews]
+        starts = [loop.create_task(worker_group.start()) for worker_group in self._crews]
         lost = loop.create_task(self._lost.wait())
         try:
             # One that fails ends the others: they may be waiting for what it will never tell.
@@ -54,28 +54,28 @@ class Crews:
         return reports
 
     def lose_early(self, reason: str) -> None:
-        """A crew that was ready was lost while others start: that ends the start of all."""
+        """A worker group that was ready was lost while others start: that ends the start of all."""
         self._lost_reason = reason
         self._lost.set()
 
     async def stop(self, *, grace_s: float) -> None:
-        """Stop all crews.
+        """Stop all worker_groups.
 
         Blocks: at most the grace; then ranks are killed.
         """
-        await asyncio.gather(*(crew.stop(grace_s=grace_s) for crew in self._crews))
+        await asyncio.gather(*(worker_group.stop(grace_s=grace_s) for worker_group in self._crews))
 
     @property
     def pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return [pid for crew in self._crews for pid in crew.pids]
+        return [pid for worker_group in self._crews for pid in worker_group.pids]
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what ranks said of their memory, by group and rank, in bytes."""
         return {
             group: {str(rank): dict(fields) for rank, fields in ranks.items()}
-            for crew in self._crews
-            for group, ranks in crew.memory().items()
+            for worker_group in self._crews
+            for group, ranks in worker_group.memory().items()
         }
 
 

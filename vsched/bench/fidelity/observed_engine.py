@@ -14,8 +14,8 @@ from typing import ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from vsched.aio.environment import Surroundings
-from vsched.aio.replicas.worker_group import Crew, CrewEvents
+from vsched.aio.environment import Environment
+from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Recorder
 from vsched.config import Config
 from vsched.engine import Engine, Progress
@@ -185,9 +185,9 @@ class WatchedEngine(Engine):
         config: Config,
         *,
         on_progress: Progress | None = None,
-        surroundings: Surroundings | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        around = surroundings or Surroundings()
+        around = environment or Environment()
         watch = self.watch = Watch(around.now_ns)
 
         def open_record(config: Config, kernel: Scheduler) -> Recorder:
@@ -201,11 +201,11 @@ class WatchedEngine(Engine):
             return MediaPipeline(preprocessor, store, settings, executor=threads)
 
         watched = dataclasses.replace(around, open_record=open_record)
-        if surroundings is None:
+        if environment is None:
             watched = dataclasses.replace(watched, make_media=make_media)
-        super().__init__(config, on_progress=on_progress, surroundings=watched)
+        super().__init__(config, on_progress=on_progress, environment=watched)
 
-    def _crews(self, events: CrewEvents) -> list[Crew]:
+    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
         def on_result(group: str, result: GenerateResult | EncodeResult) -> None:
             self.watch.note_result(group, result)
             events.on_result(group, result)

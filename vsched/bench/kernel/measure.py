@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Encoded, Finished, GroupReady, Stepped, Submitted
@@ -44,7 +44,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 class _Drive:
     """A scheduler whose decisions come back at once, timed event by event."""
 
-    def __init__(self, sizes: Sizes, policies: KernelPolicies) -> None:
+    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies) -> None:
         self.kernel = Scheduler(sizes, policies)
         self.encodes: list[EncodeDecision] = []
         self.steps: list[GenerateDecision] = []
@@ -92,8 +92,8 @@ class _Drive:
         return spent_ns
 
 
-def _sizes(slots: int, tokens_each: int) -> Sizes:
-    return Sizes(
+def _sizes(slots: int, tokens_each: int) -> SchedulerLimits:
+    return SchedulerLimits(
         blocks=(slots + 64) * (tokens_each // 16 + 2),
         slots=slots,
         batch_tokens=slots + PREFILL_TOKENS,

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from vsched.aio.environment import Surroundings, local_launcher
-from vsched.aio.replicas.worker_group import Crew
+from vsched.aio.environment import Environment, local_launcher
+from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import StreamTable
 from vsched.api.completions import CompletionEndpoint
@@ -58,7 +58,7 @@ SEAMS = (
     Seam(fills, "process", "preprocessing"),
     Seam(Scheduler, "handle", "kernel"),
     Seam(Shell, "handle", "shell"),
-    Seam(Crew, "decide", "transport"),
+    Seam(WorkerGroup, "decide", "transport"),
     Seam(LeaderLink, "read", "transport"),
     Seam(StreamTable, "emit", "detokenising"),
     Seam(StreamTable, "finish", "detokenising"),
@@ -144,10 +144,10 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
     with tempfile.TemporaryDirectory(prefix="vsched-profile-") as name:
         folder = Path(name)
         command = ("-m", "vsched.bench.profile.rank", name)
-        around = Surroundings(make_launcher=partial(local_launcher, command=command))
+        around = Environment(make_launcher=partial(local_launcher, command=command))
         with meter.at(SEAMS):
             async with running_server(
-                config, on_progress=on_progress, surroundings=around
+                config, on_progress=on_progress, environment=around
             ) as running:
                 engine = running.engine
                 seams = [

@@ -7,7 +7,7 @@ from vsched.kernel.encode.embedding_cache import EmbeddingEntry
 from vsched.kernel.groups import Group
 
 
-class EncodeLane(Group):
+class EncodeGroup(Group):
     """One encode group: at most one batch is out there at a time.
 
     Attributes:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vsched.kernel.encode.embedding_cache import EmbeddingEntry, EntryPhase
-from vsched.kernel.encode.group import EncodeLane
-from vsched.kernel.limits import Sizes
+from vsched.kernel.encode.group import EncodeGroup
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission
 from vsched.kernel.request import RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
@@ -34,7 +34,7 @@ class EncodeStage:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: SchedulerLimits,
         admission: AdmissionPolicy,
         eviction: EvictionPolicy,
         faults: PolicyFaults,
@@ -48,7 +48,7 @@ class EncodeStage:
         self._free = list(range(sizes.pages - 1, -1, -1))
         self._evictable_pages = 0
         self._cohorts = 0
-        self.lanes = [EncodeLane(name) for name in group_names("encode", sizes.encoders)]
+        self.lanes = [EncodeGroup(name) for name in group_names("encode", sizes.encoders)]
         self.hold_until_ns: int | None = None
         self.items_encoded = 0
         self.items_copied = 0
@@ -137,8 +137,8 @@ class EncodeStage:
     # --- steps ---
 
     def plan(
-        self, now_ns: int, held_up: Callable[[EncodeLane], int]
-    ) -> tuple[EncodeLane, list[EmbeddingEntry]] | None:
+        self, now_ns: int, held_up: Callable[[EncodeGroup], int]
+    ) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
         """Form the next batch, if a group is free and something can be encoded; return the group that is to have it.
 
         Of the free groups, the one that keeps the fewest requests from their next tokens gets it: `held_up` says how
@@ -184,7 +184,7 @@ class EncodeStage:
             batch.append(entry)
         return batch
 
-    def finish(self, lane: EncodeLane, step: int) -> list[int]:
+    def finish(self, lane: EncodeGroup, step: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         batch = lane.land(step)
         waiting: set[int] = set()
@@ -204,7 +204,7 @@ class EncodeStage:
                 self._idle(entry)
         return sorted(waiting)
 
-    def fail(self, lane: EncodeLane, step: int) -> list[int]:
+    def fail(self, lane: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the culprit is alone, and return the requests that it fails (F1)."""
         batch = lane.land(step)
         half = -(-len(batch) // 2)
@@ -212,14 +212,14 @@ class EncodeStage:
         self._set_apart(batch[half:])
         return self._retry(batch, blame=len(batch) == 1)
 
-    def lose(self, lane: EncodeLane, *, blame: bool) -> list[int]:
+    def lose(self, lane: EncodeGroup, *, blame: bool) -> list[int]:
         """The group is gone: its batch waits again, one by one: a loss costs a restart; return whom to fail."""
         batch = lane.lose()
         for entry in batch:
             self._set_apart([entry])
         return self._retry(batch, blame=blame)
 
-    def free_orphaned(self, lane: EncodeLane) -> None:
+    def free_orphaned(self, lane: EncodeGroup) -> None:
         """The ranks that a lost group had are gone: what they could write to is free."""
         self._free += lane.orphaned
         lane.orphaned = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vsched.kernel.decisions import ChunkItem
 from vsched.kernel.encode.stage import EncodeStage
-from vsched.kernel.limits import Sizes
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
 
 
 def chunk_stop(
-    state: RequestState, start: int, budget: int, *, sizes: Sizes, encode: EncodeStage
+    state: RequestState, start: int, budget: int, *, sizes: SchedulerLimits, encode: EncodeStage
 ) -> int:
     """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
 

@@ -25,13 +25,13 @@ from vsched.kernel.encode.stage import EncodeStage
 from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, read_items
-from vsched.kernel.generate.in_flight import Flight
-from vsched.kernel.generate.quarantine import Probation
+from vsched.kernel.generate.in_flight import InFlightSteps
+from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.running import RunningSet, order_of
-from vsched.kernel.generate.step_budget import Draft, Pace, StepBudget
+from vsched.kernel.generate.step_budget import Pace, StepBudget, StepPlan
 from vsched.kernel.generate.waiting import Line, Load
 from vsched.kernel.groups import Group
-from vsched.kernel.limits import KernelPolicies, Sizes
+from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import Admission, AdmissionView, PreemptionView
@@ -39,13 +39,13 @@ from vsched.policy import Admission, AdmissionView, PreemptionView
 COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
 
 
-class GenerateStage(Group):
+class GenerateGroup(Group):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot."""
 
     def __init__(
         self,
         name: str,
-        sizes: Sizes,
+        sizes: SchedulerLimits,
         policies: KernelPolicies,
         encode: EncodeStage,
         faults: PolicyFaults,
@@ -55,12 +55,12 @@ class GenerateStage(Group):
         self._policies = policies
         self._encode = encode
         self._faults = faults
-        self.flight = Flight(0)
+        self.flight = InFlightSteps(0)
         self.pace = Pace(sizes.step_target_ns, sizes.step_target_ratio, sizes.block_size)
         self.counts = dict.fromkeys(COUNTED, 0)
         self.line = Line(sizes.block_size)
         self.load = Load()
-        self._probation = Probation()
+        self._probation = Quarantine()
         self._reset()
 
     def _reset(self) -> None:
@@ -68,7 +68,7 @@ class GenerateStage(Group):
         order: GuardedOrder[bytes] = GuardedOrder(self._policies.prefix_eviction, self._faults)
         self.pool = BlockPool(self._sizes.blocks, order)
         self.running = RunningSet(self._sizes, self.pool)
-        self.flight = Flight(self.flight.planned)
+        self.flight = InFlightSteps(self.flight.planned)
         self.line.blocked = False
         self._front_first = False
         self.fallen: list[RequestState] = []
@@ -128,7 +128,7 @@ class GenerateStage(Group):
             return self._send(step, len(running.decoding), grown) if running.decoding else None
         decoding = len(running.decoding)
         budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding)
-        draft = Draft(step, budget)
+        draft = StepPlan(step, budget)
         for state in sorted(running.prefilling.values(), key=order_of):
             self._chunk(state, draft)
         if entries and not (budget.spent or self.line.blocked):
@@ -137,7 +137,7 @@ class GenerateStage(Group):
         return self._send(step, decodes, grown, draft) if decodes or draft.chunks else None
 
     def _send(
-        self, step: int, decodes: int, grown: list[int], draft: Draft | None = None
+        self, step: int, decodes: int, grown: list[int], draft: StepPlan | None = None
     ) -> GenerateDecision:
         """Note a step as out, and return the decision that sends it there; without a draft, all it does is decode."""
         self.pace.note(step, draft.budget if draft is not None else None, decodes=decodes)
@@ -186,7 +186,7 @@ class GenerateStage(Group):
                 return False
         return True
 
-    def _chunk(self, state: RequestState, draft: Draft) -> None:
+    def _chunk(self, state: RequestState, draft: StepPlan) -> None:
         """Plan the next chunk of a prefilling request, if it can go on."""
         start, step = state.computed, draft.step
         stop = self.chunk_stop(state, start, draft.budget.tokens_at(start))
@@ -208,7 +208,7 @@ class GenerateStage(Group):
             self.running.start_decoding(state, step)
             self.flight.note_first(step, state)
 
-    def _admit(self, draft: Draft, now_ns: int) -> None:
+    def _admit(self, draft: StepPlan, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
         if self.line.hold_until_ns is not None and now_ns < self.line.hold_until_ns:
             return

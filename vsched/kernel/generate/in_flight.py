@@ -13,7 +13,7 @@ from vsched.kernel.generate.token_log import TokenLog
 from vsched.kernel.request import RequestState
 
 
-class Flight:
+class InFlightSteps:
     """Steps up to `planned` are decided, those up to `done` are back."""
 
     def __init__(self, planned: int) -> None:

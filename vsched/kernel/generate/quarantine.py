@@ -17,7 +17,7 @@ PROBATION_STEPS = 2
 """Tokens beyond those that it had which a suspect must yield to be cleared."""
 
 
-class Probation:
+class Quarantine:
     """The suspect that a group runs, if any."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.limits import Sizes
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import RunningView
 
@@ -17,7 +17,7 @@ from vsched.policy import RunningView
 class RunningSet:
     """Requests that hold a slot: prefilling or decoding, each in order of joining."""
 
-    def __init__(self, sizes: Sizes, pool: BlockPool) -> None:
+    def __init__(self, sizes: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
         self.slots: list[RequestState | None] = [None] * sizes.slots
         self.prefilling: dict[int, RequestState] = {}

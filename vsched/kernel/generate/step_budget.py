@@ -146,7 +146,7 @@ class StepBudget:
 
 
 @dataclass(slots=True)
-class Draft:
+class StepPlan:
     """A step while it is formed."""
 
     step: int

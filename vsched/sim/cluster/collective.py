@@ -1,4 +1,4 @@
-"""Where the ranks of a crew wait for each other: a step that they share goes on when all are there."""
+"""Where the ranks of a worker group wait for each other: a step that they share goes on when all are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsched.sim.faults.plan import OutOfMemory
 
 
 class Collective:
-    """The meeting place of the ranks that one crew started together."""
+    """The meeting place of the ranks that one worker group started together."""
 
     def __init__(self, world: World, ranks: int) -> None:
         self._world = world

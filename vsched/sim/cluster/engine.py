@@ -1,7 +1,7 @@
 """A simulated engine: `vsched.engine.Engine` and the HTTP application over it, with everything around them simulated.
 
-Kernel, shell, crews, leaders, decision logs, ranks up to their workers, sizing of KV caches, revival, upkeep, streams,
-media pipeline and HTTP are the production code.
+Kernel, shell, worker groups, leaders, decision logs, ranks up to their workers, sizing of KV caches, supervisor,
+administration, streams, media pipeline and HTTP are the production code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.environment import Surroundings
+from vsched.aio.environment import Environment
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
@@ -125,13 +125,13 @@ class SimEngine:
         self._look_due = False
         self.launcher = SimulatedLauncher(self.world)
         self._tasks_before = asyncio.all_tasks()
-        surroundings = Surroundings(
+        environment = Environment(
             make_launcher=lambda _: self.launcher,
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,
         )
-        self.engine = Engine(self.config, surroundings=surroundings)
+        self.engine = Engine(self.config, environment=environment)
         self.client = Client(create_app(self.engine, ApiSettings()))
 
     # --- life ---

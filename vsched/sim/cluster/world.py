@@ -63,7 +63,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World:
-    """The surroundings of one simulated engine.
+    """The environment of one simulated engine.
 
     Attributes:
         rng: Seeds whoever draws; asked only while the world is made, so that it matters not who draws when.

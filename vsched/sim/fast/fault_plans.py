@@ -62,12 +62,12 @@ def troubles_of(plan: FaultPlan, config: Config, *, restart_s: float) -> list[Tr
 
 def _outages(down: dict[str, list[Span]], *, together: bool) -> list[Outage]:
     """Return outages that do not overlap: who is down already is not lost again."""
-    crews: defaultdict[str, list[str]] = defaultdict(list)
+    worker_groups: defaultdict[str, list[str]] = defaultdict(list)
     for group in down:
-        crews[group.partition("-")[2] if together else group].append(group)
+        worker_groups[group.partition("-")[2] if together else group].append(group)
     return [
         Outage(group=groups[0], lost_s=lost_s, back_s=back_s)
-        for groups in crews.values()
+        for groups in worker_groups.values()
         for lost_s, back_s in _united([span for group in groups for span in down[group]])
     ]
 

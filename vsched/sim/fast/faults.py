@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from vsched.errors import ConfigError
-from vsched.sim.fast.groups import EncodeGroup, SimulatedGroup
+from vsched.sim.fast.groups import SimulatedGroup, TimedEncodeGroup
 
 Seconds = Annotated[float, Meta(ge=0)]
 
@@ -69,7 +69,7 @@ class Opened(msgspec.Struct, frozen=True):
 class Failing(msgspec.Struct, frozen=True):
     """The next step of an encode group fails."""
 
-    group: EncodeGroup
+    group: TimedEncodeGroup
     message: str
 
     def strike(self, _start_ns: int) -> None:
@@ -123,7 +123,7 @@ def changes(
                         if back_s is not None:
                             yield max(back_s, lost_s), Opened(one)
             case EncodeFault(at_s=at_s, message=message):
-                if not isinstance(group, EncodeGroup):
+                if not isinstance(group, TimedEncodeGroup):
                     raise ConfigError(f"{trouble.group}: not an encode group")
                 yield at_s, Failing(group, message)
             case Slowness(from_s=from_s, to_s=to_s, factor=factor):

@@ -61,7 +61,7 @@ class SimulatedGroup:
         life: Counts losses, and ends that were announced anew: one announced in an earlier life never comes.
         slowdown: What the time of a step is multiplied by.
         held_ns: No step begins before this time.
-        steps: How many are done; `busy_ns` is the time in them, and in the stretches of one that pauses.
+        steps: How many are done; `busy_ns` is the time in them, and in the time slices of one that pauses.
     """
 
     def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
@@ -138,7 +138,7 @@ class SimulatedGroup:
         raise NotImplementedError
 
 
-class EncodeGroup(SimulatedGroup):
+class TimedEncodeGroup(SimulatedGroup):
     """An encode group.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Sequence:
         self.first_step = -1
 
 
-class GenerateGroup(SimulatedGroup):
+class TimedGenerateGroup(SimulatedGroup):
     """A generate group.
 
     Attributes:

@@ -19,7 +19,12 @@ from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Sub
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.contention import Crowd, Work
 from vsched.sim.fast.faults import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
-from vsched.sim.fast.groups import EncodeGroup, GenerateGroup, SimulatedGroup, make_devices
+from vsched.sim.fast.groups import (
+    SimulatedGroup,
+    TimedEncodeGroup,
+    TimedGenerateGroup,
+    make_devices,
+)
 from vsched.sim.fast.ingress import Intake, Job, Prepared
 from vsched.sim.fast.outcome import Outcome
 from vsched.sim.report.metrics import Collector, Live, Sampler, Targets, figures_of
@@ -103,11 +108,11 @@ class Simulation:
         together = self.setup.config.placement == "together"
         devices = make_devices(encoders, generators, together=together)
         self.encoders = [
-            EncodeGroup(name, cost, devices[name], Random(f"{name} {self._seed}"))  # noqa: S311
+            TimedEncodeGroup(name, cost, devices[name], Random(f"{name} {self._seed}"))  # noqa: S311
             for name in encoders
         ]
         self.generators = [
-            GenerateGroup(
+            TimedGenerateGroup(
                 name,
                 cost,
                 devices[name],

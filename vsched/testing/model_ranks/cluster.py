@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from vsched.kernel import KernelPolicies, Scheduler, Sizes
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
     Command,
@@ -50,7 +50,7 @@ class ModelCluster:
     Every event is followed by the kernel's own `check_invariants`, and everything that a rank reads is checked.
     """
 
-    def __init__(self, sizes: Sizes, policies: KernelPolicies | None = None) -> None:
+    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies | None = None) -> None:
         policies = policies or default_policies()
         self.sizes = sizes
         self.kernel = Scheduler(sizes, policies)

@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.events import Finished, Stepped
 from vsched.kernel.request import keyed_by_set
@@ -28,7 +28,7 @@ class ModelGenerator:
     def __init__(
         self,
         name: str,
-        sizes: Sizes,
+        sizes: SchedulerLimits,
         pages: Mapping[int, bytes],
         request_of: Callable[[int], Request],
         *,

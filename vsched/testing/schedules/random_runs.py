@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from vsched.kernel import KernelPolicies, Sizes
+from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.testing.model_ranks.cluster import ModelCluster
-from vsched.testing.schedules.requests import random_request, random_sizes
+from vsched.testing.schedules.requests import random_limits, random_request
 from vsched.types import FinishReason
 
 
@@ -53,17 +53,17 @@ def run_random(
     rng: random.Random,
     policies: KernelPolicies | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: SchedulerLimits | None = None,
     events: int = 80,
     faults: bool = True,
-    make: Callable[[Sizes, KernelPolicies | None], ModelCluster] = ModelCluster,
+    make: Callable[[SchedulerLimits, KernelPolicies | None], ModelCluster] = ModelCluster,
 ) -> ModelCluster:
     """Run a random schedule, heal what is down, drain and check; return the cluster for more questions.
 
     Raises:
         AssertionError: When something was lost, wrong, held too long or stuck.
     """
-    cluster = make(sizes or random_sizes(rng), policies)
+    cluster = make(sizes or random_limits(rng), policies)
     weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
     names = list(weights)
     for index in range(events):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.types import Extent, MediaItem, Request, SamplingParams
 
 PLACEHOLDER = 5
@@ -98,11 +98,11 @@ def random_request(
     )
 
 
-def random_sizes(rng: random.Random) -> Sizes:
+def random_limits(rng: random.Random) -> SchedulerLimits:
     """Return limits in which something is usually scarce."""
     slots = rng.randint(1, 6)
     encoders, generators = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
-    return Sizes(
+    return SchedulerLimits(
         block_size=rng.choice([1, 2, 4, 16]),
         blocks=rng.randint(12, 120),
         slots=slots,

@@ -61,7 +61,7 @@ class Family(ABC):
         name: The `model_type` of its `config.json`.
         language_prefixes: Where its language model's tensors lie in a checkpoint, newest layout first.
         vision_prefixes: The same for its vision tower.
-        text_defaults: Sizes that a `config.json` may leave out of its text part.
+        text_defaults: SchedulerLimits that a `config.json` may leave out of its text part.
         vision_defaults: The same for its vision part.
         language_sharing: How ranks share the language model, its head aside.
         flips: Patterns of tensors of the language model that may lie in a file with their last dimensions swapped.

@@ -1,4 +1,4 @@
-"""Real rank processes behind a crew: they start together, say why they fail, and leave nothing behind."""
+"""Real rank processes behind a worker group: they start together, say why they fail, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.rank.crews import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from tests.unit.rank.fake_plugin import Behaviour
+from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
@@ -42,17 +42,19 @@ async def test_crew_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -
     meet = tmp_path / "meet"
     meet.mkdir()
     heard = Heard()
-    crew = place.crew(heard.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3))
-    ready = await crew.start()
+    worker_group = place.worker_group(
+        heard.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3)
+    )
+    ready = await worker_group.start()
     assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 3
-    assert len(set(crew.pids)) == 3
+    assert len(set(worker_group.pids)) == 3
     assert ("generate", "weights", 1.0) in heard.progress
-    assert crew.memory()["generate"].keys() == {0, 1, 2}
-    assert crew.memory()["generate"][2]["kv"] == KV_TOKENS * 8
-    crew.decide("generate", one_request())
+    assert worker_group.memory()["generate"].keys() == {0, 1, 2}
+    assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
+    worker_group.decide("generate", one_request())
     await heard.wait_until(lambda: heard.results)
-    pids = crew.pids
-    await crew.stop()
+    pids = worker_group.pids
+    await worker_group.stop()
     assert not any(is_running(pid) for pid in pids)
     assert heard.lost == []
 
@@ -97,10 +99,12 @@ async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
 async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     """E12, F2: the deadline for readiness passes, and the message names the knob; nothing is left running."""
     heard = Heard()
-    crew = place.crew(heard.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6))
-    starting = asyncio.ensure_future(crew.start())
+    worker_group = place.worker_group(
+        heard.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
+    )
+    starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0)
-    pids = crew.pids
+    pids = worker_group.pids
     with pytest.raises(GroupLost, match=r"generate: not ready after 0\.6 s \(deadlines\.ready_s\)"):
         await starting
     assert pids
@@ -111,12 +115,12 @@ async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
 async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: Place) -> None:
     """B8: the KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
     sizing = kv_sizing([["encode"], ["generate"]])
-    crew = place.crew(Heard().events, limits=limits(ready_s=3), sizing=sizing)
+    worker_group = place.worker_group(Heard().events, limits=limits(ready_s=3), sizing=sizing)
     with pytest.raises(
         GroupLost, match=r"not ready after 3 s .*encode rank 0 did not: value 0 of 1"
     ):
-        await crew.start()
-    assert crew.pids == []
+        await worker_group.start()
+    assert worker_group.pids == []
 
 
 @pytest.mark.parametrize(
@@ -132,12 +136,12 @@ async def test_crew_tells_why_a_rank_cannot_load(
 ) -> None:
     """F2: what the rank says reaches the caller as the same error, long before the deadline."""
     heard = Heard()
-    crew = place.crew(heard.events, behaviour=Behaviour(load_error=name))
+    worker_group = place.worker_group(heard.events, behaviour=Behaviour(load_error=name))
     started_s = time.monotonic()
     with pytest.raises(error, match=message):
-        await crew.start()
+        await worker_group.start()
     assert time.monotonic() - started_s < LIMITS.ready_s
-    assert crew.pids == []
+    assert worker_group.pids == []
     assert heard.lost == []
 
 
@@ -146,46 +150,46 @@ async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Pa
     meet = tmp_path / "meet"
     meet.mkdir()
     behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
-    crew = place.crew(Heard().events, ranks=2, behaviour=behaviour)
+    worker_group = place.worker_group(Heard().events, ranks=2, behaviour=behaviour)
     with pytest.raises(CheckpointError):
-        await crew.start()
-    assert crew.pids == []
+        await worker_group.start()
+    assert worker_group.pids == []
 
 
 async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
     """F6: the loss is told once, with the reason; the next start is a fresh group under a new address."""
     heard = Heard()
-    crew = place.crew(heard.events)
-    await crew.start()
-    (pid,) = crew.pids
+    worker_group = place.worker_group(heard.events)
+    await worker_group.start()
+    (pid,) = worker_group.pids
     os.kill(pid, signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
     assert heard.lost == [(["generate"], "generate: rank 0 exited with code -9")]
-    crew.decide("generate", one_request())  # a group that is being lost drops it
-    await crew.stop(grace_s=0)
-    await crew.start()
-    assert crew.pids != [pid]
-    crew.decide("generate", one_request())
+    worker_group.decide("generate", one_request())  # a group that is being lost drops it
+    await worker_group.stop(grace_s=0)
+    await worker_group.start()
+    assert worker_group.pids != [pid]
+    worker_group.decide("generate", one_request())
     await heard.wait_until(lambda: heard.results)
     ((group, result),) = heard.results
     assert group == "generate"
     assert isinstance(result, GenerateResult)
     assert result.step == 1
     assert result.busy_ns > 0
-    await crew.stop()
+    await worker_group.stop()
     assert len(heard.lost) == 1
 
 
 async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     """`Stop` in the log ends every rank with code 0."""
     codes: list[int] = []
-    crew = place.crew(Heard().events, ranks=2)
-    await crew.start()
-    for process in crew._processes:
+    worker_group = place.worker_group(Heard().events, ranks=2)
+    await worker_group.start()
+    for process in worker_group._processes:
         assert isinstance(process, RankProcess)
         process._on_exit = codes.append
     started_s = time.monotonic()
-    await crew.stop()
+    await worker_group.stop()
     assert codes == [0, 0]
     assert time.monotonic() - started_s < 4, "well within the grace"
 
@@ -193,78 +197,80 @@ async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
 async def test_crew_rank_that_diverges_stops(place: Place) -> None:
     """A7: a decision that does not fit what the rank holds ends the group; it is not computed on."""
     heard = Heard()
-    crew = place.crew(heard.events)
-    await crew.start()
-    crew.decide("generate", GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
+    worker_group = place.worker_group(heard.events)
+    await worker_group.start()
+    worker_group.decide("generate", GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
     await heard.wait_until(lambda: heard.lost)
     ((groups, reason),) = heard.lost
     assert groups == ["generate"]
     assert reason == "generate: rank 0 stopped with RankDesync: a chunk for slot 2, which is empty"
     assert heard.results == []
-    await crew.stop(grace_s=0)
+    await worker_group.stop(grace_s=0)
 
 
 async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> None:
     """A7: a log of the wrong group is a divergence too."""
     heard = Heard()
-    crew = place.crew(heard.events)
-    await crew.start()
-    crew.decide("generate", EncodeDecision(1, []))
+    worker_group = place.worker_group(heard.events)
+    await worker_group.start()
+    worker_group.decide("generate", EncodeDecision(1, []))
     await heard.wait_until(lambda: heard.lost)
     assert "RankDesync: a generate rank heard a decision of an encode group" in heard.lost[0][1]
-    await crew.stop(grace_s=0)
+    await worker_group.stop(grace_s=0)
 
 
 async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
     """A18: the timeout runs from the first entry on; until all are ready the leader says nothing."""
     heard = Heard()
-    crew = place.crew(
+    worker_group = place.worker_group(
         heard.events,
         behaviour=Behaviour(load_s=0.6),
         limits=limits(rank_timeout_s=0.4, heartbeat_s=0.1),
     )
-    await crew.start()
-    await heard.wait_until(lambda: crew.memory()["generate"][0].get("resident"))
-    crew.decide("generate", one_request())
+    await worker_group.start()
+    await heard.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
+    worker_group.decide("generate", one_request())
     await heard.wait_until(lambda: heard.results or heard.lost)
     assert heard.lost == []
-    await crew.stop()
+    await worker_group.stop()
 
 
 async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
     """A18: a rank that hears nothing for its timeout stops with a clear error."""
     heard = Heard()
-    crew = place.crew(heard.events, limits=limits(rank_timeout_s=0.3, heartbeat_s=0.1, step_s=60))
-    await crew.start()
-    crew.decide("generate", one_request())
+    worker_group = place.worker_group(
+        heard.events, limits=limits(rank_timeout_s=0.3, heartbeat_s=0.1, step_s=60)
+    )
+    await worker_group.start()
+    worker_group.decide("generate", one_request())
     await heard.wait_until(lambda: heard.results)
-    leader = crew._leaders["generate"]
+    leader = worker_group._leaders["generate"]
     assert leader._timer is not None
     leader._timer.cancel()
     await heard.wait_until(lambda: heard.lost)
     reason = heard.lost[0][1]
     assert "GroupLost: heard nothing from the engine for 0.3 s (deadlines.rank_timeout_s)" in reason
-    await crew.stop(grace_s=0)
+    await worker_group.stop(grace_s=0)
 
 
 async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> None:
     """One process with both roles: both groups are ready, both are led, and they are lost together."""
     heard = Heard()
-    crew = place.crew(heard.events, groups=("encode", "generate"))
-    assert crew.groups == ["encode", "generate"]
-    ready = await crew.start()
+    worker_group = place.worker_group(heard.events, groups=("encode", "generate"))
+    assert worker_group.groups == ["encode", "generate"]
+    ready = await worker_group.start()
     assert sorted(ready) == ["encode", "generate"]
-    assert len(crew.pids) == 1
-    crew.decide("encode", EncodeDecision(1, []))
-    crew.decide("generate", one_request())
+    assert len(worker_group.pids) == 1
+    worker_group.decide("encode", EncodeDecision(1, []))
+    worker_group.decide("generate", one_request())
     await heard.wait_until(lambda: len(heard.results) == 2)
     assert sorted(group for group, _ in heard.results) == ["encode", "generate"]
-    os.kill(crew.pids[0], signal.SIGKILL)
+    os.kill(worker_group.pids[0], signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
     assert heard.lost == [
         (["encode", "generate"], "encode and generate: rank 0 exited with code -9")
     ]
-    await crew.stop(grace_s=0)
+    await worker_group.stop(grace_s=0)
     assert len(heard.lost) == 1
 
 
@@ -273,30 +279,30 @@ async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
 ) -> None:
     """A18, F2: one process answers both leaders, and a step may take up to `deadlines.step_s`."""
     heard = Heard()
-    crew = place.crew(
+    worker_group = place.worker_group(
         heard.events,
         groups=("encode", "generate"),
         behaviour=Behaviour(step_s=1.0),
         limits=limits(rank_timeout_s=0.3, heartbeat_s=0.1, step_s=10),
     )
-    await crew.start()
-    crew.decide("generate", one_request())
+    await worker_group.start()
+    worker_group.decide("generate", one_request())
     try:
         await heard.wait_until(lambda: heard.results or heard.lost)
         assert heard.lost == []
     finally:
-        await crew.stop(grace_s=0)
+        await worker_group.stop(grace_s=0)
 
 
 async def test_crew_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
     """F2: cancelling a start and then stopping leaves no process."""
-    crew = place.crew(Heard().events, behaviour=Behaviour(load_s=60))
-    starting = asyncio.ensure_future(crew.start())
+    worker_group = place.worker_group(Heard().events, behaviour=Behaviour(load_s=60))
+    starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0.05)
-    pids = crew.pids
+    pids = worker_group.pids
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await crew.stop(grace_s=0)
+    await worker_group.stop(grace_s=0)
     assert pids
     assert not any(is_running(pid) for pid in pids)

@@ -1,4 +1,4 @@
-"""Crews and shells of ranks that run the fake plug-in."""
+"""WorkerGroups and shells of ranks that run the fake plug-in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model
 from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
-from vsched.aio.replicas.worker_group import Crew, CrewEvents
+from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Shell
 from vsched.aio.streams.stream import Generation
-from vsched.kernel import Sizes
+from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy
 from vsched.testing import default_policies
 from vsched.transport.arena import Arena
@@ -34,7 +34,7 @@ KV_TOKENS = 512
 
 
 class Heard:
-    """What a crew tells."""
+    """What a worker group tells."""
 
     def __init__(self) -> None:
         self.results: list[tuple[str, GenerateResult | EncodeResult]] = []
@@ -43,8 +43,8 @@ class Heard:
         self.changed = asyncio.Event()
 
     @property
-    def events(self) -> CrewEvents:
-        return CrewEvents(
+    def events(self) -> WorkerGroupEvents:
+        return WorkerGroupEvents(
             on_result=lambda group, result: self._add(self.results, (group, result)),
             on_lost=lambda groups, reason: self._add(self.lost, (groups, reason)),
             on_progress=lambda *said: self._add(self.progress, said),
@@ -65,17 +65,19 @@ LOAD = Load(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block
 
 
 def kv_sizing(
-    crews: Sequence[Sequence[str]],
+    worker_groups: Sequence[Sequence[str]],
     *,
     policy: MemoryPolicy | None = None,
     ranks: int = 1,
     pausing: bool = True,
 ) -> Sizing:
-    """Return what sizes the KV caches for crews of these groups, each of so many ranks."""
-    encoders = [group for groups in crews for group in groups if stage_of(group) == "encode"]
+    """Return what sizes the KV caches for worker groups of these groups, each of so many ranks."""
+    encoders = [
+        group for groups in worker_groups for group in groups if stage_of(group) == "encode"
+    ]
     beside = {
         groups[-1]: groups[0] if len(groups) == 2 else ""
-        for groups in crews
+        for groups in worker_groups
         if stage_of(groups[-1]) == "generate"
     }
     return Sizing(
@@ -101,17 +103,17 @@ class Place:
         self.arena = Arena.create(LAYOUT)
         self.launcher = launcher or LocalLauncher(str(run_dir))
 
-    def crew(
+    def worker_group(
         self,
-        events: CrewEvents,
+        events: WorkerGroupEvents,
         *,
         groups: Sequence[str] = ("generate",),
         behaviour: Behaviour | None = None,
         ranks: int = 1,
         limits: Deadlines = LIMITS,
         sizing: Sizing | None = None,
-    ) -> Crew:
-        """Return a crew of these groups; all of its ranks behave alike."""
+    ) -> WorkerGroup:
+        """Return a worker group of these groups; all of its ranks behave alike."""
         encode = EncodeRole(
             address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
         )
@@ -127,7 +129,7 @@ class Place:
             encode=encode if stage_of(groups[0]) == "encode" else None,
             generate=generate if stage_of(groups[-1]) == "generate" else None,
         )
-        return Crew(
+        return WorkerGroup(
             template,
             self.launcher,
             groups=groups,
@@ -147,12 +149,12 @@ def python_path() -> str:
     return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
 
 
-def sizes_for(crews: Sequence[Sequence[str]]) -> Callable[[int], Sizes]:
-    """Return what gives the kernel's limits for crews of these groups."""
-    stages = [stage_of(group) for groups in crews for group in groups]
+def sizes_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], SchedulerLimits]:
+    """Return what gives the kernel's limits for worker groups of these groups."""
+    stages = [stage_of(group) for groups in worker_groups for group in groups]
 
-    def sizes(blocks: int) -> Sizes:
-        return Sizes(
+    def sizes(blocks: int) -> SchedulerLimits:
+        return SchedulerLimits(
             block_size=4,
             blocks=blocks,
             slots=4,
@@ -179,12 +181,12 @@ async def shell_of(
     limits: Deadlines = LIMITS,
     ranks: int = 1,
 ) -> AsyncIterator[Shell]:
-    """Yield a started shell of one crew for each tuple of groups."""
+    """Yield a started shell of one worker group for each tuple of groups."""
     sizing = kv_sizing(groups, ranks=ranks)
 
-    def crews(events: CrewEvents) -> list[Crew]:
+    def worker_groups(events: WorkerGroupEvents) -> list[WorkerGroup]:
         return [
-            place.crew(
+            place.worker_group(
                 events,
                 groups=names,
                 behaviour=behaviour,
@@ -196,7 +198,10 @@ async def shell_of(
         ]
 
     shell = Shell(
-        crews, size=sizes_for(groups), policies=default_policies(), on_progress=lambda *_: None
+        worker_groups,
+        size=sizes_for(groups),
+        policies=default_policies(),
+        on_progress=lambda *_: None,
     )
     await shell.start()
     try:
