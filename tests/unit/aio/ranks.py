@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from tests.unit.rank.worker_groups import Place, kv_sizing, sizes_for
 
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
+from tests.unit.rank.worker_groups import Place, kv_sizing, sizes_for
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.shell import Recorder, Shell
 from vsched.aio.streams.stream import Generation

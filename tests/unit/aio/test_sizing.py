@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, kv_sizing
 
+from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, kv_sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.policy import RankMemory, Reservation
 from vsched.wire import Reserved, Sized, SizeKv

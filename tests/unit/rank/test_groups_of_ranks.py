@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.rank.worker_groups import LIMITS, Heard, Place, is_running
 
 from tests.unit.rank.fake_plugin import Behaviour
+from tests.unit.rank.worker_groups import LIMITS, Heard, Place, is_running
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData

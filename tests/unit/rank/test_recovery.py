@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.worker_groups import (
     ROOT,
     Place,
@@ -20,8 +22,6 @@ from tests.unit.rank.worker_groups import (
     read,
     shell_of,
 )
-
-from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from vsched.aio.replicas import supervisor as revival_module
 from vsched.errors import CheckpointError, RequestFailed, RequestRefused
 from vsched.testing import make_request
