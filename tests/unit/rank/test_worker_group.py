@@ -66,10 +66,10 @@ def process_names(pid: int) -> tuple[str, str]:
 
 
 async def test_crew_ranks_are_known_by_name(place: Place) -> None:
-    crew = place.crew(Heard().events, groups=["generate-0"], ranks=2)
-    await crew.start()
-    names = [process_names(pid) for pid in crew.pids]
-    await crew.stop()
+    worker_group = place.worker_group(Heard().events, groups=["generate-0"], ranks=2)
+    await worker_group.start()
+    names = [process_names(pid) for pid in worker_group.pids]
+    await worker_group.stop()
     assert names == [
         ("vsched: generat", "vsched: generate-0 rank 0"),
         ("vsched: generat", "vsched: generate-0 rank 1"),
@@ -78,7 +78,7 @@ async def test_crew_ranks_are_known_by_name(place: Place) -> None:
 
 async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
     failing = Behaviour(load_error="CheckpointError")
-    crew = place.crew(Heard().events, groups=["encode-1"], behaviour=failing)
+    worker_group = place.worker_group(Heard().events, groups=["encode-1"], behaviour=failing)
     rank = await asyncio.create_subprocess_exec(
         sys.executable,
         *RANK_COMMAND,
@@ -88,7 +88,7 @@ async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
     )
     assert rank.stdin is not None
     assert rank.stderr is not None
-    rank.stdin.write(msgspec.json.encode(crew._spec(0, "secret")) + b"\n")
+    rank.stdin.write(msgspec.json.encode(worker_group._spec(0, "secret")) + b"\n")
     said = (await rank.stderr.read()).decode()
     assert await rank.wait() == 2
     assert said.endswith(
