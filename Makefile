@@ -15,9 +15,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGUMENTS)
 DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
+DOCS_STAMP := $(VENV)/.installed-docs
 SOURCES := vsched policies workers tests
 
-.PHONY: demo test install format format-check lint types layers unit wheel coverage clean
+.PHONY: demo test install format format-check lint types layers unit wheel coverage docs clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -41,6 +42,11 @@ $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing vsched with workers and development tools into $(VENV); the first time takes minutes."
 	$(INSTALL) -e '.[workers,demo,dev]'
 	@touch $@ $(DEMO_STAMP)
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing the tools of the documentation into $(VENV)."
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 format: $(TEST_STAMP)
 	$(BIN)/ruff format $(SOURCES)
@@ -67,6 +73,10 @@ wheel: $(TEST_STAMP)
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 	$(BIN)/check-wheel-contents --toplevel vsched,vsched_policies,vsched_workers dist
+
+# Open site/index.html. mkdocs.yml makes every warning an error, a link that leads nowhere among them.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # A report, and no gate: measuring slows the tests down several times, and `make unit` judges them. Rank processes
 # are measured as well; what numba compiles, and what CUDA runs, is not.

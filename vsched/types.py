@@ -61,7 +61,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Encoder output tokens after the spatial merge; also the placeholders it fills in the prompt.
         offset: Index of its first placeholder in the prompt.
         grid: Patches in time, height and width, before the merge.
-        pixels: Where its pixels lie in the arena, float32 of shape [t*h*w, patch values].
+        pixels: Where its pixels lie in the arena, float32 of shape `[t*h*w, patch values]`.
         encoded: The client brought the embedding itself: `pixels` holds its rows, [tokens, row bytes], instead.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 import shlex
 import sys
@@ -33,6 +34,7 @@ from vsched.types import FinishReason, Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = ROOT / "mkdocs.yml"
 FENCE = re.compile(
     r"^(?:<!-- runnable: (?P<name>\S+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -89,7 +91,7 @@ def test_docs_links_lead_somewhere(page: Path) -> None:
         assert not heading or heading in headings(found), f"{match[0]}: no such heading"
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions", "docs/reference"])
 def test_docs_indexes_name_every_page(folder: str) -> None:
     (index,) = [
         path for path in PAGES if path.parent == ROOT / folder and path.stem in {"index", "README"}
@@ -97,6 +99,24 @@ def test_docs_indexes_name_every_page(folder: str) -> None:
     linked = {match["target"] for match in LINK.finditer(index.read_text())}
     pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
     assert not pages - linked, f"give each of these pages its line in {shown(index)}"
+
+
+def test_docs_site_has_a_place_for_every_page() -> None:
+    """The records of decisions are reached by their index."""
+    named = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", SITE.read_text(), re.MULTILINE)
+    pages = [
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
+    ]
+    records = [page for page in pages if page.startswith("decisions/0")]
+    assert sorted(named) == sorted(set(pages) - set(records)), (
+        "put each page into the nav of mkdocs.yml, once"
+    )
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("*.md")), ids=shown)
+def test_docs_reference_names_what_can_be_imported(page: Path) -> None:
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+        pkgutil.resolve_name(name)
 
 
 @every_page

@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 class EncodeJob:
     """One item to encode.
 
-    Shape: `pixels` is float32 [t*h*w, patch values], a view of the arena (read-only, valid until the job is done).
+    Shape: `pixels` is float32 `[t*h*w, patch values]`, a view of the arena (read-only, valid until the job is done).
     `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be partly filled.
     """
 
@@ -289,7 +289,7 @@ class Preprocessor(Protocol):
         ...
 
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that `plan_image` tells.
+        """Return the pixels of an RGB image, float32 `[t*h*w, patch values]`, with the grid that `plan_image` tells.
 
         It may take 2.25 times the bytes that it returns, those included, beyond the image: so much is budgeted (B13).
         """

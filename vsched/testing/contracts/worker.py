@@ -57,7 +57,7 @@ SAMPLINGS = (
 class SampleImage:
     """An image as an encoder gets it.
 
-    Shape: `pixels` is float32 [t*h*w of the grid, patch values].
+    Shape: `pixels` is float32 `[t*h*w of the grid, patch values]`.
     """
 
     plan: ImagePlan
