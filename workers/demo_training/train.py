@@ -33,7 +33,6 @@ from demo_training.model import (
     write_front_end,
     write_model,
 )
-from demo_training.muon import Muon
 from demo_training.plan import Plan
 from demo_training.samples import Sample, looking_samples, page_sample, train_sample
 from vsched.errors import CheckpointError
@@ -41,7 +40,10 @@ from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
 
 STATE = "training-state.safetensors"
-_MOMENTS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+_MOMENTS = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
 _DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
 _MARK_CLASSES = (
     *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
@@ -231,8 +233,10 @@ class Trainer:
         )
 
 
-def optimisers(plan: Plan, named: Mapping[str, nn.Parameter]) -> tuple[torch.optim.AdamW, Muon]:
-    """Share the parameters out: the layers' matrices to Muon, all else to AdamW."""
+def optimisers(
+    plan: Plan, named: Mapping[str, nn.Parameter]
+) -> tuple[torch.optim.AdamW, torch.optim.Muon]:
+    """Return the optimisers: Muon for the layers' matrices, AdamW for all other parameters."""
     outside = ("embed", "marks")
     matrices = {
         name: value
@@ -249,9 +253,13 @@ def optimisers(plan: Plan, named: Mapping[str, nn.Parameter]) -> tuple[torch.opt
         betas=(0.9, 0.98),
         fused=True,
     )
-    # A projection to queries, keys and values is three matrices.
-    fused = {value: 3 for name, value in matrices.items() if name.endswith("qkv.weight")}
-    muon = Muon(matrices.values(), lr=plan.matrix_peak, weight_decay=plan.decay, fused=fused)
+    muon = torch.optim.Muon(
+        matrices.values(),
+        lr=plan.matrix_peak,
+        weight_decay=plan.decay,
+        # A step is then as large as one of AdamW's, so that both take learning rates of the same size.
+        adjust_lr_fn="match_rms_adamw",
+    )
     return adam, muon
 
 
