@@ -48,6 +48,26 @@ def media_settings(config: Config) -> MediaSettings:
     return MediaSettings(**msgspec.structs.asdict(config.media))
 
 
+def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInfo:
+    """Return the facts of the configured checkpoint, without loading weights; check that the configuration suits it.
+
+    The longest sequence is the configured one: that is what everybody is told and checks against.
+
+    Raises:
+        CheckpointError: When there is no checkpoint, or one that cannot be served so.
+        ConfigError: When the configuration does not suit it.
+    """
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    info = plugin.inspect(
+        config.model.path,
+        dtype=config.model.dtype,
+        item_tokens_max=policies.item_tokens_max or 0,
+    )
+    check_parallel(config, info)
+    arena_layout(config, info)
+    return msgspec.structs.replace(info, context_tokens=context_tokens(config, info))
+
+
 def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
     """Return the arena's layout for a checkpoint.
 

@@ -26,10 +26,9 @@ from vsched.aio.streams.stream import Generation
 from vsched.aio.streams.timing import Timeline, timeline_of
 from vsched.assembly import (
     arena_layout,
-    check_parallel,
-    context_tokens,
     crew_plans,
     engine_memory,
+    inspect_checkpoint,
     kernel_policies,
     kernel_sizes,
     kv_sizing,
@@ -105,15 +104,7 @@ class Engine:
         check_record_path(config)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
-            info = plugin.inspect(
-                config.model.path,
-                dtype=config.model.dtype,
-                item_tokens_max=self._policies.item_tokens_max or 0,
-            )
-            check_parallel(config, info)
-            # What is configured is what everybody is told and checks against.
-            limit = context_tokens(config, info)
-            self.info = msgspec.structs.replace(info, context_tokens=limit)
+            self.info = inspect_checkpoint(config, self._policies)
             await self._start_parts(plugin.load_preprocessor)
         except BaseException:
             await self.stop()

@@ -6,6 +6,9 @@ every such message in the project reads alike.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
     """Word a violated limit: what happened, the value, the limit, the remedy."""
@@ -17,11 +20,45 @@ class VschedError(Exception):
 
 
 class ConfigError(VschedError):
-    """A configuration that cannot be loaded; the message starts with the key's path."""
+    """A configuration that cannot be loaded; each line of the message starts with the path of a key."""
 
 
 class PolicyError(VschedError):
     """A policy class that does not meet its contract, found at registration."""
+
+
+class ConfigProblems:
+    """Collects what is wrong with a configuration, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError | PolicyError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, message: str) -> None:
+        """Note a problem."""
+        self._found.append(ConfigError(message))
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Note what the body raises, and go on behind it."""
+        try:
+            yield
+        except (ConfigError, PolicyError) as error:
+            self._found.append(error)
+
+    def tell(self) -> None:
+        """Raise what was found, if anything was.
+
+        Raises:
+            ConfigError: All of it, a problem a line; a single problem is raised as it is.
+            PolicyError: When it is the only problem.
+        """
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise ConfigError("\n".join(map(str, self._found)))
 
 
 class CheckpointError(VschedError):

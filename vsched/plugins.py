@@ -6,17 +6,18 @@ imported. Everything that is wrong with a class is found here, when it registers
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import msgspec
 
-from vsched.errors import ConfigError, PolicyError, limit_message
+from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.policy import CONTRACTS, Policy
 from vsched.worker.contract import WorkerPlugin
 
@@ -28,6 +29,9 @@ WORKER_METHODS = (
     "load_encoder",
     "load_generator",
 )
+
+ABOUT = 0.05
+"""How much less alike than the closest a suggestion may be, of 1."""
 
 
 class PolicyField(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +58,8 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
     """Build the policy that a configuration table `{use = "...", **fields}` describes.
 
     Raises:
-        ConfigError: When the name is unknown, a field is unknown or a value has the wrong type; the message starts with
-            the key's path, `path` being that of the table.
+        ConfigError: When the name is unknown, or fields are unknown or have values of a wrong type; each line of the
+            message starts with a key's path, `path` being that of the table.
         PolicyError: When the class does not meet the contract of its kind.
     """
     path = path or kind
@@ -65,11 +69,17 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
     cls = load_policy_class(kind, name, path=f"{path}.use")
     fields = {key: value for key, value in table.items() if key != "use"}
     known = {field.encode_name: field for field in msgspec.structs.fields(cls)}
+    problems = ConfigProblems()
     for key, value in fields.items():
         if key not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise ConfigError(f"{path}.{key}: unknown field of {name!r}. Its fields: {listed}.")
-        convert_value(value, known[key].type, path=f"{path}.{key}")
+            problems.add(
+                f"{path}.{key}: unknown field of {name!r}. Its fields: {listed}.{did_you_mean(key, known)}"
+            )
+            continue
+        with problems.collected():
+            convert_value(value, known[key].type, path=f"{path}.{key}")
+    problems.tell()
     try:
         return msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:
@@ -263,6 +273,15 @@ def _group(kind: str) -> str:
     return f"vsched.{kind}"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence, with a space before it, on what a misspelt word may stand for; empty without an idea."""
+    close = difflib.get_close_matches(word, list(known), n=3)
+    # Of several, those count that are about as close as the closest.
+    alike = {one: difflib.SequenceMatcher(None, one, word).ratio() for one in close}
+    best = [one for one in close if alike[one] > max(alike.values()) - ABOUT]
+    return f" Did you mean {' or '.join(best)}?" if best else ""
+
+
 def _known(group: str) -> str:
     names = ", ".join(point.name for point in _registered(group))
     return f"Known in {group}: {names or 'none (is vsched installed?)'}; or name a class as `package.module:Class`."
@@ -271,7 +290,8 @@ def _known(group: str) -> str:
 def _find(group: str, name: str, *, path: str) -> EntryPoint:
     points = {point.value: point for point in _registered(group) if point.name == name}
     if not points:
-        raise ConfigError(f"{path}: {name!r} is unknown. {_known(group)}")
+        idea = did_you_mean(name, [point.name for point in _registered(group)])
+        raise ConfigError(f"{path}: {name!r} is unknown. {_known(group)}{idea}")
     if len(points) > 1:
         targets = " and ".join(sorted(points))
         raise ConfigError(

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 from vsched.cli import app
 from vsched.cli.main import main
 from vsched.config import keys_table, load_config
+from vsched.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> str:
@@ -25,6 +28,18 @@ def test_cli_config_check_accepts_a_file(tmp_path: Path) -> None:
     path = tmp_path / "vsched.toml"
     path.write_text("[generate]\nslots = 2\n")
     assert run("config", "check", "--config", str(path)) == "The configuration is valid.\n"
+
+
+def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
+    """What `vsched serve` would say of it at once, `config check` says, too."""
+    with pytest.raises(CheckpointError, match="checkpoint 'nowhere' does not exist. Remedy: "):
+        run("config", "check", "--set", f"model.path={tmp_path / 'nowhere'}")
+    there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}"]
+    assert run(*there) == "The configuration is valid.\n"
+    with pytest.raises(CheckpointError, match="tensor_parallel"):
+        run(*there, "--set", "generate.tensor_parallel=7")
+    with pytest.raises(ConfigError, match=r"generate.context_tokens: more than the checkpoint"):
+        run(*there, "--set", "generate.context_tokens=1000000000")
 
 
 def test_cli_config_show_prints_toml_that_loads(tmp_path: Path) -> None:
@@ -77,6 +92,18 @@ def test_cli_refusal_is_one_line_and_exit_status_2(
         "error: generate.slots (from command line) is not valid: value 0"
     )
     assert captured.err.count("\n") == 1
+
+
+def test_cli_refusal_is_a_line_for_each_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["--set", "generate.slots=0", "--set", "server.prt=1"]
+    monkeypatch.setattr(sys, "argv", ["vsched", "config", "check", *sets])
+    with pytest.raises(SystemExit):
+        main()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: server.prt (from command line): unknown key.")
+    assert second.startswith("error: generate.slots (from command line) is not valid: value 0")
 
 
 def test_cli_starts_without_heavy_imports() -> None:

@@ -116,7 +116,7 @@ def test_config_later_set_wins() -> None:
         ),
         (
             "generat.slots=1",
-            "generat (from command line): unknown key. Did you mean generate or ",
+            "generat (from command line): unknown key. Did you mean generate?",
         ),
         ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
         ("generate=1", "generate (from command line): a table of keys, not a value"),
@@ -186,6 +186,64 @@ def test_config_refusal_starts_with_the_key_and_names_the_limit(
     assignment: str, expected: str
 ) -> None:
     assert refusal([assignment]).startswith(expected)
+
+
+def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:
+    """Of the file, the environment and the command line; keys, types, bounds, names, fields and sizes."""
+    path = write(
+        tmp_path,
+        'modle = 1\n[generate]\nslotz = 1\nthreads = "two"\n[encode]\nplugin = "transformer"\n'
+        '[routing]\nuse = "round-robbin"\n[encode.admission]\nmax_token = 3\nmax_items = 0\n',
+    )
+    environ = {"VSCHED__SERVER__PORT": "70000", "VSCHED__GENERATE_SLOTS": "3"}
+    sets = ["encode.memory_limit=4GB", "generate.device=cuda:x", "port=1", "slots", "arena=2"]
+    told = refusal(sets, path=path, environ=environ).splitlines()
+    file = f"(from file {path})"
+    expected = [
+        f"modle {file}: unknown key. Did you mean model?",
+        f"generate.slotz {file}: unknown key. Did you mean generate.slots?",
+        "generate_slots (from environment VSCHED__GENERATE_SLOTS): unknown key. Did you mean generate.slots?",
+        "slots: not an assignment",
+        "port (from command line): unknown key. Did you mean server.port?",
+        "arena (from command line): a table of keys, not a value",
+        "server.port (from environment VSCHED__SERVER__PORT) is not valid: value 70000, limit int, 0 to 65535",
+        f"generate.threads {file} is not valid: value 'two', limit int, 1 or more",
+        "encode.admission.max_token: unknown field of 'token-budget'. ",
+        "encode.admission.max_items is not valid: value 0, limit int, 1 or more",
+        "routing.use: 'round-robbin' is unknown. ",
+        "encode.plugin: 'transformer' is unknown. ",
+        "encode.memory_limit: not a size: value '4GB', ",
+        "generate.device: not a device: value 'cuda:x', limit cuda, or cuda:N with a number.",
+    ]
+    assert [start for start in expected if not any(one.startswith(start) for one in told)] == []
+    assert len(told) == len(expected)
+    for idea in ("max_tokens", "round-robin", "transformers"):
+        assert sum(one.endswith(f" Did you mean {idea}?") for one in told) == 1, idea
+
+
+def test_config_combinations_are_told_together_once_each_value_is_legal() -> None:
+    sets = ["generate.chunk_tokens=4096", "generate.slots=2048"]
+    told = refusal(sets).splitlines()
+    assert [one.partition(":")[0] for one in told] == ["generate.chunk_tokens", "generate.slots"]
+    told = refusal([*sets, "generate.max_batch_token=8192"]).splitlines()
+    assert [one.partition(" ")[0] for one in told] == ["generate.max_batch_token"]
+
+
+def test_config_key_of_another_section_is_found() -> None:
+    told = refusal(["model.threads=1"])
+    assert told.endswith("Did you mean media.threads or encode.threads or generate.threads?")
+
+
+def test_config_warns_of_a_variable_with_single_underscores(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is not refused: a Kubernetes service of a fitting name sets such variables, too."""
+    environ = {"VSCHED_GENERATE__SLOTS": "2", "VSCHED_SERVER_PORT": "1", "VSCHED_API_KEY": "x"}
+    assert load_config(None, environ=environ).config == Config()
+    assert caplog.messages == [
+        "environment VSCHED_GENERATE__SLOTS is not read. Did you mean VSCHED__GENERATE__SLOTS?",
+        "environment VSCHED_SERVER_PORT is not read. Did you mean VSCHED__SERVER__PORT?",
+    ]
 
 
 def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:

@@ -17,8 +17,12 @@ app.add_typer(config_app, name="config")
 
 @config_app.command()
 def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
-    """Load the configuration and build every policy that it names; say nothing more if all is well."""
-    load(config, assignments)
+    """Load the configuration, build every policy that it names, and look at the checkpoint, if it names one."""
+    loaded = load(config, assignments)
+    if loaded.config.model.path:
+        from vsched.assembly import inspect_checkpoint
+
+        inspect_checkpoint(loaded.config, loaded.policies)
     typer.echo("The configuration is valid.")
 
 

@@ -34,11 +34,11 @@ COMMANDS = (
 
 
 def main() -> None:
-    """Run the command line; what vsched raises on purpose is one line and exit status 2, not a traceback."""
+    """Run the command line; what vsched raises on purpose is a line a problem and exit status 2, not a traceback."""
     configure_logging("engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
     try:
         app()
     except VschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         sys.exit(2)

@@ -7,7 +7,7 @@ from. Policy tables are the exception: their fields belong to the policy that th
 
 from __future__ import annotations
 
-import difflib
+import logging
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +18,15 @@ import msgspec
 from vsched.config.policies import (
     ConfiguredPolicies,
     check_combinations,
+    check_texts,
     policy_table,
     resolve_policies,
 )
 from vsched.config.sections import POLICY_TABLES, Config, config_keys
-from vsched.errors import ConfigError
-from vsched.plugins import convert_value
+from vsched.errors import ConfigError, ConfigProblems
+from vsched.plugins import convert_value, did_you_mean
 
+logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "VSCHED__"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -61,25 +63,35 @@ def load_config(
         environ: The environment, of which variables `VSCHED__A__B` count.
 
     Raises:
-        ConfigError: When anything is wrong; the message starts with the key's path or the file's.
+        ConfigError: When anything is wrong: all of it, one problem a line, which starts with the key's path or the
+            file's. Values that do not go together are told once each is legal.
         PolicyError: When a policy's class does not meet its contract.
     """
+    problems = ConfigProblems()
     merged: dict[str, tuple[Any, str]] = {}
     for table in POLICY_TABLES:
         for field, value in policy_table(Config(), table).items():
             merged[f"{table}.{field}"] = (value, DEFAULT)
-    for origin, tree in _layers(path, sets, environ):
-        _lay_over(merged, tree, origin)
-    config = _convert(merged)
+    for origin, tree in _layers(path, sets, environ, problems):
+        _lay_over(merged, tree, origin, problems)
+    config = _convert(merged, problems)
+    with problems.collected():
+        policies = resolve_policies(config)
+    if problems:
+        with problems.collected():
+            check_texts(config)
+        problems.tell()
     check_combinations(config)
-    policies = resolve_policies(config)
     return LoadedConfig(
         config=config, origins=_origins(config, merged, policies), policies=policies
     )
 
 
 def _layers(
-    path: Path | None, sets: Sequence[str], environ: Mapping[str, str]
+    path: Path | None,
+    sets: Sequence[str],
+    environ: Mapping[str, str],
+    problems: ConfigProblems,
 ) -> Iterator[tuple[Origin, Tree]]:
     """Yield the layers, lowest first.
 
@@ -87,24 +99,43 @@ def _layers(
     a policy is named before or after its fields.
     """
     if path is not None:
-        yield lambda _: f"file {path}", _read(path)
+        tree: Tree = {}
+        with problems.collected():
+            tree = _read(path)
+        yield lambda _: f"file {path}", tree
     environment: Tree = {}
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _merge(environment, _assignment(key, environ[name]))
+        else:
+            _warn_of_underscores(name)
     yield _environment_name, environment
     command_line: Tree = {}
     for assignment in sets:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"{assignment}: not an assignment; write --set section.key=value")
+            problems.add(f"{assignment}: not an assignment; write --set section.key=value")
+            continue
         _merge(command_line, _assignment(key.strip(), text.strip()))
     yield lambda _: COMMAND_LINE, command_line
 
 
+def _warn_of_underscores(name: str) -> None:
+    """Warn of a variable that would be a key if its underscores were double; it may be another program's."""
+    if name.startswith("VSCHED_"):
+        for key in config_keys():
+            wanted = _environment_variable(key)
+            if name.replace("_", "") == wanted.replace("_", ""):
+                logger.warning("environment %s is not read. Did you mean %s?", name, wanted)
+
+
+def _environment_variable(path: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{path.upper().replace('.', '__')}"
+
+
 def _environment_name(path: str) -> str:
-    return f"environment {ENVIRONMENT_PREFIX}{path.upper().replace('.', '__')}"
+    return f"environment {_environment_variable(path)}"
 
 
 def _read(path: Path) -> Tree:
@@ -156,9 +187,11 @@ def _merge(into: Tree, tree: Tree) -> None:
             into[key] = value
 
 
-def _lay_over(merged: dict[str, tuple[Any, str]], tree: Tree, origin: Origin) -> None:
+def _lay_over(
+    merged: dict[str, tuple[Any, str]], tree: Tree, origin: Origin, problems: ConfigProblems
+) -> None:
     """Lay a layer over those below; keys of `merged` are paths, fields of policies included."""
-    for path, value in _flatten(tree, "", origin):
+    for path, value in _flatten(tree, "", origin, problems):
         if path not in POLICY_TABLES:
             merged[path] = (value, origin(path))
             continue
@@ -171,40 +204,46 @@ def _lay_over(merged: dict[str, tuple[Any, str]], tree: Tree, origin: Origin) ->
             merged[f"{path}.{field}"] = (field_value, origin(f"{path}.{field}"))
 
 
-def _flatten(tree: Tree, prefix: str, origin: Origin) -> Iterator[tuple[str, Any]]:
+def _flatten(
+    tree: Tree, prefix: str, origin: Origin, problems: ConfigProblems
+) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a layer by path; a policy table is one key."""
     known = config_keys()
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if path in POLICY_TABLES:
-            if not isinstance(value, dict):
-                raise ConfigError(
+            if isinstance(value, dict):
+                yield path, value
+            else:
+                problems.add(
                     f'{path} (from {origin(path)}): not a table; write {path} = {{use = "..."}}'
                 )
-            yield path, value
         elif path in known:
             yield path, value
         elif not any(name.startswith(f"{path}.") for name in known):
-            raise ConfigError(
-                f"{path} (from {origin(path)}): unknown key. {_suggestion(path, list(known))}"
-            )
+            problems.add(f"{path} (from {origin(path)}): unknown key.{_suggestion(path)}")
         elif isinstance(value, dict):
-            yield from _flatten(value, f"{path}.", origin)
+            yield from _flatten(value, f"{path}.", origin, problems)
         else:
-            raise ConfigError(f"{path} (from {origin(path)}): a table of keys, not a value")
+            problems.add(f"{path} (from {origin(path)}): a table of keys, not a value")
 
 
-def _suggestion(path: str, known: list[str]) -> str:
+def _suggestion(path: str) -> str:
+    """Return what an unknown key may stand for: its name elsewhere, a key that looks like it, or its neighbours."""
+    known = list(config_keys())
     sections = list(dict.fromkeys(name.partition(".")[0] for name in known))
-    close = difflib.get_close_matches(path, [*known, *sections], n=3)
-    if close:
-        return f"Did you mean {' or '.join(close)}?"
-    section = path.rpartition(".")[0]
-    beside = [name for name in known if section and name.rpartition(".")[0] == section]
-    return f"Keys here: {', '.join(beside or sections)}."
+    section, _, name = path.rpartition(".")
+    elsewhere = [one for one in known if one.rpartition(".")[2] == name]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere)}?"
+    beside = [one for one in known if section and one.rpartition(".")[0] == section]
+    return (
+        did_you_mean(path, [*known, *sections]) or f" Keys here: {', '.join(beside or sections)}."
+    )
 
 
-def _convert(merged: dict[str, tuple[Any, str]]) -> Config:
+def _convert(merged: dict[str, tuple[Any, str]], problems: ConfigProblems) -> Config:
+    """Return the configuration with every value that is legal; the others are left at their defaults."""
     tree: Tree = {}
     for path, field in config_keys().items():
         *sections, name = path.split(".")
@@ -219,7 +258,8 @@ def _convert(merged: dict[str, tuple[Any, str]]) -> Config:
             }
         elif path in merged:
             value, origin = merged[path]
-            table[name] = convert_value(value, field.type, path=path, origin=origin)
+            with problems.collected():
+                table[name] = convert_value(value, field.type, path=path, origin=origin)
     return msgspec.convert(tree, Config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.media import check_decode_bytes
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError, ConfigProblems, limit_message
 from vsched.plugins import check_worker_name, resolve_policy
 from vsched.policy import (
     AdmissionPolicy,
@@ -25,6 +26,8 @@ ENCODE_ITEMS_MAX = 8
 """Most items of an encoder step where the admission policy sets no `max_items` of its own."""
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens on, a batch takes as long as its images one by one, and all would wait for it."""
+
+CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,13 +68,15 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     """Build every policy that the configuration names.
 
     Raises:
-        ConfigError: When a name or a field is unknown, or a value is out of bounds.
+        ConfigError: When names or fields are unknown, or values out of bounds: all of it.
         PolicyError: When a class does not meet its contract.
     """
-    built = {
-        path: resolve_policy(kind, policy_table(config, path), path=path)
-        for path, kind in POLICY_TABLES.items()
-    }
+    problems = ConfigProblems()
+    built: dict[str, Policy] = {}
+    for path, kind in POLICY_TABLES.items():
+        with problems.collected():
+            built[path] = resolve_policy(kind, policy_table(config, path), path=path)
+    problems.tell()
     encode_admission = built["encode.admission"]
     items_max = getattr(encode_admission, "max_items", None)
     if items_max is None:
@@ -110,32 +115,42 @@ def check_combinations(config: Config) -> None:
     """Refuse values that are legal each, but not together.
 
     Raises:
-        ConfigError: Starts with the path of the key to change.
+        ConfigError: Each line starts with the path of the key to change.
     """
-    check_decode_bytes(config.media)
-    check_together(config)
-    generate = config.generate
-    check_sizes(config)
-    for stage, name in ((config.encode, "encode"), (generate, "generate")):
-        check_worker_name(stage.plugin, path=f"{name}.plugin")
-    _at_most(
-        "generate.chunk_tokens",
-        generate.chunk_tokens,
-        generate.max_batch_tokens,
-        "a chunk cannot be longer than a step (generate.max_batch_tokens)",
-    )
-    _at_most(
-        "generate.slots",
-        generate.slots,
-        generate.max_batch_tokens - 1,
-        "a step full of decodes must leave room for prefill (generate.max_batch_tokens)",
-    )
-    _at_most(
-        "deadlines.heartbeat_s",
-        config.deadlines.heartbeat_s,
-        config.deadlines.rank_timeout_s / 2,
-        "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
-    )
+    generate, deadlines = config.generate, config.deadlines
+    problems = ConfigProblems()
+    with problems.collected():
+        check_decode_bytes(config.media)
+    with problems.collected():
+        check_together(config)
+    with problems.collected():
+        check_texts(config)
+    for path, value, limit, reason in (
+        (
+            "generate.chunk_tokens",
+            generate.chunk_tokens,
+            generate.max_batch_tokens,
+            "a chunk cannot be longer than a step (generate.max_batch_tokens)",
+        ),
+        (
+            "generate.slots",
+            generate.slots,
+            generate.max_batch_tokens - 1,
+            "a step full of decodes must leave room for prefill (generate.max_batch_tokens)",
+        ),
+        (
+            "deadlines.heartbeat_s",
+            deadlines.heartbeat_s,
+            deadlines.rank_timeout_s / 2,
+            "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
+        ),
+    ):
+        if value > limit:
+            remedy = f"set {path} to {limit:g} or less"
+            problems.add(
+                limit_message(f"{path}: {reason}", value=value, limit=limit, remedy=remedy)
+            )
+    problems.tell()
 
 
 def check_together(config: Config) -> None:
@@ -155,20 +170,39 @@ def check_together(config: Config) -> None:
             raise ConfigError(limit_message(what, value=encode, limit=limit, remedy=remedy))
 
 
-def check_sizes(config: Config) -> None:
-    """Refuse sizes that cannot be read."""
-    for path, size in (
-        ("encode.memory_limit", config.encode.memory_limit),
-        ("generate.memory_limit", config.generate.memory_limit),
-        ("encode.reserved", config.encode.reserved or 0),
-    ):
-        if size != "auto" or path == "encode.reserved":
-            size_bytes(size, path=path)
+def check_texts(config: Config) -> None:
+    """Refuse texts that cannot be read as what they stand for: plug-ins, devices, sizes.
+
+    Raises:
+        ConfigError: Each line starts with the path of a key.
+    """
+    problems = ConfigProblems()
+    for name, stage in (("encode", config.encode), ("generate", config.generate)):
+        with problems.collected():
+            check_worker_name(stage.plugin, path=f"{name}.plugin")
+        with problems.collected():
+            check_device(stage.device, path=f"{name}.device")
+        if stage.memory_limit != "auto":
+            with problems.collected():
+                size_bytes(stage.memory_limit, path=f"{name}.memory_limit")
+    if config.encode.reserved != "":
+        with problems.collected():
+            size_bytes(config.encode.reserved, path="encode.reserved")
+    problems.tell()
 
 
-def _at_most(path: str, value: float, limit: float, reason: str) -> None:
-    if value > limit:
-        remedy = f"set {path} to {limit:g} or less"
+def check_device(device: str, *, path: str) -> None:
+    """Refuse a GPU without a number that ranks could count on from; other names are the plug-in's to judge.
+
+    Raises:
+        ConfigError: Starts with `path`.
+    """
+    if device.startswith("cuda") and CUDA_DEVICE.fullmatch(device) is None:
         raise ConfigError(
-            limit_message(f"{path}: {reason}", value=value, limit=limit, remedy=remedy)
+            limit_message(
+                f"{path}: not a device",
+                value=repr(device),
+                limit="cuda, or cuda:N with a number",
+                remedy=f"set {path} to cuda:0, or to cpu",
+            )
         )
