@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from tests.bench.load import CASES
-from tests.bench.sides import ROOT, SchedulerLimits
+from tests.bench.sides import ROOT, ServerSizes
 
 CHECKPOINTS = ("tiny25", "mid25")
 PEERS = ("vllm", "transformers")
@@ -136,9 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sizes_of(options: argparse.Namespace) -> SchedulerLimits:
+def sizes_of(options: argparse.Namespace) -> ServerSizes:
     """Return what both sides are given alike."""
-    return SchedulerLimits(
+    return ServerSizes(
         threads=options.threads,
         slots=options.slots,
         context=options.context,

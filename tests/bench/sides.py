@@ -39,7 +39,7 @@ def generation_config(tokens: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
+class ServerSizes:
     """What both sides are given alike.
 
     `kv_bytes` is the size of the KV cache, `context` the longest prompt and output together, and `images` the most of a
@@ -97,7 +97,7 @@ def _assigned(name: str, assignments: Sequence[str], otherwise: str) -> str:
 
 def vsched(
     checkpoint: Path,
-    sizes: SchedulerLimits,
+    sizes: ServerSizes,
     assignments: Sequence[str],
     *,
     side: str = VSCHED,
@@ -152,7 +152,7 @@ def described(tree: Path) -> str:
 
 def vllm(
     checkpoint: Path,
-    sizes: SchedulerLimits,
+    sizes: ServerSizes,
     *,
     budget: int,
     folder: Path,
@@ -191,7 +191,7 @@ def vllm(
 
 def transformers(
     checkpoint: Path,
-    sizes: SchedulerLimits,
+    sizes: ServerSizes,
     *,
     folder: Path,
     arguments: Sequence[str],

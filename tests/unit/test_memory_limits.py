@@ -1,4 +1,4 @@
-"""SchedulerLimits as operators write them, and the limit that a rank gets."""
+"""Sizes as operators write them, and the limit that a rank gets."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class _Progress(msgspec.Struct):
 
 
 class Sizing:
-    """SchedulerLimits the KV caches of all generate groups of a server.
+    """Sizes the KV caches of all generate groups of a server.
 
     `generate` names them, each with the encode group that its processes serve, too, or with nothing; `encode` has the
     ranks of each encode group. `more` are lines of the ledger that no rank measures. With `pausing`, encoders that can

@@ -120,7 +120,7 @@ def test_replicas_of_vsched_share_its_threads_and_its_kv_cache() -> None:
         "encode.threads=1",
         "generate.threads=1",
     ]
-    sizes = sides.SchedulerLimits(threads=2, slots=8, context=64, kv_bytes=1 << 30, images=1)
+    sizes = sides.ServerSizes(threads=2, slots=8, context=64, kv_bytes=1 << 30, images=1)
     command = sides.vsched(Path(), sizes, ["generate.replicas=4"]).command
     assert f"generate.memory.bytes={1 << 28}" in command
 
@@ -138,7 +138,7 @@ def peer_folder(tmp_path: Path) -> Path:
 
 
 def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
-    sizes = sides.SchedulerLimits(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
+    sizes = sides.ServerSizes(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
     ours = sides.vsched(tmp_path, sizes, ["media.threads=1"])
     theirs = sides.vllm(
         tmp_path,

@@ -33,7 +33,7 @@ class SimulatedRank:
     """One rank of a generate group.
 
     Attributes:
-        activations: SchedulerLimits that the stress allocates, in order; every second one is given back at once.
+        activations: Sizes that the stress allocates, in order; every second one is given back at once.
         leaks: Whether somebody keeps a view of each KV cache, so that no teardown frees it.
         phase: What it is doing, for tests that inject failures.
     """
