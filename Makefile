@@ -76,7 +76,7 @@ wheel: $(TEST_STAMP)
 
 # Open site/index.html. mkdocs.yml makes every warning an error, a link that leads nowhere among them.
 docs: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # A report, and no gate: measuring slows the tests down several times, and `make unit` judges them. Rank processes
 # are measured as well; what numba compiles, and what CUDA runs, is not.
