@@ -19,7 +19,7 @@ import threading
 import msgspec
 from setproctitle import setproctitle
 
-from vsched.errors import CheckpointError, DeviceOutOfMemory
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.pulse import PulseThread
@@ -125,7 +125,7 @@ def main() -> int:
     watcher.start()
     try:
         run(spec)
-    except (CheckpointError, DeviceOutOfMemory) as error:
+    except (CheckpointError, ConfigError, DeviceOutOfMemory) as error:
         logger.error("stops: %s", error)  # noqa: TRY400 - the message says it all
         return 2
     except Exception:

@@ -52,4 +52,4 @@ class LoadingLines:
         if last is not None and last[0] == what and now_s - last[1] < LINE_S:
             return
         self._last[group] = (what, now_s)
-        logger.info("%s: %s%s", group, what, f" {fraction:.0%}" if fraction else "")
+        logger.info("%s: %s%s", group, what, f" {fraction:.0%}" if 0 < fraction < 1 else "")

@@ -357,7 +357,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
             family.language_prefixes,
             dtype=dtype,
             device=settings.device,
-            label="language model",
+            label="loading the language model",
             progress=progress,
             cuts=cuts,
             flips=family.flips,
@@ -370,6 +370,8 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
             device=settings.device,
             cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,
         )
+    if settings.device == "cpu":
+        progress("compiling kernels", 1.0)
     group = RankGroup(settings, "generate")
     sum_rows(model, family.language_sharing, group)
     return LanguageWorker(info, settings, family, model, head, group)

@@ -192,7 +192,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             family.vision_prefixes,
             dtype=getattr(torch, info.dtype),
             device=settings.device,
-            label="vision tower",
+            label="loading the vision tower",
             progress=progress,
             cuts=cuts,
         )
@@ -204,6 +204,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     if settings.device == "cpu":
         flatten_patches(tower, make_own)
     if packing:
+        progress("compiling kernels", 1.0)
         pack_linears(tower, MANY_ROWS, make_own)
         warm_up(tower)
         if settings.attention != "exact":

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import CheckpointError, DeviceOutOfMemory
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.wire import Entry, FollowerLog
@@ -102,6 +102,7 @@ def raise_named(name: str) -> NoReturn:
     message = "weights.safetensors is not there"
     known: dict[str, type[Exception]] = {
         "CheckpointError": CheckpointError,
+        "ConfigError": ConfigError,
         "DeviceOutOfMemory": DeviceOutOfMemory,
     }
     raise known.get(name, RuntimeError)(message)

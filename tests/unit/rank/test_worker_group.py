@@ -17,7 +17,7 @@ from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
@@ -127,6 +127,7 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: P
     ("name", "error", "message"),
     [
         ("CheckpointError", CheckpointError, "^weights.safetensors is not there$"),
+        ("ConfigError", ConfigError, "^weights.safetensors is not there$"),
         ("DeviceOutOfMemory", DeviceOutOfMemory, "^weights.safetensors is not there$"),
         ("RuntimeError", GroupLost, "rank 0 stopped with RuntimeError: weights"),
     ],

@@ -25,7 +25,7 @@ def test_loading_is_told_line_by_line_without_a_terminal(caplog: pytest.LogCaptu
         "generate-0: starting",
         "generate-0: language model 1%",
         "generate-0: language model 51%",
-        "encode: language model 100%",
+        "encode: language model",
     ]
 
 

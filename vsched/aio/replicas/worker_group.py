@@ -20,7 +20,7 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, Presence
 from vsched.aio.replicas.launcher import LaunchedRank, Launcher
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLost, PolicyError
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost, PolicyError
 from vsched.kernel.decisions import Decision
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
@@ -28,6 +28,8 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
+STARTING = "starting processes and importing libraries"
+"""The first report of progress of a group, before its ranks have said anything."""
 
 
 class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +83,7 @@ class WorkerGroup:
         Blocks: up to `deadlines.ready_s`.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory: When a rank says so.
+            CheckpointError, ConfigError, DeviceOutOfMemory: When a rank says so.
             DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
             GroupLost: When a rank exits otherwise, or is not ready in time.
         """
@@ -89,7 +91,7 @@ class WorkerGroup:
         self._failure = ""
         self._lost.clear()
         for group in self.groups:
-            self._events.on_progress(group, "starting", 0.0)
+            self._events.on_progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
         presence = Presence()
         self._leaders = {name: self._lead(name, secret, presence) for name in self.groups}
@@ -253,7 +255,7 @@ async def first_failure(
 
 def _startup_error(failure: str) -> Exception:
     """Return the error that fits what a rank said before it went."""
-    for error in (CheckpointError, DeviceOutOfMemory, PolicyError):
+    for error in (CheckpointError, ConfigError, DeviceOutOfMemory, PolicyError):
         if f" {error.__name__}: " in failure:
             return error(failure.split(f"{error.__name__}: ", 1)[1])
     return GroupLost(failure)

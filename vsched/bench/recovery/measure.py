@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from vsched.aio.replicas.worker_group import STARTING
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
 from vsched.engine import Engine
@@ -87,9 +88,9 @@ class _Stations:
     def note(self, group: str, what: str, fraction: float) -> None:
         """Take a report of progress."""
         del fraction
-        if group.startswith("generate") and what != "starting":
+        if group.startswith("generate") and what != STARTING:
             self.spoke_s = self.spoke_s or time.monotonic()
-            if what.startswith("a KV cache"):
+            if "KV cache" in what:
                 self.sizing_s = self.sizing_s or time.monotonic()
 
 

@@ -1,0 +1,72 @@
+"""A device that is not there is refused in a sentence, with the key to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.devices import check_device
+from vsched_workers.plugin import plugin
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
+    """Give the machine a number of GPUs, and torch a version of CUDA."""
+
+    def give(count: int, cuda: str | None) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "cuda", "message"),
+    [
+        (
+            "cuda:0",
+            0,
+            None,
+            r"encode.device: this build of torch \(.*\) cannot use a GPU: value cuda:0, limit cpu. Remedy: set .*",
+        ),
+        ("cuda", 0, "13.0", "encode.device: torch finds no GPU: value cuda, limit cpu. Remedy: .*nvidia-smi"),
+        ("cuda:2", 2, "13.0", "encode.device: no such GPU.*: value cuda:2, limit cuda:1. Remedy: lower"),
+        ("gpu", 2, "13.0", "encode.device: not a device: value gpu, limit cpu, cuda or cuda:N. Remedy: "),
+        ("cpu:0", 2, "13.0", "encode.device: not a device: value cpu:0, "),
+    ],
+)  # fmt: skip
+def test_device_that_is_not_there_is_refused_with_a_remedy(
+    gpus: Callable[[int, str | None], None],
+    device: str,
+    count: int,
+    cuda: str | None,
+    message: str,
+) -> None:
+    gpus(count, cuda)
+    with pytest.raises(ConfigError, match=message):
+        check_device(device, key="encode.device")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_device_that_is_there_is_accepted(
+    gpus: Callable[[int, str | None], None], device: str
+) -> None:
+    gpus(2, "13.0")
+    check_device(device, key="encode.device")
+
+
+@pytest.mark.parametrize("stage", ["encode", "generate"])
+def test_load_looks_at_the_device_first(
+    gpus: Callable[[int, str | None], None], checkpoints: Callable[[str], Path], stage: str
+) -> None:
+    gpus(0, None)
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
+    with pytest.raises(ConfigError, match=f"{stage}.device: this build of torch"):
+        load(info, WorkerSettings(device="cuda:0"), lambda _label, _fraction: None)
