@@ -16,13 +16,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.bench import page, plots, sides, tables
-from tests.bench.load import DECODER_TOKENS, MIXED, Plan
 from tests.bench.options import IMAGES, PAGE, settings_text, sizes_of
 from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import Spec
 from tests.bench.session import Session
-from vsched.bench.load.closed_loop import sessions_for
+from vsched.bench.load.generator import DECODER_TOKENS, LoadPlan, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
 from vsched.bench.report.machine import PROCESSOR
 
@@ -65,9 +64,9 @@ def machine() -> str:
 
 def plan_of(
     options: argparse.Namespace, case: str, concurrency: int, *, seed: str, purpose: str = "compare"
-) -> Plan:
+) -> LoadPlan:
     """Return the plan of a run."""
-    kind = Case.IMAGE if case == MIXED else Case(case)
+    kind = Case(case)
     tokens = options.output_tokens
     shape = shape_of(
         kind,
@@ -76,11 +75,11 @@ def plan_of(
         image_pixels=IMAGE_PIXELS,
         turns=options.turns,
     )
-    return Plan(
-        case=case,
+    return LoadPlan(
+        case=kind,
         shape=shape,
         concurrency=concurrency,
-        sessions=0 if case == MIXED else sessions_for(kind, concurrency, options.sessions),
+        sessions=sessions_for(kind, concurrency, options.sessions),
         seed=f"{purpose}/{seed}",
         decoder_tokens=DECODER_TOKENS if tokens is None else tokens * 4,
     )
@@ -130,7 +129,7 @@ def measure(
     purpose: str = "compare",
 ) -> None:
     """Make the runs of two sides that are missing."""
-    work: dict[tuple[Key, ...], Plan] = {}
+    work: dict[tuple[Key, ...], LoadPlan] = {}
     for case in cases:
         for concurrency in options.concurrency:
             for repeat in range(options.repeats):
@@ -153,7 +152,7 @@ def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> di
     rates: dict[int, dict[str, float]] = {}
     for budget in budgets:
         spec = peer_spec(options, checkpoint, budget)
-        work: dict[tuple[Key, ...], Plan] = {}
+        work: dict[tuple[Key, ...], LoadPlan] = {}
         for case in options.cases:
             for repeat in range(options.sweep_repeats):
                 plan = plan_of(options, case, concurrency, seed=str(repeat), purpose="sweep")

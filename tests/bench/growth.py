@@ -18,13 +18,12 @@ from tests.bench.compare import (
     session_of,
     starts_here,
 )
-from tests.bench.load import Plan
 from tests.bench.options import sizes_of
 from tests.bench.ratios import Row, rows
 from tests.bench.records import Key
 from tests.bench.servers import Server, Spec
 from tests.bench.session import Session
-from vsched.bench.load.closed_loop import sessions_for
+from vsched.bench.load.generator import LoadPlan, sessions_for
 from vsched.bench.load.shapes import Case, Shape
 
 CLIENT_TOKENS = 32
@@ -54,7 +53,7 @@ def _measure_missing(
         _measure(options, session, specs)
 
 
-def client_plans(options: argparse.Namespace) -> dict[int, Plan]:
+def client_plans(options: argparse.Namespace) -> dict[int, LoadPlan]:
     """Return a plan of short answers for each number of clients."""
     return {
         count: _with_tokens(
@@ -64,14 +63,14 @@ def client_plans(options: argparse.Namespace) -> dict[int, Plan]:
     }
 
 
-def _with_tokens(plan: Plan, tokens: int) -> Plan:
+def _with_tokens(plan: LoadPlan, tokens: int) -> LoadPlan:
     return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, output_tokens=tokens))
 
 
-def _length_plan(options: argparse.Namespace, length: int, words: int, repeat: int) -> Plan:
+def _length_plan(options: argparse.Namespace, length: int, words: int, repeat: int) -> LoadPlan:
     shape = Shape(words=max(words, 1), output_tokens=PROMPT_TOKENS, image_pixels=16)
-    return Plan(
-        case="text",
+    return LoadPlan(
+        case=Case.TEXT,
         shape=shape,
         concurrency=options.length_clients,
         sessions=sessions_for(
@@ -87,10 +86,10 @@ def _keyed(
     session: Session,
     specs: tuple[Spec, Spec],
     options: argparse.Namespace,
-    plans: dict[int, Plan],
+    plans: dict[int, LoadPlan],
     purpose: str,
-) -> dict[tuple[Key, ...], Plan]:
-    work: dict[tuple[Key, ...], Plan] = {}
+) -> dict[tuple[Key, ...], LoadPlan]:
+    work: dict[tuple[Key, ...], LoadPlan] = {}
     for place, plan in plans.items():
         length = place if purpose == "prompt" else 0
         for repeat in range(options.repeats):

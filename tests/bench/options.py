@@ -6,9 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
-from tests.bench.load import CASES
 from tests.bench.sides import ROOT, ServerSizes
+from vsched.bench.load.shapes import Case
 
+CASES = tuple(case.value for case in Case)
 CHECKPOINTS = ("tiny25", "mid25")
 PEERS = ("vllm", "transformers")
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.bench.records import Figures, Key, Run
+from tests.bench.records import Key, Run
+from vsched.bench.report.summary import Figures
 
 Read = Callable[[Figures], float | None]
 

@@ -8,52 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from vsched.bench.report.summary import Figures
 from vsched.terminal.options import write_json
-
-
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """How a time is distributed; milliseconds."""
-
-    p50: float
-    p95: float
-    p99: float
-    worst: float
-
-
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run against one server.
-
-    Attributes:
-        requests: All that were to be made; those that a failed turn kept from being made count as failed.
-        wrong_length: Answers that were not as many tokens as asked for.
-        wall_s: From the first request to the end of the last.
-        requests_s: Good requests a second.
-        ttft_ms: To the first text; in `mixed`, that of the images.
-        itl_ms: Between two pieces of text; in `mixed`, those of the decoders while the burst was answered.
-        tpot_ms: From first to last text, divided by the tokens after the first; in `mixed`, that of the decoders.
-        pieces_mean: Pieces of text an answer; fewer than tokens where a server joins tokens or shows nothing for one.
-        client_cpu: CPU time of the client over wall time: near 1, the client is what was measured.
-        others: Cores that other programs kept busy meanwhile.
-        waiting: Cores that the servers kept busy whose turn it was not; None where it was not looked at.
-    """
-
-    requests: int
-    failed: int
-    errors: list[str]
-    wrong_length: int
-    wall_s: float
-    requests_s: float
-    output_tokens_s: float
-    prompt_tokens_mean: float
-    output_tokens_mean: float
-    pieces_mean: float
-    ttft_ms: Times | None
-    itl_ms: Times | None
-    tpot_ms: Times | None
-    request_ms: Times | None
-    client_cpu: float
-    others: float = 0.0
-    waiting: float | None = None
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.bench import processes
+from vsched.bench.load.client import chat_body
 from vsched.errors import VschedError
 
 HOST = "127.0.0.1"
@@ -70,16 +69,7 @@ class Spec:
 
     def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
         """Return the body of a request for so many tokens."""
-        content: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.exactly(tokens),
-        }
-        return msgspec.json.encode(content)
+        return chat_body(self.model, messages, tokens, self.exactly(tokens))
 
 
 class Server:

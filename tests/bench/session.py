@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.bench import processes
-from tests.bench.load import Drawn, Plan, draw, run
-from tests.bench.records import Figures, Key, Run, Started, Store
+from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import IDLE_CORES_MAX, Server, ServerError, Spec, serving
 from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
+from vsched.bench.load.generator import DrawnLoad, LoadPlan, draw, run
 from vsched.bench.report.machine import Others
+from vsched.bench.report.summary import Figures
 
 SETTLE_S = 1.0
 """Between a server's going on and its first request."""
@@ -59,7 +60,7 @@ class Session:
         self._timeout_s = timeout_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
-    def key(self, plan: Plan, spec: Spec, *, purpose: str, repeat: int, length: int = 0) -> Key:
+    def key(self, plan: LoadPlan, spec: Spec, *, purpose: str, repeat: int, length: int = 0) -> Key:
         """Return the key of a run."""
         return Key(
             purpose=purpose,
@@ -74,8 +75,8 @@ class Session:
         )
 
     def missing(
-        self, work: Mapping[tuple[Key, ...], Plan], specs: Sequence[Spec]
-    ) -> dict[tuple[Key, ...], Plan]:
+        self, work: Mapping[tuple[Key, ...], LoadPlan], specs: Sequence[Spec]
+    ) -> dict[tuple[Key, ...], LoadPlan]:
         """Return the work that is still to be done with servers of these versions."""
         versions = {spec.side: spec.version for spec in specs}
         self.store.drop_outdated(versions, self.checkpoint, self.settings)
@@ -151,7 +152,11 @@ class Session:
         return sample.prompt_tokens
 
     def measure(
-        self, server: Server, others: Sequence[Server], drawn: Drawn, advance: Callable[[], None]
+        self,
+        server: Server,
+        others: Sequence[Server],
+        drawn: DrawnLoad,
+        advance: Callable[[], None],
     ) -> Figures:
         """Run a plan on a server while the others have nothing to do."""
         for other in others:
@@ -161,7 +166,8 @@ class Session:
         everyone = [server, *others]
         watch = Others(lambda: [pid for one in everyone for pid in one.pids()])
         waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
-        work = run(drawn, server.spec, timeout_s=self._timeout_s, finished=advance)
+        client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
+        work = run(client, drawn, server.spec.body, finished=advance)
         figures = self._runner.run(work)
         server.check_alive()  # what a server that is gone has failed says nothing about its speed
         result = msgspec.structs.replace(figures, others=watch.cores(), waiting=waiting())
@@ -169,7 +175,9 @@ class Session:
             self.console.print(f"{server.spec.side}, {drawn.plan.case}: {text}", markup=False)
         return result
 
-    def take_turns(self, servers: Sequence[Server], work: Mapping[tuple[Key, ...], Plan]) -> None:
+    def take_turns(
+        self, servers: Sequence[Server], work: Mapping[tuple[Key, ...], LoadPlan]
+    ) -> None:
         """Run each plan on every server, one after the other, and keep what comes."""
         columns = (
             TextColumn("{task.description:<44}"),

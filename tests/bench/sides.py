@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.servers import HOST, Spec
+from vsched.bench.report.run import fixed_length_fields
 from vsched.errors import ConfigError, limit_message
 
 ROOT = Path(__file__).parents[2]
@@ -27,13 +28,8 @@ PEER_ENVIRONMENT = {
 }
 
 
-def at_least(tokens: int) -> dict[str, Any]:
-    """Return what makes an answer exactly so long, beside `max_tokens`, where `min_tokens` is known."""
-    return {"ignore_eos": True, "min_tokens": tokens}
-
-
 def generation_config(tokens: int) -> dict[str, Any]:
-    """Return the same for `transformers serve`, which takes the arguments of `generate` as JSON."""
+    """Return what makes an answer exactly `tokens` long for `transformers serve`: arguments of `generate` as JSON."""
     content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     return {"generation_config": json.dumps(content)}
 
@@ -128,7 +124,7 @@ def vsched(
         port=port,
         version=f"vsched {described(tree)}",
         environment={"PYTHONPATH": python_path(tree)},
-        exactly=at_least,
+        exactly=fixed_length_fields,
         directory=tree,
     )
 
@@ -183,7 +179,7 @@ def vllm(
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             **environment,
         },
-        exactly=at_least,
+        exactly=fixed_length_fields,
         pausable=True,
         budget=budget,
     )

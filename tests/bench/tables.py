@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from tests.bench.ratios import Read, Row
-from tests.bench.records import Figures, Run, SchedulerRow, Started, Times
+from tests.bench.records import Run, SchedulerRow, Started
+from vsched.bench.report.summary import Figures, Times
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

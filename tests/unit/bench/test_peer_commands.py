@@ -15,11 +15,14 @@ import pytest
 from rich.console import Console
 
 from tests.bench import compare, growth, options, processes, scheduler, setup, sides
-from tests.bench.load import CASES, Plan, draw
-from tests.bench.records import Figures, Key, Run, Store
+from tests.bench.options import CASES
+from tests.bench.records import Key, Run, Store
 from tests.bench.servers import HOST, Server, ServerError, Spec
 from tests.bench.session import Session
-from vsched.bench.load.shapes import Shape
+from vsched.bench.load.generator import LoadPlan, draw
+from vsched.bench.load.shapes import Case, Shape
+from vsched.bench.report.run import fixed_length_fields
+from vsched.bench.report.summary import Figures
 from vsched.errors import ConfigError
 
 FIGURES = Figures(
@@ -30,6 +33,7 @@ FIGURES = Figures(
     wall_s=1,
     requests_s=1,
     output_tokens_s=1,
+    prompt_tokens_s=1,
     prompt_tokens_mean=1,
     output_tokens_mean=1,
     pieces_mean=1,
@@ -168,7 +172,7 @@ def test_a_peer_that_is_not_installed_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("exactly", "field"),
-    [(sides.at_least, "min_tokens"), (sides.generation_config, "generation_config")],
+    [(fixed_length_fields, "min_tokens"), (sides.generation_config, "generation_config")],
 )
 def test_answers_are_exactly_so_long(exactly: Any, field: str) -> None:
     spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=exactly)
@@ -180,9 +184,9 @@ def test_answers_are_exactly_so_long(exactly: Any, field: str) -> None:
 # --- what is sent ---
 
 
-def plan(case: str, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> Plan:
+def plan(case: str, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> LoadPlan:
     shape = Shape(words=4, output_tokens=3, image_pixels=16, turns=turns)
-    return Plan(case=case, shape=shape, concurrency=concurrency, sessions=3, seed=seed)
+    return LoadPlan(case=Case(case), shape=shape, concurrency=concurrency, sessions=3, seed=seed)
 
 
 @pytest.mark.parametrize("case", CASES)

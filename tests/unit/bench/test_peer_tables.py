@@ -9,17 +9,17 @@ import pytest
 
 from tests.bench import page, tables
 from tests.bench.compare import context_line
-from tests.bench.figures import NOT_ASKED, Answers, gaps, summarise, times
 from tests.bench.options import CHECKPOINTS, PEERS
 from tests.bench.options import PAGE as BENCHMARKS
 from tests.bench.ratios import best_budgets, rows
-from tests.bench.records import Figures, Key, Run, SchedulerRow, Started, Times
+from tests.bench.records import Key, Run, SchedulerRow, Started
 from vsched.bench.load.client import Sample
+from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError
 
 
 def figures_of(rate: float, *, failed: int = 0, ttft: float | None = None) -> Figures:
-    ttft_ms = None if ttft is None else Times(p50=ttft, p95=ttft, p99=ttft, worst=ttft)
+    ttft_ms = None if ttft is None else Times(p50=ttft, p95=ttft, p99=ttft, mean=ttft, worst=ttft)
     return Figures(
         requests=8,
         failed=failed,
@@ -28,6 +28,7 @@ def figures_of(rate: float, *, failed: int = 0, ttft: float | None = None) -> Fi
         wall_s=1,
         requests_s=rate,
         output_tokens_s=rate * 10,
+        prompt_tokens_s=rate * 5,
         prompt_tokens_mean=5,
         output_tokens_mean=10,
         pieces_mean=9,
@@ -81,7 +82,8 @@ def test_times_are_quantiles_and_the_worst_in_ms() -> None:
 def test_figures_count_failures_and_keep_their_words() -> None:
     failures = [Sample(0.0, error=text) for text in ("status 500", NOT_ASKED, NOT_ASKED)]
     samples = [stream(0.1, 0.2, 0.4), *failures]
-    figures = summarise(Answers(samples=samples, tokens=[3] * 4, wall_s=2.0, cpu_s=0.5))
+    answers = Answers(sessions=[[one] for one in samples], tokens=[3] * 4, wall_s=2.0, cpu_s=0.5)
+    figures = summarise("text", 1, answers)
     assert (figures.requests, figures.failed, figures.requests_s) == (4, 3, 0.5)
     assert figures.errors == [f"2 x {NOT_ASKED}", "1 x status 500"]
     assert figures.wrong_length == 0
@@ -90,16 +92,21 @@ def test_figures_count_failures_and_keep_their_words() -> None:
 
 def test_figures_count_answers_of_another_length() -> None:
     samples = [stream(0.1, tokens=3), stream(0.1, tokens=2)]
-    assert summarise(Answers(samples=samples, tokens=[3, 3], wall_s=1.0)).wrong_length == 1
+    answers = Answers(sessions=[samples], tokens=[3, 3], wall_s=1.0)
+    assert summarise("text", 1, answers).wrong_length == 1
 
 
 def test_figures_of_a_burst_tell_decoders_from_images() -> None:
     decoder = stream(0.1, 0.2, 1.2, 1.3, tokens=4)
     image = stream(0.9, 1.0, tokens=2)
     answers = Answers(
-        samples=[decoder, image], tokens=[4, 2], decoders=range(1), burst=(0.5, 1.1), wall_s=2.0
+        sessions=[[decoder], [image]],
+        tokens=[4, 2],
+        decoders=range(1),
+        burst=(0.5, 1.1),
+        wall_s=2.0,
     )
-    figures = summarise(answers)
+    figures = summarise("mixed", 1, answers)
     assert figures.ttft_ms is not None
     assert figures.ttft_ms.worst == 900, "the image's alone"
     assert figures.itl_ms is not None

@@ -1,4 +1,4 @@
-"""What the load generator asks: four cases, drawn from a seed before any clock runs.
+"""The texts and images of the load generator, drawn from a seed before any clock runs.
 
 Text is random words, so that a prefix cache helps with nothing but the chat template. Images are smooth random
 pictures, whose entropy is that of photographs rather than of noise. In `conversation` caching is the point: turn k

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ssl
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -91,10 +92,31 @@ class _Response:
         self.done = True
 
 
+def chat_body(
+    model: str, messages: Sequence[dict[str, Any]], tokens: int, extra: Mapping[str, Any]
+) -> bytes:
+    """Return the body of a greedy, streaming chat request for at most `tokens`; `extra` fields are added."""
+    content: dict[str, Any] = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **extra,
+    }
+    return msgspec.json.encode(content)
+
+
 class BenchClient:
-    """Talks to one server."""
+    """Talks to one server.
+
+    Attributes:
+        on_text: Called with the sample of a request each time that text of it has arrived.
+    """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
+        self.on_text: Callable[[Sample], None] | None = None
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ConfigError("url: not an http(s) URL. Remedy: give http://host:port.")
@@ -207,3 +229,5 @@ class BenchClient:
                 if choice.delta is not None and choice.delta.content:
                     sample.stamps.append(now)
                     sample.pieces.append(choice.delta.content)
+                    if self.on_text is not None:
+                        self.on_text(sample)

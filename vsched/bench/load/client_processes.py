@@ -56,7 +56,7 @@ async def figures_of(process: asyncio.subprocess.Process) -> Figures:
         raise BenchError("the clients have ended early. Remedy: see what they wrote above.")
     figures = msgspec.json.decode(answer, type=Figures)
     if figures.failed:
-        raise BenchError(f"{figures.failed} requests failed, the first: {figures.first_error}")
+        raise BenchError(f"{figures.failed} requests failed, most often: {figures.errors[0]}")
     return figures
 
 

@@ -46,31 +46,28 @@ def serve(
     import uvloop
 
     from vsched.bench.load.client import BenchClient
-    from vsched.bench.load.closed_loop import Load, sessions_for
+    from vsched.bench.load.generator import LoadPlan, sessions_for
     from vsched.bench.report.run import measure, write_report
 
     levels = _levels(concurrency)
     sizes = {"words": words, "output_tokens": output_tokens}
 
-    def plan(name: str) -> list[Load]:
-        return [
-            Load(
-                case=one,
-                shape=shape_of(one, image_pixels=image_pixels, turns=turns, **sizes),
-                concurrency=level,
-                sessions=sessions_for(one, level, sessions),
-                model=name,
-                seed=seed,
-                warmup=warmup,
-                fixed_length=extra,
-            )
-            for one in case or Case
-            for level in levels
-        ]
-
+    plans = [
+        LoadPlan(
+            case=one,
+            shape=shape_of(one, image_pixels=image_pixels, turns=turns, **sizes),
+            concurrency=level,
+            sessions=sessions_for(one, level, sessions),
+            seed=str(seed),
+            warmup=warmup,
+        )
+        for one in case or Case
+        for level in levels
+    ]
     client = BenchClient(url, api_key=api_key, timeout_s=timeout_s)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        report = runner.run(measure(client, plan, url=url, model=model, label=label))
+        work = measure(client, plans, url=url, model=model, label=label, fixed_length=extra)
+        report = runner.run(work)
     write_report(report, json)
     if any(figures.failed == figures.requests for figures in report.results):
         raise typer.Exit(1)

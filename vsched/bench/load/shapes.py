@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 
 class Case(enum.StrEnum):
-    """The four cases."""
+    """What is asked; in `mixed`, a burst of images arrives while as many texts are decoded."""
 
     TEXT = "text"
     IMAGE = "image"
     SAME_IMAGE = "same-image"
     CONVERSATION = "conversation"
+    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ _DEFAULT_SIZES = {
     Case.IMAGE: (100, 64),
     Case.SAME_IMAGE: (100, 64),
     Case.CONVERSATION: (30, 32),
+    Case.MIXED: (100, 64),
 }
 
 

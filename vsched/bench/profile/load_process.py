@@ -6,13 +6,16 @@ Says `ready` when everything is warm, waits for a line, and then runs the load a
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import msgspec
 import uvloop
 
-from vsched.bench.load.client import BenchClient
-from vsched.bench.load.closed_loop import Load, run_load
+from vsched.bench.load.client import BenchClient, chat_body
+from vsched.bench.load.generator import LoadPlan, draw
+from vsched.bench.load.generator import run as run_load
 from vsched.bench.load.shapes import Case, shape_of
+from vsched.bench.report.run import fixed_length_fields
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     image_pixels: int = 448
     seed: int = 0
 
-    def load(self) -> Load:
+    def plan(self) -> LoadPlan:
         """Return it as the load generator takes it."""
         shape = shape_of(
             self.case,
@@ -36,15 +39,18 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
             image_pixels=self.image_pixels,
             turns=1,
         )
-        return Load(
+        return LoadPlan(
             case=self.case,
             shape=shape,
             concurrency=self.clients,
             sessions=self.requests,
-            model=self.model,
-            seed=self.seed,
+            seed=str(self.seed),
             warmup=0,
         )
+
+    def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
+        """Return the body of a request for exactly `tokens`."""
+        return chat_body(self.model, messages, tokens, fixed_length_fields(tokens))
 
 
 async def run(order: LoadOrder) -> None:
@@ -53,11 +59,11 @@ async def run(order: LoadOrder) -> None:
     warm = msgspec.structs.replace(
         order, requests=order.clients, output_tokens=8, seed=order.seed + 1
     )
-    await run_load(client, warm.load(), lambda: None)
+    await run_load(client, draw(warm.plan()), warm.body, finished=lambda: None)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    figures = await run_load(client, order.load(), lambda: None)
+    figures = await run_load(client, draw(order.plan()), order.body, finished=lambda: None)
     sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
 
 

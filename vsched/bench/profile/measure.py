@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from vsched.api.completions import CompletionEndpoint
 from vsched.api.exchange import Exchange
 from vsched.api.server import running_server
 from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
+from vsched.bench.load.generator import draw
 from vsched.bench.profile import rank as profile_rank
 from vsched.bench.profile.floors import MachineRates, Work, floors, measure_machine
 from vsched.bench.profile.load_process import LoadOrder
@@ -216,9 +218,10 @@ def _other_threads_s() -> float:
 
 
 def _work(order: LoadOrder, engine: Engine, figures: Figures, window: Window) -> Work:
-    info, load = engine.info, order.load()
-    # What a vocabulary says is nothing: bodies of other seeds are as long.
-    body_bytes = len(load.body(load.draw(0))) * figures.requests
+    info, plan = engine.info, order.plan()
+    # Bodies of other seeds are as long.
+    (messages,) = draw(replace(plan, sessions=1)).sessions[0]
+    body_bytes = len(order.body(messages, plan.shape.output_tokens)) * figures.requests
     patches = 0
     if order.case != "text":
         rows, columns = engine.preprocessor.plan_image(*2 * [order.image_pixels]).grid[1:]

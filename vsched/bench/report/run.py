@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vsched.bench.load.client import BenchClient
-from vsched.bench.load.closed_loop import Load, run_load
+from vsched.bench.load.client import BenchClient, chat_body
+from vsched.bench.load.generator import Body, LoadPlan, draw, run
 from vsched.bench.report.summary import Figures, table, turns_table
 
 PIPE_COLUMNS = 160
@@ -31,22 +32,39 @@ class Report(msgspec.Struct, kw_only=True):
     results: list[Figures]
 
 
+def fixed_length_fields(tokens: int) -> dict[str, Any]:
+    """Return what makes an answer exactly `tokens` long, for servers that know vLLM's `min_tokens`."""
+    return {"min_tokens": tokens, "ignore_eos": True}
+
+
 async def measure(
-    client: BenchClient, plan: Callable[[str], Sequence[Load]], *, url: str, model: str, label: str
+    client: BenchClient,
+    plans: Sequence[LoadPlan],
+    *,
+    url: str,
+    model: str,
+    label: str,
+    fixed_length: bool,
 ) -> Report:
-    """Run the loads that `plan` makes for a model, the server's first where none is named.
+    """Run the plans against a model, the server's first where none is named.
 
     Raises:
         BenchError: When the server cannot be asked for its model.
     """
     name = model or await client.model()
-    results = await run_loads(client, plan(name))
+
+    def body(messages: list[dict[str, Any]], tokens: int) -> bytes:
+        return chat_body(
+            name, messages, tokens, fixed_length_fields(tokens) if fixed_length else {}
+        )
+
+    results = await run_plans(client, plans, body)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Report(label=label, url=url, model=name, created=created, results=results)
 
 
-async def run_loads(client: BenchClient, loads: Sequence[Load]) -> list[Figures]:
-    """Run loads one after the other under a progress bar."""
+async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) -> list[Figures]:
+    """Run plans one after the other under a progress bar."""
     results: list[Figures] = []
     columns = (
         TextColumn("{task.description}"),
@@ -55,11 +73,10 @@ async def run_loads(client: BenchClient, loads: Sequence[Load]) -> list[Figures]
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        for load in loads:
-            total = load.sessions * load.shape.turns
-            task = progress.add_task(f"{load.case} x {load.concurrency}", total=total)
+        for plan in plans:
+            task = progress.add_task(f"{plan.case} x {plan.concurrency}", total=plan.requests)
             finished = functools.partial(progress.advance, task)
-            results.append(await run_load(client, load, finished))
+            results.append(await run(client, draw(plan), body, finished=finished))
     return results
 
 
@@ -81,7 +98,7 @@ def write_report(report: Report, path: Path | None) -> None:
     for figures in report.results:
         where = f"{figures.case} x {figures.concurrency}"
         if figures.failed:
-            console.print(f"{where}: {figures.failed} failed, the first: {figures.first_error}")
+            console.print(f"{where}: {figures.failed} failed, most often: {figures.errors[0]}")
         if figures.client_cpu > _CLIENT_CPU_MAX:
             busy = f"the client was busy {figures.client_cpu:.0%} of the time"
             console.print(f"{where}: {busy}; it may be what was measured")

@@ -1,8 +1,10 @@
-"""From samples to figures, and from figures to a table."""
+"""From samples to figures, and from figures to tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -11,121 +13,195 @@ from rich.table import Table
 
 from vsched.bench.load.client import Sample
 
+ERRORS_MAX = 5
+NOT_ASKED = "not asked: an earlier turn failed"
 
-class Spread(msgspec.Struct, frozen=True):
-    """How a time is distributed; milliseconds."""
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of a time; milliseconds."""
 
     p50: float
+    p95: float
     p99: float
     mean: float
+    worst: float
 
 
 class TurnFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the conversations."""
 
     prompt_tokens: float
-    ttft_ms: Spread | None
-    request_ms: Spread | None
+    ttft_ms: Times | None
+    request_ms: Times | None
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One case at one concurrency.
+    """One case at one concurrency against one server.
 
     Attributes:
-        output_tokens_s: Output tokens a second over all requests.
-        ttft_ms: From sending a request to its first text.
-        itl_ms: Between two pieces of text of one request; a piece may hold several tokens.
-        tpot_ms: From first to last text, divided by the tokens after the first; one value a request.
-        client_cpu: CPU time of this process over wall time: near 1, the client is what was measured.
-        turns: One entry a turn, for conversations.
+        requests: All that were to be made; those that a failed turn kept from being made count as failed.
+        errors: The most frequent errors, each with its count.
+        wrong_length: Answers with another number of tokens than asked for.
+        wall_s: From the first request to the end of the last.
+        requests_s: Good requests per second.
+        ttft_ms: From sending a request to its first text; in `mixed`, of the images.
+        itl_ms: Between two pieces of text of one request, which may hold several tokens; in `mixed`, of the decoders
+            while the burst was answered.
+        tpot_ms: From first to last text, divided by the tokens after the first, one value per request; in `mixed`, of
+            the decoders.
+        pieces_mean: Pieces of text per answer; fewer than tokens where a server joins tokens or shows nothing for one.
+        client_cpu: CPU time of the client over wall time: near 1, the client is what was measured.
+        others: Cores that other programs kept busy meanwhile.
+        waiting: Cores that idle servers of a comparison kept busy; None where that was not measured.
+        turns: One entry per turn, for conversations.
     """
 
-    case: str
-    concurrency: int
+    case: str = ""
+    concurrency: int = 0
     requests: int
     failed: int
-    first_error: str | None
+    errors: list[str]
+    wrong_length: int
     wall_s: float
     requests_s: float
     output_tokens_s: float
     prompt_tokens_s: float
     prompt_tokens_mean: float
     output_tokens_mean: float
-    ttft_ms: Spread | None
-    itl_ms: Spread | None
-    tpot_ms: Spread | None
-    request_ms: Spread | None
+    pieces_mean: float
+    ttft_ms: Times | None
+    itl_ms: Times | None
+    tpot_ms: Times | None
+    request_ms: Times | None
     client_cpu: float
+    others: float = 0.0
+    waiting: float | None = None
     turns: list[TurnFigures] = []
 
 
-def spread(seconds: Sequence[float]) -> Spread | None:
+@dataclass(kw_only=True)
+class Answers:
+    """What one run brought, before it is summarised.
+
+    Attributes:
+        sessions: The samples of each session, one per turn.
+        tokens: How many tokens each request was to yield, in the same order.
+        decoders: The sessions that ran while a burst was answered; empty for other cases.
+        burst: When the burst began and ended, on the clock of the samples.
+    """
+
+    sessions: list[list[Sample]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    decoders: range = range(0)
+    burst: tuple[float, float] = (0.0, 0.0)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, session by session."""
+        return [sample for session in self.sessions for sample in session]
+
+
+def times(seconds: Iterable[float]) -> Times | None:
     """Summarise times; None when there are none."""
-    if not seconds:
+    values = np.fromiter(seconds, dtype=float) * 1e3
+    if not values.size:
         return None
-    values = np.asarray(seconds) * 1e3
-    p50, p99 = np.percentile(values, [50, 99])
-    return Spread(round(float(p50), 3), round(float(p99), 3), round(float(values.mean()), 3))
+    p50, p95, p99 = (round(float(value), 3) for value in np.percentile(values, [50, 95, 99]))
+    mean, worst = round(float(values.mean()), 3), round(float(values.max()), 3)
+    return Times(p50=p50, p95=p95, p99=p99, mean=mean, worst=worst)
 
 
-def _first_text(samples: Sequence[Sample]) -> Spread | None:
-    return spread([sample.stamps[0] - sample.started for sample in samples if sample.stamps])
+def gaps(samples: Iterable[Sample], window: tuple[float, float] | None) -> list[float]:
+    """Return the times between two pieces of text, of those that touch the window if there is one."""
+    return [
+        after - before
+        for sample in samples
+        for before, after in pairwise(sample.stamps)
+        if window is None or (after > window[0] and before < window[1])
+    ]
 
 
-def _whole(samples: Sequence[Sample]) -> Spread | None:
-    return spread([sample.ended - sample.started for sample in samples])
-
-
-def _per_token(sample: Sample) -> float:
-    return (sample.stamps[-1] - sample.stamps[0]) / (sample.output_tokens - 1)
-
-
-def summarise(
-    case: str,
-    concurrency: int,
-    sessions: Sequence[Sequence[Sample]],
-    *,
-    wall_s: float,
-    cpu_s: float,
-) -> Figures:
-    """Summarise one run; each session is a list of samples, one a turn."""
-    samples = [sample for session in sessions for sample in session]
+def summarise(case: str, concurrency: int, answers: Answers) -> Figures:
+    """Summarise one run. A request that failed is in no time and no rate, but is counted and its error kept."""
+    samples = answers.samples
     good = [sample for sample in samples if sample.error is None]
-    errors = [sample.error for sample in samples if sample.error is not None]
-    output_tokens = sum(sample.output_tokens for sample in good)
-    prompt_tokens = sum(sample.prompt_tokens for sample in good)
-    turns: list[TurnFigures] = []
-    for turn in range(max(map(len, sessions), default=0)):
-        column = [s[turn] for s in sessions if len(s) > turn and s[turn].error is None]
-        tokens = sum(sample.prompt_tokens for sample in column) / max(len(column), 1)
-        figures = TurnFigures(
-            prompt_tokens=round(tokens, 1), ttft_ms=_first_text(column), request_ms=_whole(column)
-        )
-        turns.append(figures)
-    gaps = [after - before for sample in good for before, after in pairwise(sample.stamps)]
-    per_token = [_per_token(s) for s in good if s.stamps and s.output_tokens > 1]
+    errors = Counter(sample.error for sample in samples if sample.error is not None)
+    wrong = [
+        sample
+        for sample, tokens in zip(samples, answers.tokens, strict=True)
+        if sample.error is None and sample.output_tokens != tokens
+    ]
+    first, streams, window = good, good, None
+    if answers.decoders:
+        decoders = {id(sample) for index in answers.decoders for sample in answers.sessions[index]}
+        first = [sample for sample in good if id(sample) not in decoders]
+        streams = [sample for sample in good if id(sample) in decoders]
+        window = answers.burst
+    wall_s = max(answers.wall_s, 1e-9)
     return Figures(
         case=case,
         concurrency=concurrency,
         requests=len(samples),
-        failed=len(errors),
-        first_error=errors[0] if errors else None,
-        wall_s=round(wall_s, 3),
-        requests_s=round(len(good) / wall_s, 3),
-        output_tokens_s=round(output_tokens / wall_s, 1),
-        prompt_tokens_s=round(prompt_tokens / wall_s, 1),
-        prompt_tokens_mean=round(prompt_tokens / max(len(good), 1), 1),
-        output_tokens_mean=round(output_tokens / max(len(good), 1), 1),
-        ttft_ms=_first_text(good),
-        itl_ms=spread(gaps),
-        tpot_ms=spread(per_token),
+        failed=errors.total(),
+        errors=[f"{count} x {text}" for text, count in errors.most_common(ERRORS_MAX)],
+        wrong_length=len(wrong),
+        wall_s=round(wall_s, 4),
+        requests_s=round(len(good) / wall_s, 4),
+        output_tokens_s=round(sum(sample.output_tokens for sample in good) / wall_s, 2),
+        prompt_tokens_s=round(sum(sample.prompt_tokens for sample in good) / wall_s, 2),
+        prompt_tokens_mean=_mean([sample.prompt_tokens for sample in good]),
+        output_tokens_mean=_mean([sample.output_tokens for sample in good]),
+        pieces_mean=_mean([len(sample.stamps) for sample in good]),
+        ttft_ms=_first_text(first),
+        itl_ms=times(gaps(streams, window)),
+        tpot_ms=times(_per_token(streams)),
         request_ms=_whole(good),
-        client_cpu=round(cpu_s / wall_s, 3),
-        turns=turns if len(turns) > 1 else [],
+        client_cpu=round(answers.cpu_s / wall_s, 3),
+        turns=_turns(answers.sessions),
     )
 
 
-def _cell(value: Spread | None) -> str:
+def _turns(sessions: Sequence[Sequence[Sample]]) -> list[TurnFigures]:
+    count = max(map(len, sessions), default=0)
+    if count < 2:
+        return []
+    columns = [
+        [session[turn] for session in sessions if len(session) > turn] for turn in range(count)
+    ]
+    good = [[sample for sample in column if sample.error is None] for column in columns]
+    return [
+        TurnFigures(
+            prompt_tokens=_mean([sample.prompt_tokens for sample in column]),
+            ttft_ms=_first_text(column),
+            request_ms=_whole(column),
+        )
+        for column in good
+    ]
+
+
+def _first_text(samples: Iterable[Sample]) -> Times | None:
+    return times(sample.stamps[0] - sample.started for sample in samples if sample.stamps)
+
+
+def _whole(samples: Iterable[Sample]) -> Times | None:
+    return times(sample.ended - sample.started for sample in samples)
+
+
+def _per_token(samples: Iterable[Sample]) -> list[float]:
+    return [
+        (sample.stamps[-1] - sample.stamps[0]) / (sample.output_tokens - 1)
+        for sample in samples
+        if sample.stamps and sample.output_tokens > 1
+    ]
+
+
+def _mean(values: Sequence[int]) -> float:
+    return round(sum(values) / max(len(values), 1), 2)
+
+
+def _cell(value: Times | None) -> str:
     return "-" if value is None else f"{value.p50:.1f} / {value.p99:.1f}"
 
 

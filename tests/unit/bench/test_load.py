@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from vsched.bench.load.cases import draw_image, draw_session
-from vsched.bench.load.client import BenchClient, BenchError, Sample
-from vsched.bench.load.closed_loop import Load, run_load, sessions_for
+from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
+from vsched.bench.load.generator import LoadPlan, draw, run, sessions_for
 from vsched.bench.load.shapes import Case, Shape, shape_of
-from vsched.bench.report.summary import spread, summarise, table
+from vsched.bench.report.run import fixed_length_fields
+from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, summarise, table, times
 from vsched.errors import ConfigError
 from vsched.media.decode import PixelLimits, inspect
 from vsched.media.settings import MediaSettings
@@ -137,19 +138,27 @@ def test_client_refuses_other_urls(url: str) -> None:
         BenchClient(url)
 
 
-def load_of(case: Case, **fields: Any) -> Load:
-    shape = Shape(words=3, output_tokens=3, image_pixels=16, turns=3)
-    if case is not Case.CONVERSATION:
-        shape = Shape(words=3, output_tokens=3, image_pixels=16)
-    return Load(case=case, shape=shape, model="demo", **{"concurrency": 2, "sessions": 5, **fields})
+def plan_of(case: Case, **fields: Any) -> LoadPlan:
+    turns = 3 if case is Case.CONVERSATION else 1
+    shape = Shape(words=3, output_tokens=3, image_pixels=16, turns=turns)
+    return LoadPlan(case=case, shape=shape, **{"concurrency": 2, "sessions": 5, **fields})
+
+
+def fixed_length(messages: list[dict[str, Any]], tokens: int) -> bytes:
+    return chat_body("demo", messages, tokens, fixed_length_fields(tokens))
+
+
+async def run_on(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
+    finished: list[None] = []
+    client = BenchClient(server.url)
+    done = run(client, draw(plan), fixed_length, finished=lambda: finished.append(None))
+    return await done, len(finished)
 
 
 async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
-    finished: list[None] = []
     async with serving(whole(ANSWER)) as server:
-        load = load_of(Case.TEXT, warmup=1)
-        figures = await run_load(BenchClient(server.url), load, lambda: finished.append(None))
-    assert (figures.requests, figures.failed, len(finished)) == (5, 0, 5)
+        figures, finished = await run_on(server, plan_of(Case.TEXT, warmup=1))
+    assert (figures.requests, figures.failed, finished) == (5, 0, 5)
     assert server.in_flight_max == 2
     assert len(server.bodies) == 6
     assert len({str(body["messages"]) for body in server.bodies}) == 6
@@ -157,30 +166,34 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
-async def test_run_without_extra_sends_openai_fields_only() -> None:
-    async with serving(whole(ANSWER)) as server:
-        load = load_of(Case.TEXT, warmup=0, fixed_length=False)
-        await run_load(BenchClient(server.url), load, lambda: None)
-    assert not {"min_tokens", "ignore_eos"} & set(server.bodies[0])
+def test_body_without_extra_has_openai_fields_only() -> None:
+    body = msgspec.json.decode(chat_body("demo", [], 3, {}))
+    assert set(body) == {
+        "max_tokens",
+        "messages",
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+    }
 
 
 async def test_conversation_grows_by_an_image_a_turn() -> None:
     async with serving(whole(ANSWER)) as server:
-        load = load_of(Case.CONVERSATION, concurrency=1, sessions=1, warmup=0)
-        figures = await run_load(BenchClient(server.url), load, lambda: None)
+        plan = plan_of(Case.CONVERSATION, concurrency=1, sessions=1, warmup=0)
+        figures, _ = await run_on(server, plan)
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
     assert roles[2] == ["user", "assistant", "user", "assistant", "user"]
     assert server.bodies[2]["messages"][:3] == server.bodies[1]["messages"]
-    assert server.bodies[1]["messages"][1]["content"] == "abc"
+    assert server.bodies[1]["messages"][1]["content"] != "abc", "drawn, whatever a server answers"
     assert len(figures.turns) == 3
 
 
 async def test_conversation_ends_with_its_first_failure() -> None:
     async with serving(b"") as server:
-        load = load_of(Case.CONVERSATION, warmup=0)
-        figures = await run_load(BenchClient(server.url), load, lambda: None)
-    assert (figures.requests, figures.failed, figures.requests_s) == (5, 5, 0.0)
-    assert figures.first_error is not None
+        figures, _ = await run_on(server, plan_of(Case.CONVERSATION, warmup=0))
+    assert (figures.requests, figures.failed, figures.requests_s) == (15, 15, 0.0)
+    assert figures.errors[0] == f"10 x {NOT_ASKED}", "two turns of each of five were not sent"
     assert figures.ttft_ms is None
 
 
@@ -190,8 +203,10 @@ def test_summary_computes_each_figure() -> None:
         Sample(10.0, 11.0, [10.3], ["a"], prompt_tokens=9, output_tokens=1),
         Sample(10.0, 10.1, error="status 500"),
     ]
-    figures = summarise("text", 2, [[sample] for sample in samples], wall_s=2.0, cpu_s=0.5)
-    assert (figures.requests, figures.failed, figures.first_error) == (3, 1, "status 500")
+    sessions = [[sample] for sample in samples]
+    answers = Answers(sessions=sessions, tokens=[4, 1, 4], wall_s=2.0, cpu_s=0.5)
+    figures = summarise("text", 2, answers)
+    assert (figures.requests, figures.failed, figures.errors) == (3, 1, ["1 x status 500"])
     assert (figures.requests_s, figures.output_tokens_s, figures.prompt_tokens_s) == (1.0, 2.5, 8.0)
     assert figures.client_cpu == 0.25
     assert figures.ttft_ms is not None
@@ -206,8 +221,8 @@ def test_summary_computes_each_figure() -> None:
     assert table([figures], "x").row_count == 1
 
 
-def test_spread_of_nothing_is_nothing() -> None:
-    assert spread([]) is None
+def test_times_of_nothing_are_nothing() -> None:
+    assert times([]) is None
 
 
 def test_cases_are_drawn_from_the_seed() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.bench import load
-from tests.bench.figures import NOT_ASKED
-from tests.bench.load import RUNNING_PIECES, WARMUP, Plan, draw
-from tests.bench.records import Figures
 from tests.bench.servers import Spec
-from tests.bench.sides import at_least
-from vsched.bench.load.shapes import Shape
+from vsched.bench.load.client import BenchClient
+from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw
+from vsched.bench.load.generator import run as load
+from vsched.bench.load.shapes import Case, Shape
+from vsched.bench.report.run import fixed_length_fields
+from vsched.bench.report.summary import NOT_ASKED, Figures
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -82,16 +82,21 @@ async def serving() -> AsyncIterator[Server]:
         yield server
 
 
-async def run(server: Server, plan: Plan) -> tuple[Figures, int]:
+async def run(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
     finished: list[None] = []
-    spec = Spec(side="x", command=[], model="m", port=server.port, version="v", exactly=at_least)
-    work = load.run(draw(plan), spec, timeout_s=5, finished=lambda: finished.append(None))
-    return await work, len(finished)
+    spec = Spec(
+        side="x", command=[], model="m", port=server.port, version="v", exactly=fixed_length_fields
+    )
+    client = BenchClient(spec.url, timeout_s=5)
+    figures = await load(client, draw(plan), spec.body, finished=lambda: finished.append(None))
+    return figures, len(finished)
 
 
-def plan_of(case: str, *, turns: int = 1) -> Plan:
+def plan_of(case: str, *, turns: int = 1) -> LoadPlan:
     shape = Shape(words=4, output_tokens=3, image_pixels=16, turns=turns)
-    return Plan(case=case, shape=shape, concurrency=2, sessions=3, seed="0", decoder_tokens=9)
+    return LoadPlan(
+        case=Case(case), shape=shape, concurrency=2, sessions=3, seed="0", decoder_tokens=9
+    )
 
 
 @pytest.mark.parametrize(("case", "turns"), [("text", 1), ("image", 1), ("conversation", 3)])

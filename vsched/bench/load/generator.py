@@ -1,0 +1,213 @@
+"""The load generator: one process, one loop, and the same bytes in the same order for every server.
+
+Everything is drawn before a clock runs. Each repeat and each concurrency has seeds of its own, so that no cache of a
+server holds anything but what the case is about. In a conversation the assistant's part is drawn too: the answers of
+two servers may differ in a token, and the prompts of later turns must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vsched.bench.load.cases import draw_session, draw_text
+from vsched.bench.load.client import BenchClient, Sample
+from vsched.bench.load.shapes import Case, Shape
+from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, summarise
+from vsched.errors import ConfigError, limit_message
+
+WARMUP = 2
+REPLY_WORDS = 12
+DECODER_TOKENS = 256
+RUNNING_PIECES = 4
+"""Pieces of text after which a decoder counts as running."""
+_SESSIONS_MIN = 8
+
+Message = dict[str, Any]
+Body = Callable[[list[Message], int], bytes]
+"""Makes the body of a request for so many tokens: how a server is asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """One run, without the server.
+
+    Attributes:
+        concurrency: Sessions at a time; in `mixed`, decoders, and images that arrive at once.
+        sessions: Sessions in all; ignored in `mixed`.
+        seed: Draws other texts and images.
+        warmup: Requests before the clock starts.
+        decoder_tokens: Tokens of each decoder in `mixed`.
+    """
+
+    case: Case
+    shape: Shape
+    concurrency: int
+    sessions: int
+    seed: str = "0"
+    warmup: int = WARMUP
+    decoder_tokens: int = DECODER_TOKENS
+
+    @property
+    def requests(self) -> int:
+        """How many requests there will be."""
+        mixed = self.case is Case.MIXED
+        return self.concurrency * 2 if mixed else self.sessions * self.shape.turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnLoad:
+    """What is sent: the messages of each session, one list a turn, and those that warm up."""
+
+    plan: LoadPlan
+    sessions: list[list[list[Message]]]
+    warmup: list[list[Message]]
+
+
+def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
+    """Return how many sessions a run has: as many as are wanted, or what measures a case without taking all day.
+
+    Raises:
+        ConfigError: When so many clients would never be at work at once.
+    """
+    if wanted is None:
+        return concurrency if case is Case.CONVERSATION else max(2 * concurrency, _SESSIONS_MIN)
+    if wanted < concurrency:
+        raise ConfigError(
+            limit_message(
+                f"sessions: of {concurrency} clients some would have nothing to do",
+                value=f"{wanted} sessions",
+                limit=f"at least {concurrency}",
+                remedy="ask for more sessions, or for fewer clients",
+            )
+        )
+    return wanted
+
+
+def draw(plan: LoadPlan) -> DrawnLoad:
+    """Draw everything of one run."""
+    seeded = functools.partial(_seed, plan.case, plan.concurrency, plan.seed)
+    if plan.case is Case.MIXED:
+        kind, count = Case.IMAGE, range(plan.concurrency)
+        sessions = [_session(Case.TEXT, plan.shape, seeded("decoder", index)) for index in count]
+        sessions += [_session(kind, plan.shape, seeded("burst", index)) for index in count]
+    else:
+        kind = plan.case
+        sessions = [_session(kind, plan.shape, seeded(index)) for index in range(plan.sessions)]
+    warm = range(plan.warmup)
+    warmup = [_session(kind, plan.shape, seeded("warm", index))[0] for index in warm]
+    return DrawnLoad(plan=plan, sessions=sessions, warmup=warmup)
+
+
+def _seed(*parts: object) -> int:
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _session(case: Case, shape: Shape, seed: int) -> list[list[Message]]:
+    """Return the whole messages of each turn."""
+    rng = random.Random(seed)  # noqa: S311 - a load, not a secret
+    history: list[Message] = []
+    turns: list[list[Message]] = []
+    for message in draw_session(case, shape, seed):
+        history.append(message)
+        turns.append(list(history))
+        history.append({"role": "assistant", "content": draw_text(rng, REPLY_WORDS)})
+    return turns
+
+
+async def run(
+    client: BenchClient, drawn: DrawnLoad, body: Body, *, finished: Callable[[], None]
+) -> Figures:
+    """Warm a server up and run a load against it; `finished` is called after each request."""
+    plan = drawn.plan
+    for messages in drawn.warmup:
+        await client.chat_when_ready(body(messages, plan.shape.output_tokens))
+    measure = _burst if plan.case is Case.MIXED else _closed_loop
+    answers = await measure(client, drawn, body, finished)
+    return summarise(plan.case, plan.concurrency, answers)
+
+
+async def _closed_loop(
+    client: BenchClient, drawn: DrawnLoad, body: Body, finished: Callable[[], None]
+) -> Answers:
+    """Keep `concurrency` sessions open at a time, each waiting for its answers."""
+    plan = drawn.plan
+    tokens = plan.shape.output_tokens
+    bodies = [[body(turn, tokens) for turn in session] for session in drawn.sessions]
+    results: list[list[Sample]] = [[] for _ in bodies]
+
+    async def talk(index: int) -> None:
+        for turn in bodies[index]:
+            sample = await client.chat(turn)
+            results[index].append(sample)
+            finished()
+            if sample.error is not None:
+                break
+        for _ in bodies[index][len(results[index]) :]:
+            results[index].append(Sample(0.0, error=NOT_ASKED))
+            finished()
+
+    indices = iter(range(len(bodies)))
+
+    async def work() -> None:
+        for index in indices:
+            await talk(index)
+
+    began, cpu_began = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(plan.concurrency, len(bodies))):
+            group.create_task(work())
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    counts = [tokens] * plan.requests
+    return Answers(sessions=results, tokens=counts, wall_s=wall_s, cpu_s=cpu_s)
+
+
+async def _burst(
+    client: BenchClient, drawn: DrawnLoad, body: Body, finished: Callable[[], None]
+) -> Answers:
+    """Start the decoders, wait until all of them run, and send all images at once."""
+    plan = drawn.plan
+    count = plan.concurrency
+    tokens = [plan.decoder_tokens] * count + [plan.shape.output_tokens] * count
+    bodies = [
+        body(session[0], wanted) for session, wanted in zip(drawn.sessions, tokens, strict=True)
+    ]
+    running = asyncio.Semaphore(0)
+
+    def note(sample: Sample) -> None:
+        if len(sample.stamps) == RUNNING_PIECES:
+            running.release()
+
+    async def ask(index: int) -> Sample:
+        sample = await client.chat(bodies[index])
+        if len(sample.stamps) < RUNNING_PIECES:
+            running.release()  # it failed, or says next to nothing: nobody waits for it
+        finished()
+        return sample
+
+    client.on_text = note
+    began, cpu_began = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        decoders = [group.create_task(ask(index)) for index in range(count)]
+        for _ in range(count):
+            await running.acquire()
+        client.on_text = None
+        burst_began = time.perf_counter()
+        images = [group.create_task(ask(count + index)) for index in range(count)]
+        await asyncio.wait(images)
+        burst_ended = time.perf_counter()
+    return Answers(
+        sessions=[[task.result()] for task in decoders + images],
+        tokens=tokens,
+        decoders=range(count),
+        burst=(burst_began, burst_ended),
+        wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - cpu_began,
+    )
