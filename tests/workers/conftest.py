@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.workers.driver import Stage  # noqa: E402
-from tests.workers.ranks import Ranks  # noqa: E402
+from tests.workers.parallel.ranks import Ranks  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched_workers.checkpoint.random_init import make_checkpoint  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The plug-in object: what it costs to import, and that it keeps its promises."""
+"""The plug-in object: what it costs to import, and that its preprocessor is the same with and without torch."""
 
 from __future__ import annotations
 
@@ -31,3 +31,35 @@ def test_inspect_imports_nothing_heavy(checkpoints: Callable[[str], Path]) -> No
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert run.stdout.strip() == "[]"
+
+
+PREPROCESSOR_CODE = """
+import sys
+from vsched_workers.plugin import plugin
+if sys.argv[2] == "lean":
+    plugin.forgo_models()
+made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
+print(made.settings_digest.hex(), made._levels.tobytes().hex(), hash(made._backend.to_str()))
+print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
+print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
+print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_plugin_that_forgoes_models_has_the_same_preprocessor(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    found = {}
+    for way in ("lean", "whole"):
+        found[way] = subprocess.run(
+            [sys.executable, "-c", PREPROCESSOR_CODE, str(checkpoints("nano25")), way],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"PYTHONHASHSEED": "0", "PYTHONPATH": ":".join(sys.path)},
+        )
+    assert found["lean"].stdout == found["whole"].stdout
+    assert "torch: False" in found["lean"].stderr
+    assert "torch: True" in found["whole"].stderr

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.backends.cuda.test_kernel_choice import varlen_on_cpu
 from tests.workers.driver import Driver, Question, Stage, drawn_image
-from tests.workers.test_kernel_choice import varlen_on_cpu
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda import vision_attention
 

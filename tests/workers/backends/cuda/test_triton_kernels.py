@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.workers.paged import filled_cache, written_out
+from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import TritonDecode, parts_of_context
 
 pytest.importorskip("triton")

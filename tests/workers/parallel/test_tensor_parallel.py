@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.workers import ranks as on_rank
 from tests.workers.driver import Driver, Question, Stage, drawn_image
-from tests.workers.ranks import Ranks
+from tests.workers.parallel import ranks as on_rank
+from tests.workers.parallel.ranks import Ranks
 from vsched.types import SamplingParams
 from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 

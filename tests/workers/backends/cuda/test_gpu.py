@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.backends.paged import filled_cache, written_out
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
-from tests.workers.paged import filled_cache, written_out
 from tests.workers.reference import Reference
 from tests.workers.test_language import crowd, outputs
 from vsched.worker.contract import WorkerSettings

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.workers import ranks as on_rank
 from tests.workers.driver import Driver, Question, Stage, drawn_image
-from tests.workers.ranks import Ranks
+from tests.workers.parallel import ranks as on_rank
+from tests.workers.parallel.ranks import Ranks
 from tests.workers.reference import Reference
 from tests.workers.test_language import crowd, expected, outputs
 from vsched.errors import CheckpointError

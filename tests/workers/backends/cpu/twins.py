@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.workers.driver import Question, Stage
-from tests.workers.ranks import driver_of
+from tests.workers.parallel.ranks import driver_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
 
 WITHIN = 0.05

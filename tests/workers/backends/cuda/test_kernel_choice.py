@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.paged import filled_cache
+from tests.workers.backends.paged import filled_cache
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode

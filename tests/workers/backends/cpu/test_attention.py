@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.workers.paged import written_out
+from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import operand_choice, paired_attention, tiled_attention

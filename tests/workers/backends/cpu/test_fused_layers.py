@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Driver, Stage, drawn_image
-from tests.workers.ranks import Ranks
+from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import crowd
-from tests.workers.twins import WITHIN, Twins, run_twins
 from vsched.worker.contract import EncodeJob
 from vsched_workers.backends.cpu import paired_attention
 from vsched_workers.backends.cpu import products as panel_products

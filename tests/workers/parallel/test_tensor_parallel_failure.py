@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers import ranks as on_rank
 from tests.workers.driver import Driver, Question, drawn_image
-from tests.workers.ranks import Ranks, outcome
+from tests.workers.parallel import ranks as on_rank
+from tests.workers.parallel.ranks import Ranks, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv

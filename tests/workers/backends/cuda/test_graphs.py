@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers.backends.cuda.lane import LateLane
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
-from tests.workers.lane import LateLane
 from tests.workers.test_language import crowd, outputs
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
