@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vsched.errors import (
         ConfigError,
         DeviceOutOfMemory,
-        GroupLost,
+        GroupLostError,
         MemoryLeak,
         RankDesync,
         RequestRefused,
@@ -28,7 +28,7 @@ __all__ = [
     "ConfigError",
     "DeviceOutOfMemory",
     "Engine",
-    "GroupLost",
+    "GroupLostError",
     "MediaItem",
     "MemoryLeak",
     "RankDesync",

@@ -112,7 +112,7 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
     return wanted or info.context_tokens
 
 
-def kernel_sizes(
+def scheduler_limits(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
 ) -> SchedulerLimits:
     """Return the kernel's limits for a KV cache of so many blocks."""

@@ -30,12 +30,12 @@ from vsched.assembly import (
     engine_memory,
     inspect_checkpoint,
     kernel_policies,
-    kernel_sizes,
     kv_sizing,
     make_crews,
     media_settings,
     memory_in_use,
     rank_spec,
+    scheduler_limits,
 )
 from vsched.config import Config, resolve_policies
 from vsched.errors import RequestRefused
@@ -98,7 +98,7 @@ class Engine:
         Blocks: up to `deadlines.ready_s`.
 
         Raises:
-            CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When it cannot serve; nothing is left behind.
+            CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When it cannot serve; nothing remains.
         """
         config = self.config
         check_record_path(config)
@@ -118,7 +118,9 @@ class Engine:
         self._launcher = around.make_launcher(self.config)
         shell = self._shell = Shell(
             self._crews,
-            size=lambda blocks: kernel_sizes(self.config, self.info, self._policies, blocks=blocks),
+            size=lambda blocks: scheduler_limits(
+                self.config, self.info, self._policies, blocks=blocks
+            ),
             policies=kernel_policies(self._policies),
             on_progress=self._on_progress,
             drain_s=self.config.deadlines.drain_s,
@@ -227,8 +229,8 @@ class Engine:
         assert shell is not None, "only a started engine is serving"
         prompt_tokens = len(prepared.token_ids)
         if not sampling.max_tokens:
-            sizes = shell.sizes
-            room = min(sizes.context_tokens, sizes.blocks * sizes.block_size) - prompt_tokens
+            limits = shell.limits
+            room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)

@@ -121,9 +121,9 @@ class RankDesync(VschedError):
     """A rank saw a gap or a different digest in its decision log and stopped."""
 
 
-class GroupLost(VschedError):
+class GroupLostError(VschedError):
     """A group of ranks is gone: a process exited, a deadline passed, or a rank diverged."""
 
 
-class PeerLost(GroupLost):
+class PeerLost(GroupLostError):
     """A rank misses another one of its group; that one's own word tells more."""

@@ -30,7 +30,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # --- admission ---------------------------------------------------------------------------------------------------
 
 
-class Entry(Protocol):
+class WaitingEntry(Protocol):
     """One waiting entry: an item in the encode stage, a request in the generate stage.
 
     `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
@@ -66,7 +66,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     now_ns: int
-    waiting: Sequence[Entry]
+    waiting: Sequence[WaitingEntry]
     tokens_free: int
     entries_free: int
     blocks_free: int
@@ -185,7 +185,7 @@ class EvictionPolicy(Policy, frozen=True, kw_only=True):
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-Outcome = Literal["fits", "out_of_memory", "leak"]
+AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +239,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     action: Literal["probe", "build"]
     tokens: int
-    outcome: Outcome
+    outcome: AttemptOutcome
     message: str
     ranks: Sequence[RankMemory]
 
@@ -283,7 +283,7 @@ class Build(msgspec.Struct, frozen=True):
     canary_bytes: int = 0
 
 
-class Accept(msgspec.Struct, frozen=True):
+class AcceptBuild(msgspec.Struct, frozen=True):
     """Serve with what the last attempt built."""
 
 
@@ -304,7 +304,7 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     mem_fraction: Fraction = 0.95
     """Share of the measured budget to use, in (0, 1]: the one safety margin."""
 
-    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
         """Return what to try next, or how it ends; asked again with each attempt added, 16 times at most."""
         raise NotImplementedError
 

@@ -39,7 +39,7 @@ def run(spec: RankSpec) -> None:
 
     Raises:
         RankDesync: When a log has a gap or differs.
-        GroupLost: When a leader is silent for longer than the timeout.
+        GroupLostError: When a leader is silent for longer than the timeout.
         DeviceOutOfMemory: When a generate step ran out of memory.
     """
     arena = Arena(spec.arena_fd, spec.layout)

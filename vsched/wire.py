@@ -22,7 +22,7 @@ import msgspec
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Finished
-from vsched.policy import Outcome, RankMemory, Reservation
+from vsched.policy import AttemptOutcome, RankMemory, Reservation
 
 _HEADER = struct.Struct("<Q16sQ")
 _COVERED = 24  # from the turn on, a digest covers the frame
@@ -107,7 +107,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Sized(msgspec.Struct, frozen=True, tag=True):
     """A rank's vote on the last `SizeKv`, and what it measured."""
 
-    outcome: Outcome
+    outcome: AttemptOutcome
     message: str
     memory: RankMemory
 

@@ -14,7 +14,7 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     joined,
-    sizes,
+    make_limits,
     words,
 )
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
@@ -54,7 +54,7 @@ def admission(registered: RegisteredPolicy) -> AdmissionPolicy:
 def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredPolicy) -> None:
     """A8, A9: 3 items and 2 permits are a batch of 2, then the third; the permits come back each time."""
     policies = default_policies(encode_admission=admission(registered))
-    cluster = ModelCluster(sizes(encode_items=2), policies)
+    cluster = ModelCluster(make_limits(encode_items=2), policies)
     cluster.lose("encode")
     for name in ("a", "b", "c"):
         cluster.submit(image_request(name, (name.encode(), 8)))
@@ -70,7 +70,7 @@ def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredP
 def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy) -> None:
     """A22, E7: who waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
     policies = default_policies(generate_admission=admission(registered))
-    cluster = ModelCluster(sizes(blocks=10, slots=3, prefix_cache=False), policies)
+    cluster = ModelCluster(make_limits(blocks=10, slots=3, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.wait(1_000_000_000)
     before = generate_statistics(cluster)
@@ -90,7 +90,7 @@ def test_admission_refused_request_does_not_hold_its_cached_prefix(
 ) -> None:
     """A22, E7: nothing is taken for a request before all that it needs is there, not even what is shared."""
     policies = default_policies(generate_admission=admission(registered))
-    cluster = ModelCluster(sizes(blocks=9, slots=3), policies)
+    cluster = ModelCluster(make_limits(blocks=9, slots=3), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.wait(1_000_000_000)
     before = generate_statistics(cluster)
@@ -118,7 +118,7 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
     """E8: in between it waits for an event or its time, however many steps of others go by."""
     Counted.asked.clear()
     policies = default_policies(generate_admission=Counted(deadline_s=0.1))
-    cluster = ModelCluster(sizes(), policies)
+    cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.wait(200_000_000)
     assert len(Counted.asked) == 2, "when it came and when it was due"
@@ -143,7 +143,7 @@ def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
     """E8: nor does the encode stage ask again because of what others do meanwhile."""
     Counted.asked.clear()
     policies = default_policies(encode_admission=Counted(deadline_s=0.1))
-    cluster = ModelCluster(sizes(), policies)
+    cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("text", words(4), max_tokens=60))
     for asked, name in enumerate("ab", start=1):
         cluster.submit(image_request(name, (name.encode(), 8)))
@@ -161,7 +161,7 @@ def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
 def test_gathered_encodes_what_comes_within_the_deadline_together() -> None:
     """E15: two images that arrive a moment apart are one batch; a full batch does not wait."""
     policies = default_policies(encode_admission=Gathered(max_tokens=40))
-    cluster = ModelCluster(sizes(), policies)
+    cluster = ModelCluster(make_limits(), policies)
     cluster.submit(image_request("a", (b"a", 10)))
     cluster.wait(50_000_000)
     cluster.submit(image_request("b", (b"b", 10)))
@@ -189,7 +189,7 @@ def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> No
     """E8: a request without blocks is looked at again when blocks came free, not in every step."""
     CountedFifo.asked.clear()
     policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
-    cluster = ModelCluster(sizes(blocks=25, prefix_cache=False), policies)
+    cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
     cluster.run_generate()
@@ -205,7 +205,7 @@ def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
     """Bounded: with it, the small ones use blocks that the large one cannot; then nothing passes it any more."""
 
     def order(policy: AdmissionPolicy) -> list[str]:
-        limits = sizes(blocks=20, prefix_cache=False)
+        limits = make_limits(blocks=20, prefix_cache=False)
         cluster = ModelCluster(limits, default_policies(generate_admission=policy))
         cluster.submit(make_request("running", words(40), max_tokens=20))
         cluster.submit(make_request("large", words(60, start=100), max_tokens=2))
@@ -228,7 +228,9 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
     """Both stages see what the request carries; an image is as urgent as the most urgent of those who want it."""
 
     def order(policy: AdmissionPolicy) -> list[str]:
-        cluster = ModelCluster(sizes(encode_items=1, slots=1), default_policies(**{stage: policy}))
+        cluster = ModelCluster(
+            make_limits(encode_items=1, slots=1), default_policies(**{stage: policy})
+        )
         group = stage.removesuffix("_admission")
         cluster.lose(group)
         for name, priority, target_ms in [("a", 0, None), ("b", 1, 500), ("c", 2, 100)]:
@@ -254,7 +256,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
 
 def encoded_after_first_chunk(policy: ChunkAware | Eager | Combined) -> list[bytes]:
     """Return what is encoded when one chunk of the request has been sent and not come back."""
-    cluster = ModelCluster(sizes(chunk_tokens=8, slots=1), default_policies(encoding=policy))
+    cluster = ModelCluster(make_limits(chunk_tokens=8, slots=1), default_policies(encoding=policy))
     text = words(40)
     items = [(8, 4, b"first"), (20, 4, b"second"), (40, 4, b"third")]
     cluster.submit(make_request("request", text, items))
@@ -277,7 +279,7 @@ def test_encoding_looks_as_far_ahead_as_configured() -> None:
 @pytest.mark.parametrize("policy", [ChunkAware(), Eager(), Combined()], ids=repr)
 def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Eager | Combined) -> None:
     """D2: an image more costs one encode, but for the baseline, which knows only whole sets."""
-    cluster = ModelCluster(sizes(prefix_cache=False), default_policies(encoding=policy))
+    cluster = ModelCluster(make_limits(prefix_cache=False), default_policies(encoding=policy))
     counts: list[int] = []
     for turn in range(1, 5):
         items = [(0, 4, b"image%d" % number) for number in range(turn)]

@@ -15,7 +15,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
-from vsched.policy import Accept, Attempt, Build, Fail, MemoryPolicy, Probe
+from vsched.policy import AcceptBuild, Attempt, Build, Fail, MemoryPolicy, Probe
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.testing.model_ranks.kv_sizing import SimulatedRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
@@ -227,7 +227,7 @@ def test_mem_fraction_defaults() -> None:
 
 def test_auto_profile_accepts_what_held() -> None:
     view = memory_view(attempted("probe", 8192), attempted("build", 60_000))
-    assert AutoProfile().plan(view) == Accept()
+    assert AutoProfile().plan(view) == AcceptBuild()
 
 
 def test_auto_profile_shrinks_by_a_share() -> None:
@@ -357,7 +357,7 @@ def test_fraction_takes_a_share_and_hopes() -> None:
     view = memory_view(reservations=[reserved(650_000)])
     assert Fraction().plan(view) == Build(63_000, stress=False)
     assert Fraction(mem_fraction=0.5).plan(view) == Build(35_000, stress=False)
-    assert Fraction().plan(memory_view(attempted("build", 63_000))) == Accept()
+    assert Fraction().plan(memory_view(attempted("build", 63_000))) == AcceptBuild()
     ran_out = attempted("build", 63_000, "out_of_memory")
     assert "auto-profile" in refused(Fraction().plan(memory_view(ran_out)))
     full = memory_view(ranks=[rank_memory(available_bytes=100)])

@@ -10,11 +10,11 @@ from tests.unit.rank.fake_plugin import LAYOUT, model_info
 from vsched.assembly import (
     check_parallel,
     crew_plans,
-    kernel_sizes,
     kv_sizing,
     leader_deadlines,
     memory_in_use,
     rank_spec,
+    scheduler_limits,
 )
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import CheckpointError
@@ -77,8 +77,8 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     policies = resolve_policies(config)
     plans = crew_plans(config, INFO, policies)
     assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]
-    sizes = kernel_sizes(config, INFO, policies, blocks=7)
-    assert (sizes.encode_items, sizes.encoders, sizes.generators) == (4, 2, 1)
+    limits = scheduler_limits(config, INFO, policies, blocks=7)
+    assert (limits.encode_items, limits.encoders, limits.generators) == (4, 2, 1)
 
 
 def test_kernel_is_told_how_long_a_request_may_wait() -> None:
@@ -86,7 +86,8 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
     for set_, expected_ns in (("deadlines.waiting_s=0", 0), ("deadlines.waiting_s=1.5", 1.5e9)):
         config = config_of(set_)
         assert (
-            kernel_sizes(config, INFO, resolve_policies(config), blocks=1).waiting_ns == expected_ns
+            scheduler_limits(config, INFO, resolve_policies(config), blocks=1).waiting_ns
+            == expected_ns
         )
 
 

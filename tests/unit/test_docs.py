@@ -242,8 +242,8 @@ def test_docs_examples_are_python(page: Path) -> None:
 def serve_one(config: Path) -> list[GenerateDecision]:
     """Serve two requests by a kernel with the policies of a configuration; return the decisions."""
     loaded = load_config(config, environ={})
-    sizes = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
-    kernel = Scheduler(sizes, kernel_policies(loaded.policies))
+    limits = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
+    kernel = Scheduler(limits, kernel_policies(loaded.policies))
     commands = [*kernel.handle(GroupReady("encode"), 0), *kernel.handle(GroupReady("generate"), 0)]
     for name, length in (("long", 30), ("short", 3)):
         request = Request(

@@ -20,8 +20,7 @@ from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGr
 from vsched.aio.replicas.worker_groups import WorkerGroups, smallest_cache
 from vsched.aio.streams.stream import Generation
 from vsched.aio.streams.table import StreamTable, int32_array
-from vsched.errors import GroupLost as GroupLostError
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import GroupLostError, RequestRefused, limit_message
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
@@ -46,7 +45,7 @@ from vsched.kernel.events import (
     GroupRetired,
     Stepped,
     Submitted,
-    Timer,
+    TimerFired,
 )
 from vsched.types import FinishReason, Request
 from vsched.wire import EncodeResult, GenerateResult
@@ -134,7 +133,7 @@ class Shell:
         Blocks: up to the deadline for readiness.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory, GroupLost: When a worker group cannot start; the others are stopped.
+            CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others stop.
         """
         reports = await self._crews.start()
         self._kernel = Scheduler(self._size(smallest_cache(reports)), self._policies)
@@ -290,7 +289,7 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
-        self._timer = self._loop.call_later(delay_s, self.handle, Timer())
+        self._timer = self._loop.call_later(delay_s, self.handle, TimerFired())
 
     # --- ranks ---
 
@@ -303,7 +302,7 @@ class Shell:
             failed = EncodeFailed(result.step, result.error, name)
             self.handle(failed if result.error else Encoded(result.step, name))
             return
-        expected = 4 * self.sizes.slots
+        expected = 4 * self.limits.slots
         if not len(result.tokens) == len(result.numbers) == expected:
             reason = f"{name}: a result of {len(result.tokens)} bytes, not {expected}"
             group.supervisor.worker_group.lose(reason)
@@ -350,12 +349,12 @@ class Shell:
     def _check_size(self, reports: Reports) -> None:
         """The kernel goes on with the blocks that it knows: a group with fewer cannot serve it."""
         blocks = smallest_cache(reports)
-        if blocks and blocks < self.sizes.blocks:
+        if blocks and blocks < self.limits.blocks:
             raise GroupLostError(
                 limit_message(
                     f"{' and '.join(reports)} came back with a smaller KV cache",
                     value=f"{blocks} blocks",
-                    limit=f"at least {self.sizes.blocks} blocks",
+                    limit=f"at least {self.limits.blocks} blocks",
                     remedy="see what else takes the device's memory, or pin a smaller size",
                 )
             )
@@ -368,10 +367,10 @@ class Shell:
         return self._kernel is not None and self._groups.all_up() and not self.given_up
 
     @property
-    def sizes(self) -> SchedulerLimits:
+    def limits(self) -> SchedulerLimits:
         """The kernel's limits; the shell has started."""
         assert self._kernel is not None
-        return self._kernel.sizes
+        return self._kernel.limits
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words."""

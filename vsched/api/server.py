@@ -72,7 +72,7 @@ async def running_server(
     The server listens at once and answers 503 until the engine is ready, which is when the body runs.
 
     Raises:
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
@@ -107,7 +107,7 @@ async def serve(
     """Serve until a signal: the first SIGINT or SIGTERM drains, the second stops at once.
 
     Raises:
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
     """
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()

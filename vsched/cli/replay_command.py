@@ -34,7 +34,7 @@ def replay(
     from rich.console import Console
 
     from vsched.errors import ConfigError
-    from vsched.record import Timeline
+    from vsched.record import TraceTimeline
     from vsched.record import replay as run
     from vsched.record.segments import find_segments
 
@@ -49,7 +49,7 @@ def replay(
                 raise ConfigError(
                     f"--timeline {timeline}: cannot be written: {error.strerror}. Remedy: name another file"
                 ) from error
-            drawn = Timeline(file)
+            drawn = TraceTimeline(file)
             open_files.callback(drawn.close)
         progress = open_files.enter_context(_bar(console))
         report = run(record, on_progress=progress, observer=drawn)

@@ -8,8 +8,8 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.types import MediaItem, Request
 
 
-def refuse_impossible(request: Request, sizes: SchedulerLimits, *, scope: str) -> Refuse | None:
-    """Return why a request can never be served with these sizes; None when it can.
+def refuse_impossible(request: Request, limits: SchedulerLimits, *, scope: str) -> Refuse | None:
+    """Return why a request can never be served with these limits; None when it can.
 
     `scope` is the encoding policy's: what shares a cache entry.
     """
@@ -33,31 +33,31 @@ def refuse_impossible(request: Request, sizes: SchedulerLimits, *, scope: str) -
             limit=f"spans in order within 0 to {prompt}",
             remedy="place each item on its own placeholders",
         )
-    if total > sizes.context_tokens:
+    if total > limits.context_tokens:
         return _refuse(
             request,
             "context_exceeded",
             "prompt plus max_tokens exceeds the context",
             value=total,
-            limit=f"{sizes.context_tokens} tokens",
+            limit=f"{limits.context_tokens} tokens",
             remedy="shorten the prompt or lower max_tokens",
         )
-    if sizes.blocks_for(total) > sizes.blocks:
+    if limits.blocks_for(total) > limits.blocks:
         return _refuse(
             request,
             "kv_exceeded",
             "prompt plus max_tokens can never fit the KV cache",
             value=total,
-            limit=f"{sizes.blocks * sizes.block_size} tokens",
+            limit=f"{limits.blocks * limits.block_size} tokens",
             remedy="lower max_tokens, or give the server a larger KV cache (generate.memory)",
         )
-    return _refuse_images(request, sizes, scope)
+    return _refuse_images(request, limits, scope)
 
 
-def _refuse_images(request: Request, sizes: SchedulerLimits, scope: str) -> Refuse | None:
-    limit = f"{sizes.pages * sizes.page_rows} tokens"
+def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Refuse | None:
+    limit = f"{limits.pages * limits.page_rows} tokens"
     for item in request.items:
-        if sizes.pages_for(item.tokens) > sizes.pages:
+        if limits.pages_for(item.tokens) > limits.pages:
             return _refuse(
                 request,
                 "image_exceeds_cache",
@@ -66,14 +66,14 @@ def _refuse_images(request: Request, sizes: SchedulerLimits, scope: str) -> Refu
                 limit=limit,
                 remedy="send a smaller image, or raise arena.embedding_bytes",
             )
-    together = sum(sizes.pages_for(item.tokens) for item in request.items)
-    if scope == "request" and together > sizes.pages:
+    together = sum(limits.pages_for(item.tokens) for item in request.items)
+    if scope == "request" and together > limits.pages:
         # One entry for the whole set: it is there as a whole or not at all.
         return _refuse(
             request,
             "images_exceed_cache",
             "the images of a request can never fit the embedding cache together",
-            value=f"{together * sizes.page_rows} tokens, each image in whole pages of {sizes.page_rows}",
+            value=f"{together * limits.page_rows} tokens, each image in whole pages of {limits.page_rows}",
             limit=limit,
             remedy="send fewer images, raise arena.embedding_bytes, or encode by item "
             "(encode.encoding)",
@@ -93,23 +93,23 @@ def refuse_duplicate(request: Request) -> Refuse:
     return Refuse(request.request_id, "duplicate_id", 409, message)
 
 
-def refuse_full_count(request: Request, waiting: int, sizes: SchedulerLimits) -> Refuse:
+def refuse_full_count(request: Request, waiting: int, limits: SchedulerLimits) -> Refuse:
     """Refuse a request because too many wait already; it may come again."""
     message = limit_message(
         "too many requests wait",
         value=waiting + 1,
-        limit=sizes.waiting,
+        limit=limits.waiting,
         remedy="try again later, or raise generate.max_waiting",
     )
     return Refuse(request.request_id, "queue_full", 429, message, retry_after_s=1)
 
 
-def refuse_full_bytes(request: Request, size: int, sizes: SchedulerLimits) -> Refuse:
+def refuse_full_bytes(request: Request, size: int, limits: SchedulerLimits) -> Refuse:
     """Refuse a request because those that wait hold too many bytes; it may come again."""
     message = limit_message(
         "the requests that wait hold too many bytes",
         value=size,
-        limit=sizes.waiting_bytes,
+        limit=limits.waiting_bytes,
         remedy="try again later, or raise generate.max_waiting_bytes",
     )
     return Refuse(request.request_id, "queue_full", 429, message, retry_after_s=1)

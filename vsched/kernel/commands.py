@@ -63,7 +63,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class SetTimer(msgspec.Struct, frozen=True):
-    """Send `Timer` at this time."""
+    """Send `TimerFired` at this time."""
 
     deadline_ns: int
 

@@ -99,7 +99,7 @@ class Resume(msgspec.Struct, frozen=True):
     group: str
 
 
-class Timer(msgspec.Struct, frozen=True):
+class TimerFired(msgspec.Struct, frozen=True):
     """The time of an earlier `SetTimer` has come."""
 
 
@@ -121,6 +121,6 @@ Event = (
     | GroupRetired
     | Drain
     | Resume
-    | Timer
+    | TimerFired
     | Cleared
 )

@@ -9,7 +9,7 @@ from vsched.kernel.request import Phase, RequestState
 
 
 def explain(
-    state: RequestState, sizes: SchedulerLimits, encode: EncodeStage, home: GenerateGroup
+    state: RequestState, limits: SchedulerLimits, encode: EncodeStage, home: GenerateGroup
 ) -> str:
     """Return what a request does or waits for, in its group `home`."""
     match state.phase:
@@ -21,7 +21,7 @@ def explain(
             ]
             return f"{state.phase}: items {missing} of {len(state.items)} are not encoded yet"
         case Phase.READY:
-            need = sizes.blocks_for(len(state.tokens))
+            need = limits.blocks_for(len(state.tokens))
             return f"{state.phase}: needs {need} KV blocks, {home.pool.available} available"
         case Phase.PREFILL:
             return f"{state.phase}: {state.computed} of {len(state.tokens)} tokens in slot {state.slot}"

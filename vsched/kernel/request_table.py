@@ -40,7 +40,7 @@ class RequestTable:
 
     def __init__(
         self,
-        sizes: SchedulerLimits,
+        limits: SchedulerLimits,
         policies: KernelPolicies,
         encode: EncodeStage,
         generators: list[GenerateGroup],
@@ -54,12 +54,12 @@ class RequestTable:
         self.live_bytes = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.refused: dict[str, int] = {}
-        self._sizes = sizes
+        self._limits = limits
         self._encoding = policies.encoding
         self._encode = encode
         self._generators = generators
         self._faults = faults
-        self._router = Router(policies.routing, sizes, faults)
+        self._router = Router(policies.routing, limits, faults)
         self._arrivals = 0
         self._expiries: deque[tuple[int, int]] = deque()
 
@@ -79,14 +79,14 @@ class RequestTable:
         self.live[state.number] = state
         self.numbers[request.request_id] = state.number
         self.commands.append(Accept(request.request_id, state.number))
-        if self._sizes.waiting_ns:
-            self._expiries.append((self.now_ns + self._sizes.waiting_ns, state.number))
+        if self._limits.waiting_ns:
+            self._expiries.append((self.now_ns + self._limits.waiting_ns, state.number))
         self._settle_in(state, arriving=True)
 
     def _refuse(self, request: Request) -> Refuse | None:
         if self.given_up:
             return refuse_unserved(request, self.given_up)
-        refusal = refuse_impossible(request, self._sizes, scope=self._encoding.scope)
+        refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
         if refusal is None and request.request_id in self.numbers:
             refusal = refuse_duplicate(request)
         return refusal or self._refuse_full(request)
@@ -94,15 +94,15 @@ class RequestTable:
     def _refuse_full(self, request: Request) -> Refuse | None:
         """Return the refusal when too many requests wait already, or too many bytes (G12)."""
         waiting = self.waiting
-        if waiting >= self._sizes.waiting:
-            return refuse_full_count(request, waiting, self._sizes)
-        limit = self._sizes.waiting_bytes
+        if waiting >= self._limits.waiting:
+            return refuse_full_count(request, waiting, self._limits)
+        limit = self._limits.waiting_bytes
         size = host_bytes(request)
         if self.live_bytes + size > limit:
             running = [one for stage in self._generators for one in stage.running.in_order()]
             waiting_bytes = self.live_bytes - sum(one.host_bytes for one in running)
             if waiting and waiting_bytes + size > limit:
-                return refuse_full_bytes(request, waiting_bytes + size, self._sizes)
+                return refuse_full_bytes(request, waiting_bytes + size, self._limits)
         return None
 
     # --- the way into the line ---
@@ -121,8 +121,8 @@ class RequestTable:
 
     def _settle_in(self, state: RequestState, *, arriving: bool = False) -> None:
         """Find a group for a request, and let it stand in line there."""
-        if self._sizes.prefix_cache:
-            state.extend_hashes(self._sizes.block_size)
+        if self._limits.prefix_cache:
+            state.extend_hashes(self._limits.block_size)
         stage = self._router.choose(state, self._generators)
         state.home = self._generators.index(stage)
         stage.load.add(state)
@@ -135,13 +135,13 @@ class RequestTable:
             # It claims nothing: older than others, it would keep embeddings from those that can go on.
             state.phase = Phase.PARKED
             return
-        computed = len(stage.cached_prefix(state)) * self._sizes.block_size
+        computed = len(stage.cached_prefix(state)) * self._limits.block_size
         state.uncached = len(state.tokens) - computed
         state.phase = Phase.ITEMS
         drop_claims_before(state, computed, encode=self._encode)
         if not self.claim(state, computed, arriving=arriving):
             return
-        if stage.chunk_stop(state, computed, self._sizes.batch_tokens) > computed:
+        if stage.chunk_stop(state, computed, self._limits.batch_tokens) > computed:
             if not state.items_ready_ns:
                 state.items_ready_ns = self.now_ns
             stage.line.put(state)
@@ -153,7 +153,7 @@ class RequestTable:
         """
         if not state.items or state.items[-1].end <= start:
             return True
-        stop = min(len(state.tokens), start + self._sizes.chunk_tokens)
+        stop = min(len(state.tokens), start + self._limits.chunk_tokens)
         view = EncodingView(
             items=[
                 ItemSpan(item.offset, item.end, self._encode.is_ready(item.key))
@@ -161,7 +161,7 @@ class RequestTable:
             ],
             chunk_start=start,
             chunk_stop=stop,
-            chunk_tokens=self._sizes.chunk_tokens,
+            chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
         )
@@ -243,7 +243,7 @@ class RequestTable:
         while self._expiries and self._expiries[0][0] <= self.now_ns:
             state = self.live.get(self._expiries.popleft()[1])
             if state is not None and not state.admitted_ns:
-                waited_s = self._sizes.waiting_ns / 1e9
+                waited_s = self._limits.waiting_ns / 1e9
                 message = (
                     f"the request waited for its first step for {waited_s:g} s, which is the limit "
                     "(deadlines.waiting_s). Remedy: try again later, or raise the limit"

@@ -17,9 +17,11 @@ ITEMS_MAX = 8192
 class Router:
     """Finds groups for requests."""
 
-    def __init__(self, policy: RoutingPolicy, sizes: SchedulerLimits, faults: PolicyFaults) -> None:
+    def __init__(
+        self, policy: RoutingPolicy, limits: SchedulerLimits, faults: PolicyFaults
+    ) -> None:
         self._policy = policy
-        self._sizes = sizes
+        self._limits = limits
         self._faults = faults
         self._routed = 0
         self._sent: dict[bytes, int] = {}
@@ -48,7 +50,7 @@ class Router:
                     index=index,
                     load_tokens=stage.load_tokens,
                     healthy=stage.open,
-                    prefix_tokens=len(stage.cached_prefix(state)) * self._sizes.block_size,
+                    prefix_tokens=len(stage.cached_prefix(state)) * self._limits.block_size,
                     items_seen=sum(self._sent.get(key) == index for key in keys),
                 )
                 for index, stage in enumerate(stages)
@@ -56,7 +58,7 @@ class Router:
             prompt_tokens=state.prompt_length,
             item_keys=keys,
             routed=self._routed,
-            load_limit_tokens=self._sizes.blocks * self._sizes.block_size,
+            load_limit_tokens=self._limits.blocks * self._limits.block_size,
         )
         chosen = stages[ask_routing(self._policy, view, self._faults)]
         if chosen in usable:

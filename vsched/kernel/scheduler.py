@@ -33,7 +33,7 @@ from vsched.kernel.events import (
     Resume,
     Stepped,
     Submitted,
-    Timer,
+    TimerFired,
 )
 from vsched.kernel.explain import explain
 from vsched.kernel.generate.group import GenerateGroup
@@ -51,24 +51,26 @@ class Scheduler:
     There is one line of items for all encode groups, and one line of requests for each generate group.
     """
 
-    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies) -> None:
-        self.sizes = sizes
+    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
+        self.limits = limits
         self._faults = PolicyFaults()
         self.encode = EncodeStage(
-            sizes, policies.encode_admission, policies.embedding_eviction, self._faults
+            limits, policies.encode_admission, policies.embedding_eviction, self._faults
         )
         self.generators = [
-            GenerateGroup(name, sizes, policies, self.encode, self._faults)
-            for name in group_names("generate", sizes.generators)
+            GenerateGroup(name, limits, policies, self.encode, self._faults)
+            for name in group_names("generate", limits.generators)
         ]
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.lanes, *self.generators)
         }
         # The generate group whose processes an encode group keeps from steps.
-        shared = zip(self.encode.lanes, self.generators, strict=True) if sizes.encode_pauses else ()
+        shared = (
+            zip(self.encode.lanes, self.generators, strict=True) if limits.encode_pauses else ()
+        )
         self._hosts = {lane.name: stage for lane, stage in shared}
         self._draining: list[Group] = []
-        self._book = RequestTable(sizes, policies, self.encode, self.generators, self._faults)
+        self._book = RequestTable(limits, policies, self.encode, self.generators, self._faults)
         self._timer_ns: int | None = None
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
@@ -96,7 +98,7 @@ class Scheduler:
                 self._on_retired(event)
             case Drain():
                 self._on_drain(event.group)
-            case Timer():
+            case TimerFired():
                 self._timer_ns = None
             case Cleared():
                 book.clear(event.message, code=event.code)
@@ -209,9 +211,9 @@ class Scheduler:
 
     def _plan(self) -> None:
         """Let every group plan until none has anything to send."""
-        if self.sizes.waiting_ns:
+        if self.limits.waiting_ns:
             self._book.expire()
-        depth = self.sizes.generate_depth
+        depth = self.limits.generate_depth
         while True:
             moved = more = False
             for stage in self.generators:
@@ -325,7 +327,7 @@ class Scheduler:
         if number is None:
             return ""
         state = self._book.live[number]
-        return explain(state, self.sizes, self.encode, self._book.home(state))
+        return explain(state, self.limits, self.encode, self._book.home(state))
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and gauges of both stages, of every group, and of the request traffic."""

@@ -15,13 +15,13 @@ import msgspec
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, limit_message
 from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
 from vsched.policy import (
-    Accept,
+    AcceptBuild,
     Attempt,
+    AttemptOutcome,
     Build,
     Fail,
     MemoryPolicy,
     MemoryView,
-    Outcome,
     Probe,
     RankMemory,
 )
@@ -34,7 +34,7 @@ class SizedReport(Protocol):
     """What a rank says when it has carried out an order."""
 
     @property
-    def outcome(self) -> Outcome: ...
+    def outcome(self) -> AttemptOutcome: ...
     @property
     def message(self) -> str: ...
     @property
@@ -141,11 +141,11 @@ class KvNegotiation:
             case Probe() | Build():
                 self._order = self._checked(answer)
                 self._canary_bytes = answer.canary_bytes if isinstance(answer, Build) else 0
-            case Accept():
+            case AcceptBuild():
                 self._order = self._accepted()
             case _:
                 raise PolicyError(
-                    f"{self._name()} returned {answer!r}, which is none of Probe, Build, Accept and Fail"
+                    f"{self._name()} returned {answer!r}, which is none of Probe, Build, AcceptBuild and Fail"
                 )
         return self._order
 
@@ -165,7 +165,7 @@ class KvNegotiation:
                 len(view.attempts) >= ATTEMPTS_MAX,
                 f"{len(view.attempts)} attempts behind it",
                 f"{ATTEMPTS_MAX} attempts",
-                "return Accept or Fail, judging by view.attempts",
+                "return AcceptBuild or Fail, judging by view.attempts",
             ),
             "its canary is below nothing": (
                 canary_bytes < 0,
@@ -201,7 +201,7 @@ class KvNegotiation:
                     f"{self._name()} accepts what does not stand",
                     value=f"last attempt {last}",
                     limit="a build that fits",
-                    remedy="return Accept only when view.attempts ends so",
+                    remedy="return AcceptBuild only when view.attempts ends so",
                 )
             )
         tokens = attempts[-1].tokens
@@ -214,21 +214,21 @@ class KvNegotiation:
             raise MemoryLeak(message)
         raise DeviceOutOfMemory(message)
 
-    def _last_outcome(self) -> Outcome | None:
+    def _last_outcome(self) -> AttemptOutcome | None:
         return self.view.attempts[-1].outcome if self.view.attempts else None
 
     def _name(self) -> str:
         return f"generate.memory: {type(self._policy).__name__}.plan"
 
 
-def vote(outcomes: Sequence[Outcome]) -> Outcome:
+def vote(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome:
     """Return the outcome of the group: a leak anywhere is a leak, out of memory anywhere is out of memory."""
     if "leak" in outcomes:
         return "leak"
     return "out_of_memory" if "out_of_memory" in outcomes else "fits"
 
 
-def _reason(reports: Sequence[SizedReport], outcome: Outcome) -> str:
+def _reason(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
     """Quote the first rank that voted so, without its remedy: the policy knows the better one."""
     voices = sorted(
         (report.memory.rank, report.message) for report in reports if report.outcome == outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vsched.errors import limit_message
-from vsched.policy import Accept, Build, Fail, MemoryPolicy, MemoryView, Probe
+from vsched.policy import AcceptBuild, Build, Fail, MemoryPolicy, MemoryView, Probe
 
 
 class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
@@ -11,12 +11,12 @@ class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
 
     tokens: int
 
-    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
         """Return the one size, or the reason why it is there no more."""
         if not view.attempts:
             return Build(self.tokens, stress=False)
         if view.attempts[-1].outcome == "fits":
-            return Accept()
+            return AcceptBuild()
         return Fail(
             limit_message(
                 "the generate group cannot build the KV cache that it had before it was lost "

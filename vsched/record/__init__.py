@@ -2,13 +2,13 @@
 
 from vsched.record.recorder import Recorder, check_record_path, open_recorder
 from vsched.record.replay import Difference, ReplayReport, replay
-from vsched.record.timeline import Timeline
+from vsched.record.timeline import TraceTimeline
 
 __all__ = [
     "Difference",
     "Recorder",
     "ReplayReport",
-    "Timeline",
+    "TraceTimeline",
     "check_record_path",
     "open_recorder",
     "replay",

@@ -25,7 +25,7 @@ from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Event
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
     """The first record of a segment.
 
     Attributes:
@@ -35,7 +35,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         started_s: When this segment began, seconds of the system's clock since 1970.
         number: Number of the first event.
         config: The configuration, as plain values.
-        sizes: The kernel's limits, as plain values.
+        limits: The kernel's limits, as plain values.
         policies: What each policy table stood for: the class and its fields, for the reader.
         state: The kernel before that event; see `vsched.record.snapshot`.
     """
@@ -46,7 +46,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     started_s: float
     number: int
     config: dict[str, Any]
-    sizes: dict[str, Any]
+    limits: dict[str, Any]
     policies: dict[str, str]
     state: bytes
 
@@ -99,7 +99,7 @@ def _union(mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]]) -> Any:
     return functools.reduce(operator.or_, [mirror for _, mirror in mirrors.values()])
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
+class _EventFrame(msgspec.Struct, frozen=True, array_like=True):
     number: int
     now_ns: int
     event: msgspec.Raw
@@ -107,7 +107,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     data_digest: bytes = b""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RecordedEvent(msgspec.Struct, frozen=True):
     """One event as it was, and what came of it, as bytes that can be compared."""
 
     number: int
@@ -125,19 +125,19 @@ def _pack(one: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_headers: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-_entries: msgspec.msgpack.Decoder[_Entry] = msgspec.msgpack.Decoder(_Entry)
+_headers: msgspec.msgpack.Decoder[SegmentHeader] = msgspec.msgpack.Decoder(SegmentHeader)
+_entries: msgspec.msgpack.Decoder[_EventFrame] = msgspec.msgpack.Decoder(_EventFrame)
 _event_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_EVENTS))
 _command_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_COMMANDS))
 _astuple = msgspec.structs.astuple
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: SegmentHeader) -> bytes:
     """Return the bytes of a header."""
     return msgspec.msgpack.encode(header)
 
 
-def decode_header(body: bytes) -> Header:
+def decode_header(body: bytes) -> SegmentHeader:
     """Return the header of these bytes.
 
     Raises:
@@ -178,7 +178,7 @@ def _rows(commands: Sequence[Command]) -> tuple[list[tuple[Any, ...]], bytes]:
     return rows, data.digest() if data is not None else b""
 
 
-def decode_entry(body: bytes) -> Entry:
+def decode_entry(body: bytes) -> RecordedEvent:
     """Return the entry of these bytes.
 
     Raises:
@@ -190,7 +190,7 @@ def decode_entry(body: bytes) -> Entry:
     except msgspec.MsgspecError as error:
         raise RecordError(f"an entry cannot be read: {error}") from error
     commands = [bytes(command) for command in entry.commands]
-    return Entry(entry.number, entry.now_ns, event, commands, entry.data_digest)
+    return RecordedEvent(entry.number, entry.now_ns, event, commands, entry.data_digest)
 
 
 def decode_command(body: bytes) -> Command:

@@ -26,7 +26,7 @@ from vsched.errors import ConfigError, RecordError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.record.entries import Header, encode_entry, encode_header
+from vsched.record.entries import SegmentHeader, encode_entry, encode_header
 from vsched.record.frames import FORMAT, VERSION, frame
 from vsched.record.segments import complete_segments, numbered, set_aside
 from vsched.record.snapshot import AllowedClasses, encode_state
@@ -99,7 +99,7 @@ class Recorder:
             "run": os.urandom(8),
             "version": version("vsched"),
             "config": msgspec.to_builtins(config),
-            "sizes": msgspec.to_builtins(kernel.sizes),
+            "limits": msgspec.to_builtins(kernel.limits),
             "policies": {table: repr(policy) for table, policy in policies.items()},
         }
         self._number = 0
@@ -141,7 +141,7 @@ class Recorder:
 
     def _begin_segment(self) -> None:
         """Write a new segment with the state in it, then let it take the name of the one before."""
-        header = Header(
+        header = SegmentHeader(
             segment=self._segment + 1,
             started_s=time.time(),
             number=self._number,

@@ -19,8 +19,8 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide
 from vsched.kernel.events import Event
 from vsched.record.entries import (
-    Entry,
-    Header,
+    RecordedEvent,
+    SegmentHeader,
     decode_command,
     decode_entry,
     decode_header,
@@ -37,10 +37,10 @@ Progress = Callable[[int, int], None]
 """Told how many bytes of how many are replayed."""
 
 
-class Observer(Protocol):
+class ReplayObserver(Protocol):
     """Sees what is replayed, as it is."""
 
-    def begin(self, header: Header, config: Config) -> None:
+    def begin(self, header: SegmentHeader, config: Config) -> None:
         """Hear what was recorded; called for the first segment only."""
         ...
 
@@ -88,7 +88,7 @@ class _Counts:
         self.first_event = 0
         self.dropped_bytes = 0
 
-    def add(self, entry: Entry, commands: Sequence[Command]) -> None:
+    def add(self, entry: RecordedEvent, commands: Sequence[Command]) -> None:
         if not self.events:
             self.first_ns = entry.now_ns
         self.last_ns = entry.now_ns
@@ -114,7 +114,7 @@ class _Counts:
 
 
 def replay(
-    path: Path, *, on_progress: Progress | None = None, observer: Observer | None = None
+    path: Path, *, on_progress: Progress | None = None, observer: ReplayObserver | None = None
 ) -> ReplayReport:
     """Replay a record up to its end or the first difference.
 
@@ -125,7 +125,7 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, on_progress: Progress | None, observer: Observer | None) -> None:
+    def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
         self._observer = observer
         self._counts = _Counts()
@@ -155,7 +155,7 @@ class _Replay:
             raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
         return self._counts.report(self._version, difference)
 
-    def _entries(self, reader: FrameReader) -> Iterator[tuple[int, Entry]]:
+    def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
         """Take the state of a segment, then yield its entries."""
         bodies = reader.bodies()
         first = next(bodies, None)
@@ -172,7 +172,7 @@ class _Replay:
         except RecordError as error:
             raise RecordError(f"{reader.path}: {error}") from error
 
-    def _take(self, header: Header) -> None:
+    def _take(self, header: SegmentHeader) -> None:
         try:
             config = msgspec.convert(header.config, Config)
             policies = resolve_policies(config).by_table()
@@ -193,7 +193,7 @@ class _Replay:
         self._kernel = kernel
         self._counts.segments += 1
 
-    def _check_joint(self, header: Header, kernel: Scheduler) -> None:
+    def _check_joint(self, header: SegmentHeader, kernel: Scheduler) -> None:
         """Check that a segment goes on where the one before it ended."""
         assert self._kernel is not None
         if header.run != self._run:
@@ -208,7 +208,7 @@ class _Replay:
                 f"the state before event {header.number} is not the one that was replayed: {begins}, and not {ended}"
             )
 
-    def _step(self, entry: Entry, segment: str) -> Difference | None:
+    def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return what it does otherwise than recorded, if anything."""
         assert self._kernel is not None
         try:
@@ -226,7 +226,7 @@ class _Replay:
         return None
 
     def _difference(
-        self, entry: Entry, segment: str, group: str, expected: str, got: str
+        self, entry: RecordedEvent, segment: str, group: str, expected: str, got: str
     ) -> Difference:
         return Difference(
             number=entry.number,
@@ -239,7 +239,7 @@ class _Replay:
         )
 
 
-def _compare(entry: Entry, commands: Sequence[Command]) -> tuple[str, str, str] | None:
+def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:
     """Return group, expected and got of the first command that differs from what was recorded."""
     bodies, digest = encode_commands(commands)
     for index, command in enumerate(commands):

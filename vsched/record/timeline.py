@@ -33,7 +33,7 @@ from vsched.kernel.events import (
     Resume,
     Stepped,
 )
-from vsched.record.entries import Header
+from vsched.record.entries import SegmentHeader
 from vsched.types import group_names
 
 SCHEDULER = 1
@@ -67,7 +67,7 @@ class _Track:
         return sum(self.lengths.get(chunk.slot) == chunk.stop for chunk in decision.chunks)
 
 
-class Timeline:
+class TraceTimeline:
     """Writes the trace of what it sees; `close` ends the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -81,7 +81,7 @@ class Timeline:
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
-    def begin(self, header: Header, config: Config) -> None:
+    def begin(self, header: SegmentHeader, config: Config) -> None:
         """Name the tracks."""
         self._name(SCHEDULER, "scheduler")
         for stage, section in (("encode", config.encode), ("generate", config.generate)):

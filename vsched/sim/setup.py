@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.assembly import arena_layout, kernel_policies, kernel_sizes
+from vsched.assembly import arena_layout, kernel_policies, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     info: ModelInfo
-    sizes: SchedulerLimits
+    limits: SchedulerLimits
     policies: ConfiguredPolicies
 
     @property
@@ -88,8 +88,8 @@ def prepare(
             )
         )
     arena_layout(config, info)  # refuses what has no room for a page
-    sizes = kernel_sizes(config, info, configured, blocks=blocks)
-    return Setup(config=config, info=info, sizes=sizes, policies=configured)
+    limits = scheduler_limits(config, info, configured, blocks=blocks)
+    return Setup(config=config, info=info, limits=limits, policies=configured)
 
 
 def _replace(configured: ConfiguredPolicies, policies: Mapping[str, Policy]) -> ConfiguredPolicies:

@@ -94,9 +94,9 @@ def _make(policy: type[Policy] | Policy, name: str) -> Policy:
 class _Recorder(ModelCluster):
     """Keeps a digest of all commands."""
 
-    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies | None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
         self.digest = blake2b(digest_size=16)
-        super().__init__(sizes, policies)
+        super().__init__(limits, policies)
 
     def carry_out(self, command: Command) -> None:
         self.digest.update(type(command).__name__.encode() + msgspec.msgpack.encode(command))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import DeviceOutOfMemory, GroupLost, RankDesync
+from vsched.errors import DeviceOutOfMemory, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult, Paused
@@ -65,7 +65,7 @@ class EncodeRank:
         except DeviceOutOfMemory as error:
             logger.warning("encode step %d ran out of memory: %s", step, error)
             return EncodeResult(step, "the encoder ran out of memory for this image", 0)
-        except (GroupLost, RankDesync):
+        except (GroupLostError, RankDesync):
             raise  # no fault of the images: the group is gone
         except Exception:
             logger.exception("encode step %d failed", step)

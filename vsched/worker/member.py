@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.errors import GroupLost, RankDesync
+from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.plugins import load_worker
 from vsched.wire import (
@@ -281,10 +281,10 @@ class Following(Generic[Link]):
         A leader is silent until every rank of its group is ready, and its deadline bounds that.
 
         Raises:
-            GroupLost: When one is silent that has spoken.
+            GroupLostError: When one is silent that has spoken.
         """
         if any(member.heard_ns is not None for member in self.awaited()):
-            raise GroupLost(
+            raise GroupLostError(
                 f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "
                 "a living engine sends a heartbeat every deadlines.heartbeat_s"
             )

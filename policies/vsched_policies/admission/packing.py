@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vsched.policy import AdmissionView, Entry
+from vsched.policy import AdmissionView, WaitingEntry
 
 SECOND_NS = 1_000_000_000
 
@@ -77,7 +77,7 @@ def pack(
 
 
 def _fits(
-    entry: Entry, room: int | None, blocks: int | None, *, alone: bool, divisible: bool
+    entry: WaitingEntry, room: int | None, blocks: int | None, *, alone: bool, divisible: bool
 ) -> bool:
     if blocks is not None and entry.blocks > blocks:
         return False

@@ -14,7 +14,7 @@ from msgspec import Meta
 from vsched.errors import limit_message
 from vsched.memory import group_pools, size_text
 from vsched.policy import (
-    Accept,
+    AcceptBuild,
     Attempt,
     Build,
     Count,
@@ -44,7 +44,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
     retries: Retries = 3
     shrink: Shrink = 0.05
 
-    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
+    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
         """Return the next of at most two probes and `retries` + 1 builds."""
         if not view.attempts:
             return _first_probe(view)
@@ -52,7 +52,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         if last.outcome == "leak":
             return leaked(view)
         if last.action == "build":
-            return Accept() if last.outcome == "fits" else self._after_failed_build(view)
+            return AcceptBuild() if last.outcome == "fits" else self._after_failed_build(view)
         if last.outcome == "fits":
             return self._build(view, self._target(view, last, last))
         return self._after_failed_probe(view, last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vsched import policy
 from vsched.errors import limit_message
 from vsched.memory import group_pools, size_text
-from vsched.policy import Accept, Build, Fail, MemoryPolicy, MemoryView
+from vsched.policy import AcceptBuild, Build, Fail, MemoryPolicy, MemoryView
 from vsched_policies.memory.failures import highest_peak, leaked
 
 
@@ -14,7 +14,7 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
 
     mem_fraction: policy.Fraction = 0.9
 
-    def plan(self, view: MemoryView) -> Build | Accept | Fail:
+    def plan(self, view: MemoryView) -> Build | AcceptBuild | Fail:
         """Return the size once and keep it if it could be allocated."""
         if not view.attempts:
             return self._build(view)
@@ -22,7 +22,7 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
         if last.outcome == "leak":
             return leaked(view)
         if last.outcome == "fits":
-            return Accept()
+            return AcceptBuild()
         peak = highest_peak([last])
         return Fail(
             limit_message(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vsched.errors import limit_message
 from vsched.memory import group_pools, size_text
 from vsched.policy import (
-    Accept,
+    AcceptBuild,
     Attempt,
     Build,
     Count,
@@ -42,14 +42,14 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             )
             raise ValueError(message)
 
-    def plan(self, view: MemoryView) -> Build | Accept | Fail:
+    def plan(self, view: MemoryView) -> Build | AcceptBuild | Fail:
         """Return the size once, unless it is too small or cannot fit; then keep it, or say why it did not hold."""
         if not view.attempts:
             return self._build(view)
         last = view.attempts[-1]
         if last.outcome == "leak":
             return leaked(view)
-        return Accept() if last.outcome == "fits" else self._ran_out(view, last)
+        return AcceptBuild() if last.outcome == "fits" else self._ran_out(view, last)
 
     def _build(self, view: MemoryView) -> Build | Fail:
         tokens = self.tokens if self.bytes is None else self.bytes // view.bytes_per_token

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
-from tests.unit.rank.worker_groups import Place, kv_sizing, sizes_for
+from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.shell import Recorder, Shell
 from vsched.aio.streams.stream import Generation
@@ -380,7 +380,7 @@ class Played:
                 )
                 for names in groups
             ],
-            size=sizes_for(groups),
+            size=limits_for(groups),
             policies=default_policies(),
             on_progress=lambda *_: None,
             drain_s=DRAIN_S,

@@ -15,7 +15,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
-from vsched.kernel.events import Cleared, Event, Stepped, Submitted, Timer
+from vsched.kernel.events import Cleared, Event, Stepped, Submitted, TimerFired
 from vsched.testing import make_request
 from vsched.types import FinishReason
 
@@ -264,7 +264,7 @@ async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPat
         assert [timer.cancelled for timer in timers] == [True] * (count - 1) + [False]
         assert 0.9 / count < timers[-1].delay_s <= 1 / count
     timers[-1].fire()
-    assert rung[-1] == Timer()
+    assert rung[-1] == TimerFired()
     monkeypatch.undo()
     shell._loop = real_loop
 

@@ -20,7 +20,7 @@ from tests.unit.aio.ranks import (
 )
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
-from vsched.errors import CheckpointError, GroupLost, RequestRefused
+from vsched.errors import CheckpointError, GroupLostError, RequestRefused
 from vsched.testing import make_request
 from vsched.types import stage_of
 from vsched.wire import StepCheck
@@ -224,7 +224,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Pla
         await asyncio.sleep(0)
     assert not starting.done(), "generate-1 has not loaded"
     ranks.of("encode").exit(-9)
-    with pytest.raises(GroupLost, match="^encode: rank 0 exited with code -9$"):
+    with pytest.raises(GroupLostError, match="^encode: rank 0 exited with code -9$"):
         async with asyncio.timeout(1):
             await starting
     assert all(rank.ended for rank in ranks.made)

@@ -16,7 +16,7 @@ from vsched.api import server as server_module
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig
 from vsched.engine import Engine
-from vsched.errors import CheckpointError, ConfigError, GroupLost
+from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
 
 class Acted:
@@ -217,7 +217,9 @@ def test_server_leaves_the_layout_of_logs_alone() -> None:
     assert logging.getLogger("uvicorn").propagate
 
 
-@pytest.mark.parametrize("error", [CheckpointError("corrupt"), GroupLost("gone"), OSError("odd")])
+@pytest.mark.parametrize(
+    "error", [CheckpointError("corrupt"), GroupLostError("gone"), OSError("odd")]
+)
 async def test_server_whose_engine_cannot_start_ends(acted: Acted, error: Exception) -> None:
     """F2: the failure travels to the caller, and the address is free again."""
     acted.errors["start"] = error

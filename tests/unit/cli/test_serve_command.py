@@ -18,7 +18,7 @@ from vsched.api.server import RunningServer
 from vsched.cli import app
 from vsched.config import Config
 from vsched.engine import Engine
-from vsched.errors import GroupLost
+from vsched.errors import GroupLostError
 
 
 class Served:
@@ -94,7 +94,7 @@ def test_serve_on_all_addresses_says_where_to_reach_it(
 def test_serve_that_fails_without_a_terminal_says_why_in_a_log_line(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served.error = GroupLost("generate: rank 0 exited with code 9")
+    served.error = GroupLostError("generate: rank 0 exited with code 9")
     done = serve("checkpoint")
     assert done.exit_code == 2
     assert done.output == ""

@@ -25,7 +25,7 @@ ROOMY = SchedulerLimits(
 """Room enough for anything; tests make tight what they are about."""
 
 
-def sizes(**changes: Any) -> SchedulerLimits:
+def make_limits(**changes: Any) -> SchedulerLimits:
     """Return roomy limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
 

@@ -11,7 +11,7 @@ from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
     image_request,
-    sizes,
+    make_limits,
     words,
 )
 from vsched.policy import (
@@ -116,7 +116,7 @@ BOOM = RuntimeError("a bug in the policy")
 
 def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     """Serve requests that need every kind of decision."""
-    limits = sizes(blocks=14, slots=4, pages=8, chunk_tokens=12)
+    limits = make_limits(blocks=14, slots=4, pages=8, chunk_tokens=12)
     cluster = ModelCluster(limits, default_policies(**policies))
     for index in range(5):
         image = (b"image%d" % (index % 3), 10)
@@ -228,7 +228,7 @@ def test_guard_notices_do_not_flood() -> None:
     """E11: a policy that fails in every step is told of a hundred times and counted on."""
     BROKEN["encoding"] = Answers(BOOM)
     policies = default_policies(encoding=BadEncoding())
-    cluster = ModelCluster(sizes(), policies)
+    cluster = ModelCluster(make_limits(), policies)
     for index in range(150):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
         cluster.drain()

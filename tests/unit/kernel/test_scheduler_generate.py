@@ -11,12 +11,12 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     joined,
-    sizes,
+    make_limits,
     words,
 )
 from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
-from vsched.kernel.events import Timer
+from vsched.kernel.events import TimerFired
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.policy import (
     Admission,
@@ -31,7 +31,7 @@ from vsched.testing import ModelCluster, default_policies, make_request
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
     """As many decisions are out as the depth allows before the first result is back, and never more."""
-    cluster = ModelCluster(sizes(generate_depth=depth))
+    cluster = ModelCluster(make_limits(generate_depth=depth))
     cluster.submit(make_request("r", words(5), max_tokens=8))
     assert len(cluster.generate_log) == depth
     most = 0
@@ -44,7 +44,7 @@ def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
 
 def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() -> None:
     """One step ahead, a step may be out for a slot that has just finished: it yields nothing."""
-    cluster = ModelCluster(sizes())
+    cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     assert len(cluster.generate_log) == 2
     cluster.run_generate()
@@ -56,7 +56,7 @@ def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() ->
 
 def test_generate_steady_decode_decisions_name_only_growth() -> None:
     """Cost follows change: with no arrival and no finish a decision is its number, and new blocks."""
-    cluster = ModelCluster(sizes(block_size=4, slots=4))
+    cluster = ModelCluster(make_limits(block_size=4, slots=4))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(4, start=20 * index), max_tokens=40))
     while sum(len(step.joined) for step in cluster.decisions) < 4:
@@ -77,7 +77,7 @@ def test_generate_steady_decode_decisions_name_only_growth() -> None:
 
 def test_generate_tokens_are_emitted_before_the_end_they_belong_to() -> None:
     """F4: the last token of a request reaches its stream before the terminal reply does."""
-    cluster = ModelCluster(sizes())
+    cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     decision = cluster.generate_log[0]
     sent: list[str] = []
@@ -107,7 +107,7 @@ def test_generate_prefill_comes_in_chunks(
     prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
 ) -> None:
     """A chunk is bounded by the chunk size and by what the step has left."""
-    cluster = ModelCluster(sizes(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
+    cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
     cluster.submit(make_request("r", words(prompt)))
     cluster.drain()
     chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
@@ -117,7 +117,7 @@ def test_generate_prefill_comes_in_chunks(
 
 def test_generate_step_never_exceeds_its_token_budget() -> None:
     """Decodes and chunks of one step together stay within `batch_tokens`."""
-    limits = sizes(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
+    limits = make_limits(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
     cluster = ModelCluster(limits)
     for index in range(6):
         cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
@@ -135,7 +135,7 @@ def test_generate_step_never_exceeds_its_token_budget() -> None:
 
 def tight(**changes: object) -> SchedulerLimits:
     """Return limits under which four requests start and not all can grow."""
-    return sizes(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
+    return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
 def run_preempted(policies: KernelPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
@@ -228,7 +228,7 @@ def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> 
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     """E18: what fits only later waits at its place; those behind it do not pass."""
-    cluster = ModelCluster(sizes(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
+    cluster = ModelCluster(make_limits(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
     cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
@@ -254,7 +254,7 @@ class Held(AdmissionPolicy, frozen=True, kw_only=True):
 def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
     """E8: held entries are looked at again when the time has come, and nothing asks in between."""
     held = Held(until_ns=1_000_000)
-    cluster = ModelCluster(sizes(), default_policies(**{stage: held}))
+    cluster = ModelCluster(make_limits(), default_policies(**{stage: held}))
     commands = cluster.submit(image_request("r1", (b"a", 8)))
     if cluster.encode_log:
         cluster.run_encode()
@@ -264,7 +264,7 @@ def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
         cluster.run_encode()
     assert cluster.encoded == [] if stage == "encode_admission" else cluster.decisions == []
     cluster.now_ns = 1_000_000
-    cluster.send(Timer())
+    cluster.send(TimerFired())
     cluster.drain()
     assert_served(cluster, "r1", "r2")
     if stage == "encode_admission":

@@ -12,7 +12,7 @@ from tests.unit.kernel.setups import (
     encode_statistics,
     generate_statistics,
     image_request,
-    sizes,
+    make_limits,
     words,
 )
 from vsched.kernel.generate.blocks import chain_hashes
@@ -39,7 +39,7 @@ def next_turn(
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
     """D2: the next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
-    cluster = ModelCluster(sizes(block_size=block_size))
+    cluster = ModelCluster(make_limits(block_size=block_size))
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)
     cluster.drain()
@@ -63,7 +63,7 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
 def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
     """D2: images whose KV is cached are not encoded again, though their embeddings are gone."""
     policies = default_policies(embedding_eviction=KeepNothing())
-    cluster = ModelCluster(sizes(block_size=4), policies)
+    cluster = ModelCluster(make_limits(block_size=4), policies)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)
     cluster.drain()
@@ -78,7 +78,7 @@ def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
 
 def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
     """The counters of the test above do tell: without a prefix cache everything is prefilled twice."""
-    cluster = ModelCluster(sizes(prefix_cache=False))
+    cluster = ModelCluster(make_limits(prefix_cache=False))
     request = image_request("turn1", (b"image1", 30))
     cluster.submit(request)
     cluster.drain()
@@ -158,7 +158,7 @@ def test_prefix_is_shared_only_with_equal_content_and_salt(
     image: bytes, salt: str, cached: int
 ) -> None:
     """G9: the same placeholders over another image, or of another tenant, find nothing."""
-    cluster = ModelCluster(sizes())
+    cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 14)))
     cluster.drain()
     request = image_request("r2", (image, 14))
@@ -170,7 +170,7 @@ def test_prefix_is_shared_only_with_equal_content_and_salt(
 
 def test_prefix_of_a_running_request_is_shared() -> None:
     """A block may be found as soon as the step that fills it is decided: ranks execute in order."""
-    cluster = ModelCluster(sizes(generate_depth=1))
+    cluster = ModelCluster(make_limits(generate_depth=1))
     cluster.submit(make_request("r1", words(40), max_tokens=30))
     cluster.submit(make_request("r2", words(40), max_tokens=30))
     cluster.run_generate()
@@ -183,7 +183,7 @@ def test_prefix_of_a_running_request_is_shared() -> None:
 
 def test_prefix_always_leaves_a_token_to_compute() -> None:
     """A prompt that is cached to its last token still has to yield its first output."""
-    cluster = ModelCluster(sizes())
+    cluster = ModelCluster(make_limits())
     for name in ("r1", "r2"):
         cluster.submit(make_request(name, words(16), max_tokens=3))
         cluster.drain()
@@ -193,7 +193,7 @@ def test_prefix_always_leaves_a_token_to_compute() -> None:
 
 def test_prefix_blocks_are_evicted_from_their_end() -> None:
     """The end of a prefix goes before its beginning, so what stays can still be found."""
-    cluster = ModelCluster(sizes(blocks=12))
+    cluster = ModelCluster(make_limits(blocks=12))
     cluster.submit(make_request("long", words(39), max_tokens=1))
     cluster.drain()
     cluster.submit(make_request("other", words(16, start=500), max_tokens=1))

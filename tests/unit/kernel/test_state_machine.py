@@ -20,7 +20,7 @@ from tests.unit.kernel.policy_pool import (
     Reversed,
     random_policies,
 )
-from tests.unit.kernel.setups import assert_served, image_request, sizes, words
+from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
 from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.policy import AdmissionPolicy
 from vsched.testing import (
@@ -77,7 +77,7 @@ def test_kernel_survives_random_policies(start: int) -> None:
 )
 def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: AdmissionPolicy) -> None:
     """F5: the younger in the slot waits for pages that the front claims, and the policy never picks the front."""
-    limits = sizes(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
+    limits = make_limits(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
     cluster = ModelCluster(limits, default_policies(generate_admission=policy))
     cluster.lose("generate")
     cluster.submit(image_request("front", (b"large", 16)))
@@ -96,7 +96,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
     """F5: a policy may delay, but a minute after its arrival an entry cannot be held any more."""
     policy = HoldingForEver()
     cluster = ModelCluster(
-        sizes(), default_policies(encode_admission=policy, generate_admission=policy)
+        make_limits(), default_policies(encode_admission=policy, generate_admission=policy)
     )
     cluster.submit(image_request("held", (b"image", 8)))
     cluster.wait(58_000_000_000)
@@ -110,7 +110,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     """F5, D7: found with seed 256041. The cached prefix ends between two places of one image that nobody keeps."""
-    limits = sizes(slots=1, chunk_tokens=8, block_size=4)
+    limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
     image = b"image"
     cluster.submit(make_request("once", words(2), [(0, 12, image)]))

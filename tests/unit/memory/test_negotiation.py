@@ -10,7 +10,7 @@ import pytest
 from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
 from vsched.memory import Accepted, KvNegotiation, LedgerLine
-from vsched.policy import Accept, Build, Fail, MemoryPolicy, MemoryView, Outcome, Probe
+from vsched.policy import AcceptBuild, AttemptOutcome, Build, Fail, MemoryPolicy, MemoryView, Probe
 from vsched.testing.model_ranks.kv_sizing import SimulatedReport
 
 TWO_RANKS = [rank_memory(rank=rank, pool=f"device {rank}") for rank in range(2)]
@@ -21,8 +21,8 @@ class Scripted(MemoryPolicy, frozen=True, kw_only=True):
 
     script: ClassVar[Callable[[MemoryView], Any]]
 
-    def plan(self, view: MemoryView) -> Probe | Build | Accept | Fail:
-        answer: Probe | Build | Accept | Fail = type(self).script(view)
+    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
+        answer: Probe | Build | AcceptBuild | Fail = type(self).script(view)
         return answer
 
 
@@ -37,7 +37,7 @@ def following(*answers: Any) -> MemoryPolicy:
     return scripted(lambda view: answers[len(view.attempts)])
 
 
-def report(rank: int = 0, outcome: Outcome = "fits", message: str = "") -> SimulatedReport:
+def report(rank: int = 0, outcome: AttemptOutcome = "fits", message: str = "") -> SimulatedReport:
     memory = rank_memory(rank=rank, pool=f"device {rank}", peak_bytes=300_000)
     return SimulatedReport(outcome=outcome, message=message, memory=memory)
 
@@ -51,7 +51,7 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
 
     def script(view: MemoryView) -> Any:
         seen.append(view)
-        return [Probe(100), Build(1000, canary_bytes=7), Accept()][len(view.attempts)]
+        return [Probe(100), Build(1000, canary_bytes=7), AcceptBuild()][len(view.attempts)]
 
     negotiation = two(scripted(script))
     assert negotiation.start() == Probe(96)
@@ -74,7 +74,9 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
         (["leak", "fits"], "leak"),
     ],
 )
-def test_negotiation_is_a_vote_of_all_ranks(votes: list[Outcome], outcome: Outcome) -> None:
+def test_negotiation_is_a_vote_of_all_ranks(
+    votes: list[AttemptOutcome], outcome: AttemptOutcome
+) -> None:
     """C18: what does not fit in one fits in none; all get the one next order."""
     negotiation = two(following(Build(1000), Fail("no")))
     negotiation.start()
@@ -88,7 +90,7 @@ def test_negotiation_is_a_vote_of_all_ranks(votes: list[Outcome], outcome: Outco
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [1, 2]])
 def test_negotiation_wants_a_report_of_each_rank(ranks: list[int]) -> None:
     """C18: nothing is decided before all have reported."""
-    negotiation = two(following(Build(1000), Accept()))
+    negotiation = two(following(Build(1000), AcceptBuild()))
     negotiation.start()
     with pytest.raises(AssertionError, match="not one report of each rank"):
         negotiation.take([report(rank) for rank in ranks])
@@ -121,7 +123,7 @@ def test_negotiation_fails_with_the_ledger() -> None:
 
 
 def test_negotiation_ledger_has_the_canary_of_the_build() -> None:
-    negotiation = two(following(Build(1000, canary_bytes=7), Accept()))
+    negotiation = two(following(Build(1000, canary_bytes=7), AcceptBuild()))
     negotiation.start()
     negotiation.take([report(0), report(1)])
     lines = negotiation.ledger().of_pool("device 1")
@@ -161,8 +163,8 @@ def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
         (Build(100_000, canary_bytes=1), "value 1000000 bytes of KV and 1 of canary"),
         (Build(16, canary_bytes=-1), "its canary is below nothing"),
         (Build(16.5), "cannot be interpreted as an integer"),  # type: ignore[arg-type]
-        (Accept(), "accepts what does not stand: value last attempt none"),
-        (None, "returned None, which is none of Probe, Build, Accept and Fail"),
+        (AcceptBuild(), "accepts what does not stand: value last attempt none"),
+        (None, "returned None, which is none of Probe, Build, AcceptBuild and Fail"),
         (100, "returned 100, which is none of"),
     ],
 )
@@ -181,9 +183,9 @@ def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
     ],
 )
 def test_negotiation_accepts_only_what_stands(
-    order: Probe | Build, outcome: Outcome, words: str
+    order: Probe | Build, outcome: AttemptOutcome, words: str
 ) -> None:
-    negotiation = KvNegotiation(following(order, Accept()), memory_view())
+    negotiation = KvNegotiation(following(order, AcceptBuild()), memory_view())
     negotiation.start()
     with pytest.raises(PolicyError, match=words):
         negotiation.take([report(0, outcome)])
@@ -208,7 +210,7 @@ def test_negotiation_comes_to_an_end() -> None:
 
 
 def test_negotiation_knows_its_turn() -> None:
-    negotiation = KvNegotiation(following(Build(100), Accept()), memory_view())
+    negotiation = KvNegotiation(following(Build(100), AcceptBuild()), memory_view())
     with pytest.raises(AssertionError, match="no order is out"):
         negotiation.take([report()])
     negotiation.start()

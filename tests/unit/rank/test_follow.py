@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vsched import rank as rank_module
-from vsched.errors import GroupLost, RankDesync
+from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.rank import follow
 from vsched.wire import (
@@ -156,6 +156,6 @@ def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     """A18: after the first entry; before it, the leader waits for other ranks."""
     following = Following(monkeypatch)
     following.decide("encode", EncodeDecision(1, []))
-    with pytest.raises(GroupLost, match=r"heard nothing from the engine for 60 s"):
+    with pytest.raises(GroupLostError, match=r"heard nothing from the engine for 60 s"):
         following.follow()
     assert following.done == [("encode", 1)]

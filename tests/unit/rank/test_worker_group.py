@@ -17,7 +17,7 @@ from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
@@ -105,7 +105,9 @@ async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0)
     pids = worker_group.pids
-    with pytest.raises(GroupLost, match=r"generate: not ready after 0\.6 s \(deadlines\.ready_s\)"):
+    with pytest.raises(
+        GroupLostError, match=r"generate: not ready after 0\.6 s \(deadlines\.ready_s\)"
+    ):
         await starting
     assert pids
     assert not any(is_running(pid) for pid in pids)
@@ -117,7 +119,7 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: P
     sizing = kv_sizing([["encode"], ["generate"]])
     worker_group = place.worker_group(Heard().events, limits=limits(ready_s=3), sizing=sizing)
     with pytest.raises(
-        GroupLost, match=r"not ready after 3 s .*encode rank 0 did not: value 0 of 1"
+        GroupLostError, match=r"not ready after 3 s .*encode rank 0 did not: value 0 of 1"
     ):
         await worker_group.start()
     assert worker_group.pids == []
@@ -129,7 +131,7 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: P
         ("CheckpointError", CheckpointError, "^weights.safetensors is not there$"),
         ("ConfigError", ConfigError, "^weights.safetensors is not there$"),
         ("DeviceOutOfMemory", DeviceOutOfMemory, "^weights.safetensors is not there$"),
-        ("RuntimeError", GroupLost, "rank 0 stopped with RuntimeError: weights"),
+        ("RuntimeError", GroupLostError, "rank 0 stopped with RuntimeError: weights"),
     ],
 )
 async def test_crew_tells_why_a_rank_cannot_load(
@@ -250,7 +252,10 @@ async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> Non
     leader._timer.cancel()
     await heard.wait_until(lambda: heard.lost)
     reason = heard.lost[0][1]
-    assert "GroupLost: heard nothing from the engine for 0.3 s (deadlines.rank_timeout_s)" in reason
+    assert (
+        "GroupLostError: heard nothing from the engine for 0.3 s (deadlines.rank_timeout_s)"
+        in reason
+    )
     await worker_group.stop(grace_s=0)
 
 

@@ -149,11 +149,11 @@ def python_path() -> str:
     return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
 
 
-def sizes_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], SchedulerLimits]:
+def limits_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], SchedulerLimits]:
     """Return what gives the kernel's limits for worker groups of these groups."""
     stages = [stage_of(group) for groups in worker_groups for group in groups]
 
-    def sizes(blocks: int) -> SchedulerLimits:
+    def limits(blocks: int) -> SchedulerLimits:
         return SchedulerLimits(
             block_size=4,
             blocks=blocks,
@@ -169,7 +169,7 @@ def sizes_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], Schedul
             generators=stages.count("generate"),
         )
 
-    return sizes
+    return limits
 
 
 @asynccontextmanager
@@ -199,7 +199,7 @@ async def shell_of(
 
     shell = Shell(
         worker_groups,
-        size=sizes_for(groups),
+        size=limits_for(groups),
         policies=default_policies(),
         on_progress=lambda *_: None,
     )

@@ -41,7 +41,7 @@ def config_for(
     path: Path,
     policies: KernelPolicies,
     *,
-    sizes: SchedulerLimits | None = None,
+    limits: SchedulerLimits | None = None,
     segment_bytes: int = 64 << 20,
     segments: int = 8,
 ) -> Config:
@@ -53,12 +53,12 @@ def config_for(
             getattr(config, section), **{name: table(getattr(policies, place))}
         )
         config = msgspec.structs.replace(config, **{section: changed})
-    if sizes is None:
+    if limits is None:
         return config
     return msgspec.structs.replace(
         config,
-        encode=msgspec.structs.replace(config.encode, replicas=sizes.encoders),
-        generate=msgspec.structs.replace(config.generate, replicas=sizes.generators),
+        encode=msgspec.structs.replace(config.encode, replicas=limits.encoders),
+        generate=msgspec.structs.replace(config.generate, replicas=limits.generators),
     )
 
 
@@ -67,7 +67,7 @@ class RecordedCluster(ModelCluster):
 
     def __init__(
         self,
-        sizes: SchedulerLimits,
+        limits: SchedulerLimits,
         policies: KernelPolicies | None,
         begin: Callable[[Scheduler, KernelPolicies], Recorder],
     ) -> None:
@@ -75,7 +75,7 @@ class RecordedCluster(ModelCluster):
         self._policies = policies or default_policies()
         self.recorder: Recorder | None = None
         self.heard: list[Event] = []
-        super().__init__(sizes, self._policies)
+        super().__init__(limits, self._policies)
 
     def _handle(self, event: Event) -> list[Command]:
         if self.recorder is None:
@@ -94,7 +94,7 @@ def record_run(
     seed: int,
     *,
     policies: KernelPolicies | None = None,
-    sizes: SchedulerLimits | None = None,
+    limits: SchedulerLimits | None = None,
     events: int = 80,
     segment_bytes: int = 64 << 20,
     segments: int = 8,
@@ -104,7 +104,7 @@ def record_run(
 
     def begin(kernel: Scheduler, policies: KernelPolicies) -> Recorder:
         config = config_for(
-            path, policies, sizes=kernel.sizes, segment_bytes=segment_bytes, segments=segments
+            path, policies, limits=kernel.limits, segment_bytes=segment_bytes, segments=segments
         )
         recorder = open_recorder(config, kernel)
         assert recorder is not None
@@ -113,10 +113,10 @@ def record_run(
     cluster = run_random(
         random.Random(seed),
         policies,
-        sizes=sizes,
+        limits=limits,
         events=events,
         faults=faults,
-        make=lambda sizes, policies: RecordedCluster(sizes, policies, begin),
+        make=lambda limits, policies: RecordedCluster(limits, policies, begin),
     )
     assert isinstance(cluster, RecordedCluster)
     assert cluster.recorder is not None

@@ -25,7 +25,7 @@ from vsched.kernel.events import (
     Resume,
     Stepped,
     Submitted,
-    Timer,
+    TimerFired,
 )
 from vsched.record.entries import (
     decode_command,
@@ -58,7 +58,7 @@ EVENTS: list[Event] = [
     GroupRetired("generate", "a reason"),
     Drain("generate"),
     Resume("generate"),
-    Timer(),
+    TimerFired(),
     Cleared("a message", "a code"),
 ]
 

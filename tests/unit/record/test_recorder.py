@@ -14,18 +14,18 @@ from tests.unit.record.recorded import config_for, record_run
 from vsched.config import Config
 from vsched.errors import ConfigError
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
-from vsched.kernel.events import GroupReady, Timer
+from vsched.kernel.events import GroupReady, TimerFired
 from vsched.record import Recorder, check_record_path, open_recorder, replay
 from vsched.testing.defaults import default_policies
 
-SIZES = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
+LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 
 
 def begin(
     path: Path, policies: KernelPolicies | None = None, *, segment_bytes: int = 1 << 20
 ) -> tuple[Scheduler, Recorder]:
     policies = policies or default_policies()
-    kernel = Scheduler(SIZES, policies)
+    kernel = Scheduler(LIMITS, policies)
     recorder = open_recorder(config_for(path, policies, segment_bytes=segment_bytes), kernel)
     assert recorder is not None
     return kernel, recorder
@@ -33,7 +33,7 @@ def begin(
 
 def note(kernel: Scheduler, recorder: Recorder, times: int = 1) -> None:
     for _ in range(times):
-        recorder.note(Timer(), 0, kernel.handle(Timer(), 0))
+        recorder.note(TimerFired(), 0, kernel.handle(TimerFired(), 0))
 
 
 def names(folder: Path) -> list[str]:
@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_recorder_is_none_where_no_path_is_given() -> None:
-    assert open_recorder(Config(), Scheduler(SIZES, default_policies())) is None
+    assert open_recorder(Config(), Scheduler(LIMITS, default_policies())) is None
 
 
 def test_recorder_writes_for_its_owner_only(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_recorder_does_not_begin_where_a_policy_cannot_be_recorded(
     path = tmp_path / "run.vlog"
     path.write_text("an earlier record")
     policies = default_policies(prefix_eviction=Locked(early=True))
-    assert open_recorder(config_for(path, policies), Scheduler(SIZES, policies)) is None
+    assert open_recorder(config_for(path, policies), Scheduler(LIMITS, policies)) is None
     (said,) = caplog.records
     assert "lock" in said.getMessage()
     assert "LockedOrder" in said.getMessage()

@@ -14,11 +14,11 @@ import pytest
 from tests.unit.record.recorded import RecordedCluster, config_for, record_run
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
-from vsched.record import Timeline, replay
-from vsched.record.entries import Header
+from vsched.record import TraceTimeline, replay
+from vsched.record.entries import SegmentHeader
 from vsched.testing.defaults import default_policies
 
-SIZES = SchedulerLimits(
+LIMITS = SchedulerLimits(
     blocks=60,
     slots=4,
     batch_tokens=64,
@@ -32,7 +32,7 @@ SIZES = SchedulerLimits(
 
 def trace_of(path: Path) -> list[dict[str, Any]]:
     file = io.BytesIO()
-    drawn = Timeline(file)
+    drawn = TraceTimeline(file)
     report = replay(path, observer=drawn)
     drawn.close()
     assert report.difference is None
@@ -43,7 +43,7 @@ def trace_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> RecordedCluster:
-    return record_run(tmp_path / "run.vlog", 3, sizes=SIZES, events=400, faults=False)
+    return record_run(tmp_path / "run.vlog", 3, limits=LIMITS, events=400, faults=False)
 
 
 @pytest.fixture
@@ -127,19 +127,19 @@ def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
     config = msgspec.structs.replace(
         config, generate=msgspec.structs.replace(config.generate, tensor_parallel=4)
     )
-    header = Header(
+    header = SegmentHeader(
         run=b"",
         segment=1,
         version="",
         started_s=0.0,
         number=0,
         config={},
-        sizes={},
+        limits={},
         policies={},
         state=b"",
     )
     file = io.BytesIO()
-    drawn = Timeline(file)
+    drawn = TraceTimeline(file)
     drawn.begin(header, config)
     drawn.close()
     trace = msgspec.json.decode(file.getvalue())["traceEvents"]
@@ -154,7 +154,7 @@ def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
 
 def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
     for seed in range(3, 9):
-        record_run(tmp_path / "run.vlog", seed, sizes=SIZES, events=200)
+        record_run(tmp_path / "run.vlog", seed, limits=LIMITS, events=200)
         trace = trace_of(tmp_path / "run.vlog")
         lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
         marks = {one["pid"] for one in trace if one["ph"] == "i" and "lost: test" in one["name"]}
@@ -165,7 +165,7 @@ def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
 
 
 def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> None:
-    record_run(tmp_path / "run.vlog", 3, sizes=SIZES, events=300, segment_bytes=4096, segments=2)
+    record_run(tmp_path / "run.vlog", 3, limits=LIMITS, events=300, segment_bytes=4096, segments=2)
     trace = trace_of(tmp_path / "run.vlog")
     assert Counter(one["ph"] for one in trace)["X"] > 3
     assert all(one.get("ts", 0) >= 0 for one in trace)

@@ -288,11 +288,11 @@ def test_run_policies_must_fit_their_tables() -> None:
 def test_run_size_of_the_kv_cache() -> None:
     """As given, else as pinned, else as the cost model says; else nobody knows."""
     pinned = config('generate.memory={use="pinned", tokens=160}')
-    assert prepare(pinned, COST, kv_tokens=320).sizes.blocks == 20
-    assert prepare(pinned, COST).sizes.blocks == 10
+    assert prepare(pinned, COST, kv_tokens=320).limits.blocks == 20
+    assert prepare(pinned, COST).limits.blocks == 10
     in_bytes = config('generate.memory={use="pinned", bytes=20480}')
-    assert prepare(in_bytes, COST).sizes.blocks == 20
-    assert prepare(config(), COST).sizes.blocks == 256
+    assert prepare(in_bytes, COST).limits.blocks == 20
+    assert prepare(config(), COST).limits.blocks == 256
     with pytest.raises(ConfigError, match="holds no block"):
         prepare(config(), COST, kv_tokens=15)
     unknown = CostModel(name="x", source="", encode=COST.encode, generate=COST.generate, shape=TINY)

@@ -35,7 +35,7 @@ class Shadow:
     """A model cluster that hears what the simulation hears."""
 
     def __init__(self, setup: Setup) -> None:
-        self.cluster = ModelCluster(setup.sizes, setup.kernel_policies)
+        self.cluster = ModelCluster(setup.limits, setup.kernel_policies)
         self.steps = 0
         self.preempted = 0
 

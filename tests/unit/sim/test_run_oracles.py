@@ -161,8 +161,8 @@ def test_oracles_notice(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_oracles_know_the_limits(field: dict[str, int], message: str) -> None:
     """A kernel with larger limits than the oracles know exceeds them."""
     setup = prepare(config(*SCARCE), COST)
-    smaller = msgspec.structs.replace(setup.sizes, **field)
-    oracles = Oracles(msgspec.structs.replace(setup, sizes=smaller))
+    smaller = msgspec.structs.replace(setup.limits, **field)
+    oracles = Oracles(msgspec.structs.replace(setup, limits=smaller))
     with pytest.raises(SimulationFailed, match=message):
         simulate(config(*SCARCE), scarce(1), cost=COST, observers=[oracles])
 

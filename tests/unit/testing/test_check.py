@@ -10,7 +10,7 @@ import pytest
 
 from vsched.errors import PolicyError, limit_message
 from vsched.policy import (
-    Accept,
+    AcceptBuild,
     Admission,
     AdmissionPolicy,
     AdmissionView,
@@ -132,8 +132,8 @@ class Endless(MemoryPolicy, frozen=True, kw_only=True):
 
 
 class Hasty(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Build | Accept:
-        return Accept() if view.attempts else Build(view.tokens_min)
+    def plan(self, view: MemoryView) -> Build | AcceptBuild:
+        return AcceptBuild() if view.attempts else Build(view.tokens_min)
 
 
 class Alarmist(MemoryPolicy, frozen=True, kw_only=True):

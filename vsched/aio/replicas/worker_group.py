@@ -20,7 +20,13 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, Presence
 from vsched.aio.replicas.launcher import LaunchedRank, Launcher
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost, PolicyError
+from vsched.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceOutOfMemory,
+    GroupLostError,
+    PolicyError,
+)
 from vsched.kernel.decisions import Decision
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
@@ -85,7 +91,7 @@ class WorkerGroup:
         Raises:
             CheckpointError, ConfigError, DeviceOutOfMemory: When a rank says so.
             DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
-            GroupLost: When a rank exits otherwise, or is not ready in time.
+            GroupLostError: When a rank exits otherwise, or is not ready in time.
         """
         self._starts += 1
         self._failure = ""
@@ -258,4 +264,4 @@ def _startup_error(failure: str) -> Exception:
     for error in (CheckpointError, ConfigError, DeviceOutOfMemory, PolicyError):
         if f" {error.__name__}: " in failure:
             return error(failure.split(f"{error.__name__}: ", 1)[1])
-    return GroupLost(failure)
+    return GroupLostError(failure)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from vsched.aio.replicas.supervisor import Reports
 from vsched.aio.replicas.worker_group import WorkerGroup, first_failure
-from vsched.errors import GroupLost
+from vsched.errors import GroupLostError
 from vsched.types import stage_of
 
 
@@ -28,7 +28,7 @@ class WorkerGroups:
         Blocks: up to the deadline for readiness.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory, GroupLost: When a worker group cannot start; the others are stopped.
+            CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others stop.
         """
         loop = asyncio.get_running_loop()
         starts = [loop.create_task(worker_group.start()) for worker_group in self._crews]
@@ -43,7 +43,7 @@ class WorkerGroups:
             await asyncio.gather(lost, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, Exception)]
         if self._lost_reason:
-            errors.append(GroupLost(self._lost_reason))
+            errors.append(GroupLostError(self._lost_reason))
         if errors:
             await self.stop(grace_s=0)
             raise errors[0]

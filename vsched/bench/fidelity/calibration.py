@@ -260,7 +260,7 @@ async def run_calibration(
 
     Raises:
         ConfigError: When what was seen does not tell a cost, as where there are no images.
-        GroupLost: When ranks were lost meanwhile.
+        GroupLostError: When ranks were lost meanwhile.
     """
     async with WatchedEngine(config, on_progress=on_progress) as engine:
         return await measure(engine, Dresser(engine.preprocessor), seconds, advanced)

@@ -19,7 +19,7 @@ from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Recorder
 from vsched.config import Config
 from vsched.engine import Engine, Progress
-from vsched.errors import GroupLost as GroupLostError
+from vsched.errors import GroupLostError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
@@ -74,7 +74,7 @@ class Watch:
         """Return what happened since the first of these rounds began; of requests, what whoever sent them saw.
 
         Raises:
-            GroupLost: When a group was lost meanwhile: what its ranks did is not known then.
+            GroupLostError: When a group was lost meanwhile: what its ranks did is not known then.
         """
         if self._lost:
             raise GroupLostError(f"ranks were lost while they were measured: {self._lost}")

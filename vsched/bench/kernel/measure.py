@@ -44,12 +44,12 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 class _Drive:
     """A scheduler whose decisions come back at once, timed event by event."""
 
-    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies) -> None:
-        self.kernel = Scheduler(sizes, policies)
+    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
+        self.kernel = Scheduler(limits, policies)
         self.encodes: list[EncodeDecision] = []
         self.steps: list[GenerateDecision] = []
         self.now_ns = 0
-        self.tokens = array("i", [7] * sizes.slots)
+        self.tokens = array("i", [7] * limits.slots)
         for group in ("encode", "generate"):
             self.take(self.kernel.handle(GroupReady(group), 0))
 
@@ -92,7 +92,7 @@ class _Drive:
         return spent_ns
 
 
-def _sizes(slots: int, tokens_each: int) -> SchedulerLimits:
+def _limits(slots: int, tokens_each: int) -> SchedulerLimits:
     return SchedulerLimits(
         blocks=(slots + 64) * (tokens_each // 16 + 2),
         slots=slots,
@@ -134,7 +134,7 @@ def measure_decode(
     rng = random.Random(running)  # noqa: S311 - a seeded workload
     prompts = running * (PROMPT_TOKENS + 16)
     outputs = steps * repeats + prompts // PREFILL_TOKENS + 32  # some decode while others prefill
-    drive = _Drive(_sizes(running, PROMPT_TOKENS + 16 + outputs), policies)
+    drive = _Drive(_limits(running, PROMPT_TOKENS + 16 + outputs), policies)
     for index in range(running):
         # Lengths differ, so that requests grow into new blocks in different steps.
         length = PROMPT_TOKENS + index % 16
@@ -170,7 +170,7 @@ def _visits(
 ) -> Iterator[tuple[int, int]]:
     """Let so many requests come and go, one after the other; yield what arriving took, and the rest of the way."""
     rng = random.Random(0)  # noqa: S311 - a seeded workload
-    drive = _Drive(_sizes(8, 4096), policies)
+    drive = _Drive(_limits(8, 4096), policies)
     for number in range(1, total + 1):
         request = _request(number, rng, images=images, tokens=tokens, max_tokens=1)
         arriving_ns, rest_ns = drive.submit(request), 0

@@ -139,7 +139,7 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
 
     Raises:
         BenchError: When a request failed.
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
     """
     machine = await asyncio.to_thread(measure_machine)
     meter = Meter(COMPONENTS)

@@ -107,7 +107,7 @@ async def trial(
 
     Raises:
         BenchError: When a request failed.
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLost: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
     """
     runs: dict[str, list[float]] = {order.case.value: [] for order in orders}
     async with running_server(config, on_progress=on_progress) as running:

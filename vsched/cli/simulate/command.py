@@ -204,7 +204,7 @@ def _timeline(path: Path | None, label: str, loaded: LoadedConfig) -> Iterator[S
     if path is None:
         yield ()
         return
-    from vsched.record import Timeline
+    from vsched.record import TraceTimeline
     from vsched.sim.fast.run import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
@@ -215,7 +215,7 @@ def _timeline(path: Path | None, label: str, loaded: LoadedConfig) -> Iterator[S
             f"--timeline {own}: cannot be written: {error.strerror}. Remedy: name another file"
         ) from error
     with file:
-        drawn = Timeline(file)
+        drawn = TraceTimeline(file)
         drawn.begin(header_of(loaded.config), loaded.config)
         yield [drawn]
         drawn.close()

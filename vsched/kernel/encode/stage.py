@@ -34,21 +34,21 @@ class EncodeStage:
 
     def __init__(
         self,
-        sizes: SchedulerLimits,
+        limits: SchedulerLimits,
         admission: AdmissionPolicy,
         eviction: EvictionPolicy,
         faults: PolicyFaults,
     ) -> None:
-        self._sizes = sizes
+        self._limits = limits
         self._admission = admission
         self._faults = faults
         self._entries: dict[bytes, EmbeddingEntry] = {}
         self._queue: OrderedQueue[EmbeddingEntry] = OrderedQueue()
         self._order: GuardedOrder[bytes] = GuardedOrder(eviction, faults)
-        self._free = list(range(sizes.pages - 1, -1, -1))
+        self._free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
         self._cohorts = 0
-        self.lanes = [EncodeGroup(name) for name in group_names("encode", sizes.encoders)]
+        self.lanes = [EncodeGroup(name) for name in group_names("encode", limits.encoders)]
         self.hold_until_ns: int | None = None
         self.items_encoded = 0
         self.items_copied = 0
@@ -154,16 +154,16 @@ class EncodeStage:
             stage="encode",
             now_ns=now_ns,
             waiting=waiting,
-            tokens_free=self._sizes.batch_tokens,
-            entries_free=self._sizes.encode_items,
+            tokens_free=self._limits.batch_tokens,
+            entries_free=self._limits.encode_items,
             blocks_free=0,
             running=self.in_flight,
             divisible=False,
-            default_tokens=self._sizes.batch_tokens,
+            default_tokens=self._limits.batch_tokens,
         )
         admission = ask_admission(self._admission, view, self._faults)
         self.hold_until_ns = admission.hold_until_ns
-        chosen = [waiting[index] for index in admission.indices][: self._sizes.encode_items]
+        chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen)
         if not batch and chosen:
             # The policy's first choice has no room. The front of the line can always make some.
@@ -257,7 +257,7 @@ class EncodeStage:
 
     def _allocate(self, entry: EmbeddingEntry) -> bool:
         """Give an entry its pages, evicting or taking what may be taken; all or nothing (D11)."""
-        count = self._sizes.pages_for(entry.item.tokens)
+        count = self._limits.pages_for(entry.item.tokens)
         missing = count - len(self._free) - self._evictable_pages
         takeable: list[EmbeddingEntry] = []
         if missing > 0:
@@ -367,7 +367,7 @@ class EncodeStage:
             "cache_entries": len(self._entries),
             "cache_evictions": self.evictions,
             "cache_steals": self.steals,
-            "pages_total": self._sizes.pages,
+            "pages_total": self._limits.pages,
             "pages_free": len(self._free),
             "pages_evictable": self._evictable_pages,
             "pages_orphaned": self.orphaned,
@@ -386,7 +386,7 @@ class EncodeStage:
             assert queued == (entry in self._queue), "queue and phase disagree"
             assert queued == (not entry.pages), "a queued entry has pages, or another has none"
             assert not (queued and not entry.users), "a queued entry that nobody wants"
-        assert sorted(pages) == list(range(self._sizes.pages)), "pages lost or owned twice"
+        assert sorted(pages) == list(range(self._limits.pages)), "pages lost or owned twice"
         idle = sorted(key for key, entry in self._entries.items() if self._is_idle(entry))
         assert sorted(self._order) == idle, "evictable entries are not the idle ones"
         assert self._evictable_pages == sum(len(self._entries[key].pages) for key in idle)

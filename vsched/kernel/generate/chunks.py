@@ -9,7 +9,7 @@ from vsched.kernel.request import RequestState
 
 
 def chunk_stop(
-    state: RequestState, start: int, budget: int, *, sizes: SchedulerLimits, encode: EncodeStage
+    state: RequestState, start: int, budget: int, *, limits: SchedulerLimits, encode: EncodeStage
 ) -> int:
     """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
 
@@ -17,7 +17,7 @@ def chunk_stop(
     of its own, so the cut goes back to a block boundary; but never across rows of another item: an item that is ready
     must be consumed as far as possible, or its pages could keep out the very item that is waited for.
     """
-    stop = min(len(state.tokens), start + sizes.chunk_tokens, start + budget)
+    stop = min(len(state.tokens), start + limits.chunk_tokens, start + budget)
     consumed = start
     for item in state.items:
         if item.offset >= stop:
@@ -26,7 +26,7 @@ def chunk_stop(
             continue
         if not encode.is_ready(item.key):
             cut = max(item.offset, start)
-            return max(consumed, cut - cut % sizes.block_size)
+            return max(consumed, cut - cut % limits.block_size)
         consumed = item.end
     return stop
 

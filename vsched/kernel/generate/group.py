@@ -45,20 +45,20 @@ class GenerateGroup(Group):
     def __init__(
         self,
         name: str,
-        sizes: SchedulerLimits,
+        limits: SchedulerLimits,
         policies: KernelPolicies,
         encode: EncodeStage,
         faults: PolicyFaults,
     ) -> None:
         super().__init__(name)
-        self._sizes = sizes
+        self._limits = limits
         self._policies = policies
         self._encode = encode
         self._faults = faults
         self.flight = InFlightSteps(0)
-        self.pace = Pace(sizes.step_target_ns, sizes.step_target_ratio, sizes.block_size)
+        self.pace = Pace(limits.step_target_ns, limits.step_target_ratio, limits.block_size)
         self.counts = dict.fromkeys(COUNTED, 0)
-        self.line = Line(sizes.block_size)
+        self.line = Line(limits.block_size)
         self.load = Load()
         self._probation = Quarantine()
         self._reset()
@@ -66,8 +66,8 @@ class GenerateGroup(Group):
     def _reset(self) -> None:
         """Start with an empty group: no slot, block or step."""
         order: GuardedOrder[bytes] = GuardedOrder(self._policies.prefix_eviction, self._faults)
-        self.pool = BlockPool(self._sizes.blocks, order)
-        self.running = RunningSet(self._sizes, self.pool)
+        self.pool = BlockPool(self._limits.blocks, order)
+        self.running = RunningSet(self._limits, self.pool)
         self.flight = InFlightSteps(self.flight.planned)
         self.line.blocked = False
         self._front_first = False
@@ -100,23 +100,23 @@ class GenerateGroup(Group):
     def _take_down(self, state: RequestState) -> None:
         """A life ended, and its outputs became known tokens."""
         self.load.recount(state)
-        if self._sizes.prefix_cache:
-            state.extend_hashes(self._sizes.block_size)
+        if self._limits.prefix_cache:
+            state.extend_hashes(self._limits.block_size)
 
     def cached_prefix(self, state: RequestState) -> list[int]:
         """Return the cached blocks that a request could start from; at least one token stays to compute."""
-        usable = (len(state.tokens) - 1) // self._sizes.block_size
+        usable = (len(state.tokens) - 1) // self._limits.block_size
         return self.pool.find(state.hashes[:usable])
 
     def chunk_stop(self, state: RequestState, start: int, budget: int) -> int:
         """Return where the next chunk from `start` ends: `start` when nothing can be done yet."""
-        return chunk_stop(state, start, budget, sizes=self._sizes, encode=self._encode)
+        return chunk_stop(state, start, budget, limits=self._limits, encode=self._encode)
 
     # --- planning a step ---
 
     def plan(self, now_ns: int) -> GenerateDecision | None:
         """Form the next step, or return None when there is nothing to run or enough is out already."""
-        if not self.ready or self.flight.out >= self._sizes.generate_depth:
+        if not self.ready or self.flight.out >= self._limits.generate_depth:
             return None
         running, entries = self.running, self.line.entries
         if not (running.decoding or running.prefilling or entries):
@@ -127,7 +127,7 @@ class GenerateGroup(Group):
             # The steady case: nothing but decodes, and no budget to share out.
             return self._send(step, len(running.decoding), grown) if running.decoding else None
         decoding = len(running.decoding)
-        budget = self.pace.start_step(self._sizes.batch_tokens - decoding, decodes=decoding)
+        budget = self.pace.start_step(self._limits.batch_tokens - decoding, decodes=decoding)
         draft = StepPlan(step, budget)
         for state in sorted(running.prefilling.values(), key=order_of):
             self._chunk(state, draft)
@@ -199,7 +199,7 @@ class GenerateGroup(Group):
         if items:
             self.flight.note_read(step, state, plan)
         state.computed = stop
-        size = self._sizes.block_size
+        size = self._limits.block_size
         first, last = start // size, stop // size
         if state.hashes:
             self.pool.publish(state.blocks[first:last], state.hashes[first:last])
@@ -228,7 +228,7 @@ class GenerateGroup(Group):
             blocks_free=self.pool.available,
             running=len(self.running),
             divisible=True,
-            default_tokens=self._sizes.batch_tokens,
+            default_tokens=self._limits.batch_tokens,
         )
         admission = Admission((0,))
         if not self._front_first:
@@ -253,14 +253,14 @@ class GenerateGroup(Group):
     def _join(self, state: RequestState, budget: StepBudget, now_ns: int) -> Join | None:
         """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""
         prefix = self.cached_prefix(state)
-        computed = len(prefix) * self._sizes.block_size
+        computed = len(prefix) * self._limits.block_size
         if self.chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
             # Its embeddings or its cached prefix went while it stood in line.
             self.line.remove(state)
             state.phase = Phase.ITEMS
             self.fallen.append(state)
             return None
-        missing = self._sizes.blocks_for(len(state.tokens)) - len(prefix)
+        missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
         if missing > self.pool.available - self.pool.cached_among(prefix):
             return None
         self.line.remove(state)
@@ -304,7 +304,7 @@ class GenerateGroup(Group):
                 self.flight.gather(state, slot)
                 self._take_down(state)
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
-                full = min(computed // self._sizes.block_size, len(state.hashes))
+                full = min(computed // self._limits.block_size, len(state.hashes))
                 self.pool.publish(state.blocks[:full], state.hashes[:full])
             self._vacate(state, keep=False)
         elif state.known:
@@ -388,7 +388,7 @@ class GenerateGroup(Group):
             "steps_in_flight": self.flight.out,
             **self.counts,
             **self.pool.statistics(),
-            "slots_total": self._sizes.slots,
+            "slots_total": self._limits.slots,
         }
 
     def check(self, own: Sequence[RequestState]) -> None:

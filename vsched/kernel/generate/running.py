@@ -17,14 +17,14 @@ from vsched.policy import RunningView
 class RunningSet:
     """Requests that hold a slot: prefilling or decoding, each in order of joining."""
 
-    def __init__(self, sizes: SchedulerLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
-        self.slots: list[RequestState | None] = [None] * sizes.slots
+        self.slots: list[RequestState | None] = [None] * limits.slots
         self.prefilling: dict[int, RequestState] = {}
         self.decoding: dict[int, RequestState] = {}
-        self._block_size = sizes.block_size
-        self._free_slots = list(range(sizes.slots - 1, -1, -1))
-        self._growth: list[dict[int, RequestState]] = [{} for _ in range(sizes.block_size)]
+        self._block_size = limits.block_size
+        self._free_slots = list(range(limits.slots - 1, -1, -1))
+        self._growth: list[dict[int, RequestState]] = [{} for _ in range(limits.block_size)]
         self._first_steps = 0
         self._left: list[Leave] = []
         self._forgotten: list[int] = []

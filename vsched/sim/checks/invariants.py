@@ -57,18 +57,18 @@ class Oracles:
 
     def __init__(self, setup: Setup, *, check_every: int | None = None) -> None:
         """Prepare for a simulation; `check_every` is the number of events between two checks of the whole state."""
-        sizes = self._sizes = setup.sizes
-        scanned = sizes.blocks * sizes.generators + sizes.pages
+        limits = self._limits = setup.limits
+        scanned = limits.blocks * limits.generators + limits.pages
         self.check_every = check_every or max(scanned // BLOCKS_AN_EVENT, 1)
         self._events = 0
         self._generators = {
-            name: _Generator(sizes.blocks) for name in group_names("generate", sizes.generators)
+            name: _Generator(limits.blocks) for name in group_names("generate", limits.generators)
         }
         self._fifo = _is_fifo(setup)
         self._lines: dict[str, list[ReadyEntry]] = {}
         self._image_tokens_max = getattr(setup.policies.encode_admission, "max_tokens", 0)
         if self._image_tokens_max is None:
-            self._image_tokens_max = sizes.batch_tokens
+            self._image_tokens_max = limits.batch_tokens
         self._by_item = setup.policies.encoding.scope == "item"
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._ids: dict[int, str] = {}
@@ -77,7 +77,7 @@ class Oracles:
         self._pages: dict[int, bytes] = {}
         self._reading: Counter[int] = Counter()
         self._writing: dict[str, EncodeDecision] = {}
-        self._waiting_ns = sizes.waiting_ns or WAITING_MAX_NS
+        self._waiting_ns = limits.waiting_ns or WAITING_MAX_NS
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
@@ -130,7 +130,7 @@ class Oracles:
             return
         for _, pages in self._generators[group].out:
             self._reading.subtract(pages)
-        self._generators[group] = _Generator(self._sizes.blocks)
+        self._generators[group] = _Generator(self._limits.blocks)
 
     def _take_command(self, command: Command, now_ns: int) -> None:
         match command:
@@ -181,7 +181,7 @@ class Oracles:
     # --- generate steps ---
 
     def _check_step(self, group: str, decision: GenerateDecision) -> None:
-        sizes, own = self._sizes, self._generators[group]
+        limits, own = self._limits, self._generators[group]
         holders = own.holders
         for leave in decision.left:
             own.release(leave.slot, leave.number)
@@ -198,8 +198,8 @@ class Oracles:
         for chunk in decision.chunks:
             tokens += chunk.stop - chunk.start
             number, blocks = own.slots[chunk.slot]
-            assert chunk.stop - chunk.start <= sizes.chunk_tokens, "a chunk is too long"
-            assert len(blocks) * sizes.block_size >= chunk.stop, "a chunk has no blocks to go to"
+            assert chunk.stop - chunk.start <= limits.chunk_tokens, "a chunk is too long"
+            assert len(blocks) * limits.block_size >= chunk.stop, "a chunk has no blocks to go to"
             items = [
                 item
                 for item in self._items[number]
@@ -211,18 +211,20 @@ class Oracles:
                 pages += planned.pages
             if chunk.stop == own.lengths[chunk.slot]:
                 own.decoding.add(chunk.slot)
-        assert tokens <= sizes.batch_tokens, f"{tokens} tokens in a step"
-        assert len(own.slots) <= sizes.slots, f"{len(own.slots)} requests run"
+        assert tokens <= limits.batch_tokens, f"{tokens} tokens in a step"
+        assert len(own.slots) <= limits.slots, f"{len(own.slots)} requests run"
         if pages:
             self._reading.update(pages)
         own.out.append((decision.step, pages))
-        assert len(own.out) <= sizes.generate_depth, f"{len(own.out)} steps are out"
+        assert len(own.out) <= limits.generate_depth, f"{len(own.out)} steps are out"
 
     def _join(self, own: _Generator, join: Join) -> None:
         assert join.slot not in own.slots, f"slot {join.slot} was given twice"
         assert join.number in self._ids, f"request {join.number} joins after its end"
-        shared = join.computed // self._sizes.block_size
-        assert len(join.blocks) == self._sizes.blocks_for(join.length), "blocks and length disagree"
+        shared = join.computed // self._limits.block_size
+        assert len(join.blocks) == self._limits.blocks_for(join.length), (
+            "blocks and length disagree"
+        )
         for block in join.blocks[shared:]:
             assert own.holders[block] == 0, f"block {block} is given twice"
         for block in join.blocks:
@@ -232,7 +234,7 @@ class Oracles:
         self._unstarted.pop(join.number, None)
 
     def _check_read(self, pages: Sequence[int], item: MediaItem) -> None:
-        assert len(pages) == self._sizes.pages_for(item.tokens), "pages and tokens disagree"
+        assert len(pages) == self._limits.pages_for(item.tokens), "pages and tokens disagree"
         if self._by_item:  # else keys cover whole sets of images
             assert all(self._pages.get(page) == item.key for page in pages), (
                 "a step reads pages that hold something else than its image"
@@ -243,7 +245,7 @@ class Oracles:
     def _check_batch(self, group: str, decision: EncodeDecision) -> None:
         tasks = decision.tasks
         assert group not in self._writing, f"two batches are out at {group}"
-        assert len(tasks) <= self._sizes.encode_items, f"{len(tasks)} images in a step"
+        assert len(tasks) <= self._limits.encode_items, f"{len(tasks)} images in a step"
         tokens = sum(task.tokens for task in tasks if not task.encoded)
         limit = self._image_tokens_max
         assert not limit or len(tasks) == 1 or tokens <= limit, f"{tokens} image tokens in a step"
@@ -254,7 +256,7 @@ class Oracles:
         assert len({*busy, *pages}) == len(busy) + len(pages), "a page is given to two images"
         assert not any(self._reading[page] for page in pages), "a page is written while it is read"
         for task in tasks:
-            assert len(task.pages) == self._sizes.pages_for(task.tokens), (
+            assert len(task.pages) == self._limits.pages_for(task.tokens), (
                 "pages and tokens disagree"
             )
         for page in pages:

@@ -149,7 +149,7 @@ class SimEngine:
         """Start the engine, and let the time come from which plans count.
 
         Raises:
-            CheckpointError, DeviceOutOfMemory, GroupLost: As `Engine.start`.
+            CheckpointError, DeviceOutOfMemory, GroupLostError: As `Engine.start`.
         """
         self._around.enter_context(self.world.injector.armed())
         loop = self.world.loop

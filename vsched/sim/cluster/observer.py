@@ -48,7 +48,7 @@ class Witness:
         self._world = world
         policies = resolve_policies(config)
         world.by_set = policies.encoding.scope != "item"
-        setup = Setup(config=config, info=info, sizes=kernel.sizes, policies=policies)
+        setup = Setup(config=config, info=info, limits=kernel.limits, policies=policies)
         self._oracles = Oracles(setup, check_every=1)
         self._digest = blake2b(digest_size=16)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=bytes)

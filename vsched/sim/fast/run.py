@@ -15,7 +15,7 @@ import msgspec
 
 from vsched.config import Config, LoadedConfig
 from vsched.policy import Policy
-from vsched.record.entries import Header
+from vsched.record.entries import SegmentHeader
 from vsched.sim.checks.invariants import Oracles
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.faults import Trouble
@@ -92,16 +92,16 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def header_of(config: Config) -> Header:
+def header_of(config: Config) -> SegmentHeader:
     """Return what a timeline begins with, of a run that nobody recorded."""
-    return Header(
+    return SegmentHeader(
         run=b"",
         segment=1,
         version="",
         started_s=0.0,
         number=0,
         config=msgspec.to_builtins(config),
-        sizes={},
+        limits={},
         policies={},
         state=b"",
     )

@@ -15,7 +15,7 @@ import msgspec
 from vsched.errors import VschedError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, Refuse, SetTimer
-from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, Timer
+from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, TimerFired
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.contention import Crowd, Work
 from vsched.sim.fast.faults import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
@@ -68,7 +68,7 @@ class Simulation:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.setup = setup
-        self.kernel = Scheduler(setup.sizes, setup.kernel_policies)
+        self.kernel = Scheduler(setup.limits, setup.kernel_policies)
         self.collector = Collector(targets)
         self.sampler = Sampler(START_NS)
         self.lives: dict[int, Live] = {}
@@ -102,9 +102,9 @@ class Simulation:
         self._make_groups(exact_tokens=bool(observers))
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
-        sizes, cost = self.setup.sizes, self._cost
-        encoders = group_names("encode", sizes.encoders)
-        generators = group_names("generate", sizes.generators)
+        limits, cost = self.setup.limits, self._cost
+        encoders = group_names("encode", limits.encoders)
+        generators = group_names("generate", limits.generators)
         together = self.setup.config.placement == "together"
         devices = make_devices(encoders, generators, together=together)
         self.encoders = [
@@ -117,7 +117,7 @@ class Simulation:
                 cost,
                 devices[name],
                 Random(f"{name} {self._seed}"),  # noqa: S311 - noise of step times
-                slots=sizes.slots,
+                slots=limits.slots,
                 lives=self.lives,
                 itl=self.collector.itl,
                 exact_tokens=exact_tokens,
@@ -268,7 +268,7 @@ class Simulation:
             )
             return Submitted(request)
         if kind == TIMER:
-            return Timer()
+            return TimerFired()
         return self._change(subject, now_ns)
 
     def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:

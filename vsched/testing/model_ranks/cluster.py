@@ -32,7 +32,7 @@ from vsched.kernel.events import (
     GroupReady,
     GroupRetired,
     Submitted,
-    Timer,
+    TimerFired,
 )
 from vsched.testing.defaults import default_policies
 from vsched.testing.model_ranks.generator import ModelGenerator
@@ -50,10 +50,10 @@ class ModelCluster:
     Every event is followed by the kernel's own `check_invariants`, and everything that a rank reads is checked.
     """
 
-    def __init__(self, sizes: SchedulerLimits, policies: KernelPolicies | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None = None) -> None:
         policies = policies or default_policies()
-        self.sizes = sizes
-        self.kernel = Scheduler(sizes, policies)
+        self.limits = limits
+        self.kernel = Scheduler(limits, policies)
         self.now_ns = 0
         self.timers: list[int] = []
         self.pages: dict[int, bytes] = {}
@@ -71,17 +71,17 @@ class ModelCluster:
         self.drained: list[str] = []
         self.faults = 0
         self.encode_logs: dict[str, deque[EncodeDecision]] = {
-            name: deque() for name in group_names("encode", sizes.encoders)
+            name: deque() for name in group_names("encode", limits.encoders)
         }
         self.generators = {
             name: ModelGenerator(
                 name,
-                sizes,
+                limits,
                 self.pages,
                 lambda number: self.requests[self.names[number]],
                 scope=policies.encoding.scope,
             )
-            for name in group_names("generate", sizes.generators)
+            for name in group_names("generate", limits.generators)
         }
         self.groups = [*self.encode_logs, *self.generators]
         for group in self.groups:
@@ -116,7 +116,7 @@ class ModelCluster:
     def _ring(self) -> None:
         while self.timers and self.timers[0] <= self.now_ns:
             heappop(self.timers)
-            self._handle(Timer())
+            self._handle(TimerFired())
 
     def _handle(self, event: Event) -> list[Command]:
         commands = self.kernel.handle(event, self.now_ns)
@@ -185,7 +185,7 @@ class ModelCluster:
             self.send(EncodeFailed(decision.step, fail, group))
             return
         for task in decision.tasks:
-            assert len(task.pages) == self.sizes.pages_for(task.tokens)
+            assert len(task.pages) == self.limits.pages_for(task.tokens)
             for page in task.pages:
                 self.pages[page] = task.key
         self.send(Encoded(decision.step, group))

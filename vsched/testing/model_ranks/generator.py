@@ -28,7 +28,7 @@ class ModelGenerator:
     def __init__(
         self,
         name: str,
-        sizes: SchedulerLimits,
+        limits: SchedulerLimits,
         pages: Mapping[int, bytes],
         request_of: Callable[[int], Request],
         *,
@@ -36,7 +36,7 @@ class ModelGenerator:
     ) -> None:
         """Prepare an empty group; `pages` is what lies in the arena, `request_of` gives a number's request."""
         self.name = name
-        self._sizes = sizes
+        self._limits = limits
         self._pages = pages
         self._request_of = request_of
         self._scope = scope
@@ -44,9 +44,9 @@ class ModelGenerator:
 
     def lose(self) -> None:
         """Forget everything, as a restart does."""
-        size = self._sizes.block_size
+        size = self._limits.block_size
         self.log: deque[GenerateDecision] = deque()
-        self.kv: list[list[int]] = [[0] * size for _ in range(self._sizes.blocks)]
+        self.kv: list[list[int]] = [[0] * size for _ in range(self._limits.blocks)]
         self.sequences: dict[int, ModelSequence] = {}
         self.slots: dict[int, int] = {}
 
@@ -54,7 +54,7 @@ class ModelGenerator:
         """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
         decision = self.log.popleft()
         self._apply(decision)
-        tokens = array("i", [-1] * self._sizes.slots)
+        tokens = array("i", [-1] * self._limits.slots)
         finished: list[Finished] = []
         for slot in [slot for slot in sorted(self.slots) if self._at(slot).decoding]:
             sequence = self._at(slot)
@@ -91,7 +91,7 @@ class ModelGenerator:
         for slot, block in zip(decision.grown[::2], decision.grown[1::2], strict=True):
             sequence = self._at(slot)
             if sequence.decoding:
-                assert len(sequence.tokens) - 1 == len(sequence.blocks) * self._sizes.block_size
+                assert len(sequence.tokens) - 1 == len(sequence.blocks) * self._limits.block_size
             sequence.blocks.append(block)
 
     def _join(self, join: Join) -> None:
@@ -124,7 +124,7 @@ class ModelGenerator:
 
     def _compute(self, sequence: ModelSequence, start: int, stop: int) -> None:
         """Write KV for [start, stop), and check that the KV of the whole prefix is right."""
-        size = self._sizes.block_size
+        size = self._limits.block_size
         expected = sequence.fingerprints()
         for number, first in enumerate(range(0, stop, size)):
             last = min(first + size, stop)

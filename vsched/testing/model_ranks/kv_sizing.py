@@ -14,7 +14,7 @@ import msgspec
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Accepted, KvNegotiation
-from vsched.policy import Build, MemoryView, Outcome, Probe, RankMemory
+from vsched.policy import AttemptOutcome, Build, MemoryView, Probe, RankMemory
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
 
 _LAYERS = 4
@@ -23,7 +23,7 @@ _LAYERS = 4
 class SimulatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a simulated rank says about an order."""
 
-    outcome: Outcome
+    outcome: AttemptOutcome
     message: str
     memory: RankMemory
 
@@ -66,7 +66,7 @@ class SimulatedRank:
         canary_bytes = order.canary_bytes if isinstance(order, Build) else 0
         old_bytes, released_bytes = self._kv_bytes, self.tear_down()
         self.memory.reset_peak()
-        outcome: Outcome = "fits"
+        outcome: AttemptOutcome = "fits"
         message = ""
         if released_bytes < old_bytes:
             message = f"{released_bytes} of {old_bytes} bytes came back"

@@ -53,7 +53,7 @@ def run_random(
     rng: random.Random,
     policies: KernelPolicies | None = None,
     *,
-    sizes: SchedulerLimits | None = None,
+    limits: SchedulerLimits | None = None,
     events: int = 80,
     faults: bool = True,
     make: Callable[[SchedulerLimits, KernelPolicies | None], ModelCluster] = ModelCluster,
@@ -63,7 +63,7 @@ def run_random(
     Raises:
         AssertionError: When something was lost, wrong, held too long or stuck.
     """
-    cluster = make(sizes or random_limits(rng), policies)
+    cluster = make(limits or random_limits(rng), policies)
     weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
     names = list(weights)
     for index in range(events):
