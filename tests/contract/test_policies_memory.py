@@ -17,7 +17,7 @@ from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import AcceptBuild, Attempt, Build, Fail, MemoryPolicy, Probe
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
-from vsched.testing.model_ranks.kv_sizing import SimulatedRank, load_view, negotiate
+from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20
@@ -301,7 +301,7 @@ def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
 
 def test_pinned_builds_once_and_proves_it() -> None:
     """C2: no probe, no rebuild, one stress pass."""
-    ranks = [SimulatedRank(SimulatedMemory(256 * MIB))]
+    ranks = [KvSizingRank(SimulatedMemory(256 * MIB))]
     negotiation = KvNegotiation(Pinned(tokens=4096), load_view(ranks))
     assert negotiation.start() == Build(4096, stress=True)
     report = ranks[0].carry_out(Build(4096, stress=True))
@@ -373,7 +373,7 @@ def test_memory_sizes_or_says_why_not(name: str) -> None:
     ended: list[type] = []
     for total in (32, 64, 512, 2048):
         for leaks in (False, True):
-            ranks = [SimulatedRank(SimulatedMemory(total * MIB), leaks=leaks)]
+            ranks = [KvSizingRank(SimulatedMemory(total * MIB), leaks=leaks)]
             negotiation = KvNegotiation(
                 msgspec.structs.replace(made(name), mem_fraction=1.0), load_view(ranks)
             )

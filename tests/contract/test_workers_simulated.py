@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from vsched.sim.cluster.images import Look
+from vsched.sim.cluster.images import Appearance
 from vsched.sim.cluster.model import ROOT
 from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
 from vsched.sim.cluster.workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
@@ -101,7 +101,7 @@ class SimPlugin(SimulatedPlugin):
     def images(self) -> list[SampleImage]:
         made = []
         for tokens in (1, 4, 9):
-            self.world.looks[key_of(tokens)] = look = Look((tokens, 2, 3), tokens)
+            self.world.appearances[key_of(tokens)] = look = Appearance((tokens, 2, 3), tokens)
             pixels = np.tile(np.array([*look.colour, tokens], np.float32), (4 * tokens, 1))
             made.append(SampleImage(ImagePlan((1, 2, 2 * tokens), tokens), pixels, key_of(tokens)))
         return made
@@ -116,7 +116,7 @@ def check_simulated(plugin: SimPlugin, seeds: Sequence[int]) -> None:
 
 
 def test_simulated_plugin_keeps_the_contract() -> None:
-    """And the schedules keep theirs: it looks at every position of KV that it reads."""
+    """And the schedules keep theirs: it appearances at every position of KV that it reads."""
     plugin = SimPlugin()
     check_simulated(plugin, range(20))
     assert plugin.world.violations == []

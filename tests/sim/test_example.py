@@ -31,7 +31,7 @@ async def test_answer_goes_on_after_a_crash(
     plan = FaultPlan(faults=(WorkerCrash(at_ns=SECOND_NS, group="generate"),))
     async with sim_engine(faults=plan) as engine:
         await engine.sleep_until(SECOND_NS)
-        visit = engine.send(workload[0])
-        await visit.done.wait()
-        assert (visit.outcome, visit.said.text) == ("finished", visit.expected.text)
-        assert visit.ended_ns - visit.sent_ns < 2 * SECOND_NS
+        session = engine.send(workload[0])
+        await session.done.wait()
+        assert (session.outcome, session.received.text) == ("finished", session.expected.text)
+        assert session.ended_ns - session.sent_ns < 2 * SECOND_NS

@@ -26,8 +26,8 @@ from vsched.sim.faults.plan import (
     MissedDecision,
     OutOfMemory,
     Partition,
-    Phase,
     ReplicaRestart,
+    RequestPhase,
     Slowdown,
     TiePermutation,
     WorkerCrash,
@@ -71,16 +71,16 @@ async def strike(sim_engine: Engines, *faults: AnyFault, ranks: int = 1) -> SimE
 
 def losses(engine: SimEngine) -> list[str]:
     """Return why groups were lost."""
-    assert engine.witness is not None
-    return [f"{loss.group}: {loss.reason}" for loss in engine.witness.losses]
+    assert engine.observer is not None
+    return [f"{loss.group}: {loss.reason}" for loss in engine.observer.losses]
 
 
 def ends(engine: SimEngine) -> dict[str, int]:
     """Return how many requests ended how, those apart that finished."""
     found: dict[str, int] = {}
-    for visit in engine.visits:
-        if visit.outcome != "finished":
-            end = f"{visit.outcome} {visit.code}".strip()
+    for session in engine.sessions:
+        if session.outcome != "finished":
+            end = f"{session.outcome} {session.code}".strip()
             found[end] = found.get(end, 0) + 1
     return found
 
@@ -138,7 +138,7 @@ async def test_small_trouble_costs_nothing_but_time(sim_engine: Engines, fault: 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.sim
 async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> None:
-    """A7: one rank of two does not hear what the other hears."""
+    """One rank of two does not hear what the other hears."""
     engine = await strike(sim_engine, MissedDecision(at_ns=SECOND_NS, group=group, rank=1), ranks=2)
     assert "rank 1 stopped with RankDesync" in losses(engine)[0]
     assert not ends(engine)
@@ -176,9 +176,9 @@ async def test_partition_is_noticed(sim_engine: Engines, frames: str) -> None:
     assert losses(engine)
 
 
-@pytest.mark.parametrize("phase", get_args(Phase))
+@pytest.mark.parametrize("phase", get_args(RequestPhase))
 @pytest.mark.sim
-async def test_client_may_leave_in_any_phase(sim_engine: Engines, phase: Phase) -> None:
+async def test_client_may_leave_in_any_phase(sim_engine: Engines, phase: RequestPhase) -> None:
     engine = await strike(sim_engine, Disconnect(at_ns=SECOND_NS, phase=phase))
     assert ends(engine) == {"left": 1}
 
@@ -222,7 +222,7 @@ async def test_restart_without_memory_is_tried_again(sim_engine: Engines) -> Non
 
 @pytest.mark.sim
 async def test_start_without_memory_fails(sim_engine: Engines) -> None:
-    """B8: with the error of the rank, and nothing is left behind."""
+    """With the error of the rank, and nothing is left behind."""
     plan = FaultPlan(faults=(OutOfMemory(group="generate", during="load"),))
     engine = sim_engine(faults=plan, origin_ns=0)
     with pytest.raises(DeviceOutOfMemory, match="no memory for the weights of generate"):
@@ -234,8 +234,8 @@ async def test_start_without_memory_fails(sim_engine: Engines) -> None:
 @pytest.mark.sim
 async def test_operator_restarts_a_group(sim_engine: Engines) -> None:
     engine = await strike(sim_engine, ReplicaRestart(at_ns=SECOND_NS, group="generate"))
-    assert engine.witness is not None
-    assert [(loss.group, loss.planned) for loss in engine.witness.losses] == [("generate", True)]
+    assert engine.observer is not None
+    assert [(loss.group, loss.planned) for loss in engine.observer.losses] == [("generate", True)]
     assert not ends(engine)
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     )
     from vsched.sim.fast.fault_plans import troubles_of
     from vsched.sim.fast.faults import EncodeFault, Outage, Pause, Slowness
-    from vsched.sim.fast.outcome import Outcome
+    from vsched.sim.fast.outcome import SimulationOutcome
     from vsched.sim.fast.run import simulate
     from vsched.sim.fast.simulation import SimulationFailed
     from vsched.sim.faults.injection import Injector
     from vsched.sim.faults.plan import FaultPlan, random_plan
     from vsched.sim.loop.deadlock import VirtualDeadlock
     from vsched.sim.loop.virtual_loop import VirtualLoop
-    from vsched.sim.network.asgi_client import Client
+    from vsched.sim.network.asgi_client import AsgiClient
     from vsched.sim.network.channel import LinkProfile
     from vsched.sim.network.links import Network
     from vsched.sim.report.comparison import comparison, write_csv, write_json
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival",
-    "Client",
+    "AsgiClient",
     "CostModel",
     "EncodeCost",
     "EncodeFault",
@@ -54,11 +54,11 @@ __all__ = [
     "LinkProfile",
     "Network",
     "Outage",
-    "Outcome",
     "Pause",
     "Reply",
     "SimEngine",
     "SimulationFailed",
+    "SimulationOutcome",
     "Slowness",
     "Targets",
     "Text",
@@ -84,7 +84,7 @@ __all__ = [
 ]
 _MODULES = {
     "Arrival": "vsched.sim.workload.requests",
-    "Client": "vsched.sim.network.asgi_client",
+    "AsgiClient": "vsched.sim.network.asgi_client",
     "CostModel": "vsched.sim.cost.model",
     "EncodeCost": "vsched.sim.cost.model",
     "EncodeFault": "vsched.sim.fast.faults",
@@ -98,7 +98,7 @@ _MODULES = {
     "LinkProfile": "vsched.sim.network.channel",
     "Network": "vsched.sim.network.links",
     "Outage": "vsched.sim.fast.faults",
-    "Outcome": "vsched.sim.fast.outcome",
+    "SimulationOutcome": "vsched.sim.fast.outcome",
     "Pause": "vsched.sim.fast.faults",
     "Reply": "vsched.sim.workload.requests",
     "SimEngine": "vsched.sim.cluster",

@@ -10,7 +10,7 @@ from PIL import Image as PillowImage
 
 from tests.unit.media.fakes import PLACEHOLDER, FakePreprocessor, model_info
 from vsched.bench.fidelity.arrivals import Dresser, draw_picture
-from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text, workload_of
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, workload_of
 
 LIMIT = 64
 """The most tokens of an image; one is 8 pixels square."""
@@ -21,7 +21,7 @@ def dresser() -> Dresser:
     return Dresser(FakePreprocessor(model_info(item_tokens_max=LIMIT)))
 
 
-def arrival(*prompt: Part, tenant: str = "") -> Arrival:
+def arrival(*prompt: PromptPart, tenant: str = "") -> Arrival:
     return Arrival(at_ns=5, request_id="r", prompt=prompt, output_tokens=7, tenant=tenant)
 
 

@@ -13,7 +13,7 @@ from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
 from vsched.testing.model_ranks.device_memory import SimulatedMemory
-from vsched.testing.model_ranks.kv_sizing import SimulatedRank, load_view, negotiate
+from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20
@@ -26,9 +26,9 @@ ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1, "Fraction": 1}
 KNOBS = ("generate.max_batch_tokens", "generate.slots", "encode.admission.max_tokens")
 
 
-def group(count: int = 2, total_mib: int = 512) -> list[SimulatedRank]:
+def group(count: int = 2, total_mib: int = 512) -> list[KvSizingRank]:
     return [
-        SimulatedRank(SimulatedMemory(total_mib * MIB, pool=f"device {rank}"), rank=rank)
+        KvSizingRank(SimulatedMemory(total_mib * MIB, pool=f"device {rank}"), rank=rank)
         for rank in range(count)
     ]
 
@@ -37,7 +37,7 @@ class Ended:
     """How a negotiation ended, with what every ending has to keep."""
 
     def __init__(
-        self, policy: MemoryPolicy, ranks: list[SimulatedRank], newcomer_bytes: int = 0
+        self, policy: MemoryPolicy, ranks: list[KvSizingRank], newcomer_bytes: int = 0
     ) -> None:
         self.negotiation = KvNegotiation(policy, load_view(ranks))
         self.accepted: Accepted | None = None
@@ -58,7 +58,7 @@ class Ended:
             rank.memory.heal()
             self._check_rank(rank)
 
-    def _check_rank(self, rank: SimulatedRank) -> None:
+    def _check_rank(self, rank: KvSizingRank) -> None:
         weights = sum(-(-size // 512) * 512 for size in rank.weights)
         if self.accepted is not None:
             # C12, C14: what was accepted holds again, canary and all, and only weights and KV stay behind.
@@ -80,7 +80,7 @@ def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
     return ranks[0].memory.allocations - loaded
 
 
-def phases(policy: MemoryPolicy, ranks: Sequence[SimulatedRank], number: int) -> list[str]:
+def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> list[str]:
     """Let an allocation after loading fail in each of these ranks, and return how those said so."""
     everybody = group()
     for rank in ranks:
@@ -212,7 +212,7 @@ def test_sizing_comes_near_the_largest(
     total_mib: int, weights: list[int], activations: list[int]
 ) -> None:
     """C6: with the whole budget and no canary, no more is lost than retries and the allocator's rounding explain."""
-    rank = SimulatedRank(SimulatedMemory(total_mib * MIB), weights=weights, activations=activations)
+    rank = KvSizingRank(SimulatedMemory(total_mib * MIB), weights=weights, activations=activations)
     policy = AutoProfile(mem_fraction=1.0, canary_bytes=0)
     accepted = negotiate(KvNegotiation(policy, load_view([rank])), [rank])
     held_bytes = peak_bytes = 0

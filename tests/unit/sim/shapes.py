@@ -8,7 +8,7 @@ from typing import Any
 
 from vsched.config import LoadedConfig, load_config
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload, workload_of
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
 from vsched.types import ModelInfo
 
 TINY = ModelInfo(
@@ -42,7 +42,9 @@ def config(*sets: str) -> LoadedConfig:
     return load_config(None, sets=sets, environ={})
 
 
-def arrival(number: int, at_ms: float, *prompt: Part, outputs: int = 4, **more: Any) -> Arrival:
+def arrival(
+    number: int, at_ms: float, *prompt: PromptPart, outputs: int = 4, **more: Any
+) -> Arrival:
     """Return an arrival of a text of ten tokens, or of the prompt given."""
     return Arrival(
         at_ns=int(at_ms * 1e6),

@@ -22,7 +22,13 @@ from vsched.sim.cost.model import (
     load_cost_model,
     save_cost_model,
 )
-from vsched.sim.cost.observations import JobSeen, Observation, Presence, RequestSeen, StepSeen
+from vsched.sim.cost.observations import (
+    Concurrency,
+    Observation,
+    ObservedJob,
+    ObservedRequest,
+    ObservedStep,
+)
 
 MS = 1_000_000
 TRUE = CostModel(
@@ -43,9 +49,9 @@ class Scene:
     def __init__(self, *, noise: float = 0.0, seed: int = 0) -> None:
         self.now_ns = 1_000 * MS
         self.rounds_ns: list[int] = []
-        self.steps: list[StepSeen] = []
-        self.jobs: list[JobSeen] = []
-        self.requests: list[RequestSeen] = []
+        self.steps: list[ObservedStep] = []
+        self.jobs: list[ObservedJob] = []
+        self.requests: list[ObservedRequest] = []
         self._rng = Random(seed)
         self._noise = noise
 
@@ -60,7 +66,7 @@ class Scene:
         group = "encode" if isinstance(sample, EncodeSample) else "generate"
         seen = msgspec.structs.replace(sample, ns=float(took_ns))
         self.steps.append(
-            StepSeen(group=group, sample=seen, decided_ns=decided_ns, ended_ns=self.now_ns)
+            ObservedStep(group=group, sample=seen, decided_ns=decided_ns, ended_ns=self.now_ns)
         )
 
     def request(self, tokens: int, pixels: int, slow: float) -> None:
@@ -69,9 +75,9 @@ class Scene:
         took_ns += images * (host.image_ns + host.pixel_ns * pixels)
         end_ns = self.now_ns + int(took_ns * slow * self.factor())
         if images:
-            self.jobs.append(JobSeen(self.now_ns, end_ns))
+            self.jobs.append(ObservedJob(self.now_ns, end_ns))
         self.requests.append(
-            RequestSeen(
+            ObservedRequest(
                 tokens=tokens,
                 images=images,
                 pixels=pixels,
@@ -141,7 +147,7 @@ def test_calibrate_finds_exact_costs() -> None:
     assert_close(model, rel=0.001)
     for name in ("decision_ns", "gap_ns", "request_ns", "token_ns", "image_ns", "pixel_ns"):
         assert getattr(model.host, name) == pytest.approx(getattr(TRUE.host, name), rel=0.01)
-    assert model.host.crowding == ()
+    assert model.host.contention == ()
     assert model.noise < 0.01
 
 
@@ -174,7 +180,7 @@ def test_calibrate_finds_what_company_costs() -> None:
         scene.company(1.5)
     model = found(scene)
     assert_close(model, rel=0.05)
-    assert model.host.crowding == pytest.approx((1.0, 1.5), rel=0.05)
+    assert model.host.contention == pytest.approx((1.0, 1.5), rel=0.05)
 
 
 def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
@@ -183,25 +189,32 @@ def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
     for _ in range(2):
         scene.round()
         scene.company(2.2)
-    assert found(scene, cores=1).host.crowding == (1.0,)
-    assert found(scene, cores=2).host.crowding == pytest.approx((1.0, 2.2), rel=0.05)
-    assert found(scene, cores=8).host.crowding == pytest.approx((1.0, 2.2), rel=0.05)
+    assert found(scene, cores=1).host.contention == (1.0,)
+    assert found(scene, cores=2).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
+    assert found(scene, cores=8).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
 
 
 def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
-    step = StepSeen(
+    step = ObservedStep(
         group="generate",
         sample=GenerateSample(decodes=1, context=1, ns=50.0),
         decided_ns=0,
         ended_ns=100,
     )
-    presence = Presence(
+    concurrency = Concurrency(
         Observation(
-            rounds_ns=[0], steps=[step], jobs=[JobSeen(60, 80), JobSeen(70, 110)], requests=[]
+            rounds_ns=[0],
+            steps=[step],
+            jobs=[ObservedJob(60, 80), ObservedJob(70, 110)],
+            requests=[],
         )
     )
-    assert presence.within(0, 120).tolist() == [0.0, 20.0, 40.0]  # nobody is seen before the first
-    assert presence.within(90, 105).tolist() == [0.0, 5.0, 10.0]
+    assert concurrency.within(0, 120).tolist() == [
+        0.0,
+        20.0,
+        40.0,
+    ]  # nobody is seen before the first
+    assert concurrency.within(90, 105).tolist() == [0.0, 5.0, 10.0]
 
 
 def test_calibrate_leaves_out_steps_without_work() -> None:
@@ -289,7 +302,7 @@ def test_calibrated_model_reads_as_it_was_written(tmp_path: Path) -> None:
         settings={"placement": "separate", "encode_threads": 1},
     )
     model = calibrate(scene.observation(), name="found", source="a scene", machine=machine)
-    assert len(model.host.crowding) == 2
+    assert len(model.host.contention) == 2
     path = tmp_path / "cost.json"
     save_cost_model(model, path)
     assert load_cost_model(str(path)) == model

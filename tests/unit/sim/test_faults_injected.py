@@ -52,7 +52,7 @@ def test_fault_point_calls_whoever_is_armed_and_raises_what_it_raises() -> None:
     def refuse(name: str, subject: str) -> None:
         raise ValueError(f"{name} {subject}")
 
-    with armed(lambda *visit: visits.append(visit)):
+    with armed(lambda *session: visits.append(session)):
         fault_point("media.decode")
         with armed(refuse), pytest.raises(ValueError, match="rank.step generate-0"):
             fault_point("rank.step", "generate-0")

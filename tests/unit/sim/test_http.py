@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.unit.sim.virtual import current
-from vsched.sim.network.asgi_client import Client, Disconnected
+from vsched.sim.network.asgi_client import AsgiClient, Disconnected
 
 
 class Service:
@@ -26,7 +26,7 @@ class Service:
             Route("/broken", self.broken),
             Route("/slow", self.slow),
         ]
-        self.client = Client(Starlette(routes=routes), headers=[("x-key", "sesame")])
+        self.client = AsgiClient(Starlette(routes=routes), headers=[("x-key", "sesame")])
 
     async def count(self, _request: Request) -> Response:
         async def numbers() -> AsyncIterator[bytes]:
@@ -125,7 +125,7 @@ async def test_client_sends_a_body_in_pieces_and_can_leave_between_them() -> Non
         while not seen or seen[-1]["type"] != "http.disconnect":
             seen.append(await receive())
 
-    async with Client(app).open("POST", "/", pieces=pieces(10)) as call:
+    async with AsgiClient(app).open("POST", "/", pieces=pieces(10)) as call:
         current().call_later(15, call.disconnect)
         with pytest.raises(Disconnected):
             await call.response()
@@ -154,7 +154,7 @@ async def test_client_is_told_when_the_application_ends_without_a_word() -> None
         await asyncio.sleep(1)
 
     with pytest.raises(Disconnected, match="the application ended"):
-        await Client(app).request("GET", "/")
+        await AsgiClient(app).request("GET", "/")
 
 
 @pytest.mark.sim
@@ -168,7 +168,7 @@ async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
         await send({"type": "http.response.body", "body": b""})
         heard.append(await receive())
 
-    assert (await Client(app).request("GET", "/")).status == 204
+    assert (await AsgiClient(app).request("GET", "/")).status == 204
     assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
 
 
@@ -180,7 +180,7 @@ async def test_what_is_sent_after_a_disconnect_goes_nowhere_and_waits_for_nobody
             await asyncio.sleep(1)
             await send({"type": "http.response.body", "body": b"x", "more_body": index < 9})
 
-    async with Client(stubborn).open("GET", "/", unread_max=3) as call:
+    async with AsgiClient(stubborn).open("GET", "/", unread_max=3) as call:
         await asyncio.sleep(1.5)
         call.disconnect()
         await asyncio.sleep(20)

@@ -31,7 +31,7 @@ async def test_loop_jumps_to_the_next_timer() -> None:
 @pytest.mark.slow
 @pytest.mark.sim
 async def test_loop_idles_a_day_of_heartbeats_in_milliseconds() -> None:
-    """A18: 24 hours of two timers, one every 5 s and one every 30 s that is always set anew."""
+    """24 hours of two timers, one every 5 s and one every 30 s that is always set anew."""
     loop = current()
     beats = 0
     deadline = loop.call_later(30, pytest.fail, "the deadline passed")

@@ -108,7 +108,7 @@ async def test_group_lives_through_an_hour_without_faults() -> None:
 
 @pytest.mark.sim
 async def test_missed_decision_is_noticed_with_the_next_entry() -> None:
-    """C18, A7: the rank itself finds the gap, and computes nothing after it."""
+    """The rank itself finds the gap, and computes nothing after it."""
     fault = MissedDecision(at_ns=30 * SECOND_NS, group="encode-0", rank=1)
     group = Group(fault)
     await group.run(60)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
-from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.outcome import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.report.comparison import (
     MEASURES,
@@ -30,7 +30,7 @@ from vsched.sim.report.svg import Chart, log_ticks, number, ticks
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[SimulationOutcome]:
     settings = {"chunk <aware>": "chunk-aware", "eager": "eager"}
     return [
         simulate(
@@ -43,13 +43,13 @@ def outcomes() -> list[Outcome]:
     ]
 
 
-def printed(outcomes: list[Outcome]) -> str:
+def printed(outcomes: list[SimulationOutcome]) -> str:
     text = StringIO()
     Console(file=text, width=140).print(comparison(outcomes))
     return text.getvalue()
 
 
-def test_table_has_a_column_for_each_outcome(outcomes: list[Outcome]) -> None:
+def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) -> None:
     text = printed(outcomes)
     assert re.search(r"chunk <aware> .* eager", text)
     for measure in MEASURES:
@@ -59,15 +59,15 @@ def test_table_has_a_column_for_each_outcome(outcomes: list[Outcome]) -> None:
     assert re.search(rf"context_exceeded +│ +{first.failed['context_exceeded']} │", text)
 
 
-def test_table_names_policies_that_failed(outcomes: list[Outcome]) -> None:
+def test_table_names_policies_that_failed(outcomes: list[SimulationOutcome]) -> None:
     broken = msgspec.structs.replace(
         outcomes[0], figures=msgspec.structs.replace(outcomes[0].figures, policy_faults={"Mine": 3})
     )
     assert re.search(r"failures of Mine +│ +3 │ +0 │", printed([broken, outcomes[1]]))
 
 
-def test_best_is_what_is_better_by_more_than_nothing(outcomes: list[Outcome]) -> None:
-    def with_ttft(value: float) -> Outcome:
+def test_best_is_what_is_better_by_more_than_nothing(outcomes: list[SimulationOutcome]) -> None:
+    def with_ttft(value: float) -> SimulationOutcome:
         figures = outcomes[0].figures
         spread = msgspec.structs.replace(figures.ttft_ms, p50=value)
         return msgspec.structs.replace(
@@ -82,13 +82,13 @@ def test_best_is_what_is_better_by_more_than_nothing(outcomes: list[Outcome]) ->
     assert best(neither, outcomes) == set()
 
 
-def test_differences_are_the_policies_that_differ(outcomes: list[Outcome]) -> None:
+def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutcome]) -> None:
     assert differences(outcomes) == {
         "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "Eager()"]
     }
 
 
-def test_csv_has_a_row_for_each_outcome(outcomes: list[Outcome], tmp_path: Path) -> None:
+def test_csv_has_a_row_for_each_outcome(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     write_csv(outcomes, path)
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -99,7 +99,7 @@ def test_csv_has_a_row_for_each_outcome(outcomes: list[Outcome], tmp_path: Path)
         assert int(row["context_exceeded"]) == figures.failed["context_exceeded"]
 
 
-def test_json_reads_as_it_was_written(outcomes: list[Outcome], tmp_path: Path) -> None:
+def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(outcomes, path)
     assert read_json(path) == outcomes
@@ -126,7 +126,7 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_html_is_whole_and_needs_nothing(outcomes: list[Outcome]) -> None:
+def test_html_is_whole_and_needs_nothing(outcomes: list[SimulationOutcome]) -> None:
     text = render_html(outcomes)
     elements = Elements()
     elements.feed(text)
@@ -139,7 +139,7 @@ def test_html_is_whole_and_needs_nothing(outcomes: list[Outcome]) -> None:
     assert len(text) < 400_000
 
 
-def test_html_charts_have_titles_units_and_legends(outcomes: list[Outcome]) -> None:
+def test_html_charts_have_titles_units_and_legends(outcomes: list[SimulationOutcome]) -> None:
     text = render_html(outcomes)
     charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(charts) == 3 + 4 + 7 + 2 * 2
@@ -155,7 +155,7 @@ def test_html_charts_have_titles_units_and_legends(outcomes: list[Outcome]) -> N
     assert sum("eager" in chart for chart in charts) >= 14
 
 
-def test_html_of_one_outcome_and_of_nothing(outcomes: list[Outcome]) -> None:
+def test_html_of_one_outcome_and_of_nothing(outcomes: list[SimulationOutcome]) -> None:
     assert "policies that differ" not in render_html(outcomes[:1])
     empty = simulate(config(), scarce(0, requests=0), cost=COST, label="empty")
     assert "<svg" in render_html([empty])

@@ -15,7 +15,7 @@ from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.outcome import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
 from vsched.sim.report.metrics import Targets
@@ -62,7 +62,7 @@ class Seen:
         return self.finishes[name][1]
 
 
-def run(workload: Workload, *sets: str, cost: CostModel = PLAIN) -> tuple[Outcome, Seen]:
+def run(workload: Workload, *sets: str, cost: CostModel = PLAIN) -> tuple[SimulationOutcome, Seen]:
     seen = Seen()
     return simulate(config(*sets), workload, cost=cost, observers=[seen], oracles=True), seen
 

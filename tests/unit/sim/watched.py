@@ -13,11 +13,11 @@ from vsched.config import Config
 from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted
-from vsched.sim.cluster.images import data_url, key_of, look_of
+from vsched.sim.cluster.images import appearance_of, data_url, key_of
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cluster.process import SimulatedLauncher
-from vsched.sim.cluster.world import ORIGIN_NS, Pace, World
+from vsched.sim.cluster.world import ORIGIN_NS, Delays, World
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
 from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.workload.requests import Arrival, Image
@@ -62,7 +62,7 @@ class SimulatedDresser(Dresser):
         found = []
         for part in arrival.images:
             image = Image(arrival.key_of(part), part.tokens)
-            self._world.looks[key_of(image, arrival.tenant)] = look_of(image)
+            self._world.appearances[key_of(image, arrival.tenant)] = appearance_of(image)
             found.append(data_url(image))
         return found
 
@@ -85,13 +85,13 @@ class Accepted:
 
 @contextlib.asynccontextmanager
 async def watched_engine(
-    pace: Pace | None = None, costs: CostModel = COSTS
+    delays: Delays | None = None, costs: CostModel = COSTS
 ) -> AsyncIterator[tuple[WatchedEngine, SimulatedDresser]]:
     """Start an engine whose ranks take the time that a cost model says."""
     loop = current()
-    calm = pace or Pace(noise=0.0)
+    calm = delays or Delays(noise=0.0)
     world = World(
-        loop, 0, FaultPlan(seed=0), costs=costs, pace=calm, links=None, origin_ns=ORIGIN_NS
+        loop, 0, FaultPlan(seed=0), costs=costs, delays=calm, links=None, origin_ns=ORIGIN_NS
     )
     launcher = SimulatedLauncher(world)
     around = Environment(

@@ -16,7 +16,7 @@ from PIL import Image as PillowImage
 
 from vsched.bench.load.cases import draw_text
 from vsched.errors import ConfigError
-from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 from vsched.types import SamplingParams
 from vsched.worker.contract import ImagePlan, Preprocessor
 
@@ -106,7 +106,7 @@ class Dresser:
 
     def fit_arrival(self, arrival: Arrival) -> Arrival:
         """Return an arrival with the sizes that its pictures really have, and a token between any two of them."""
-        prompt: list[Part] = []
+        prompt: list[PromptPart] = []
         for part in arrival.prompt:
             if type(part) is Image:
                 if prompt and type(prompt[-1]) is Image:

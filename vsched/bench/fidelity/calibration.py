@@ -28,7 +28,7 @@ from vsched.config import Config
 from vsched.engine import Progress
 from vsched.sim.cost.calibration import calibrate, rehearsed
 from vsched.sim.cost.model import CostModel
-from vsched.sim.cost.observations import RequestSeen
+from vsched.sim.cost.observations import ObservedRequest
 from vsched.sim.workload.requests import Arrival, Image, Text
 
 Advanced = Callable[[int, int], None]
@@ -178,7 +178,7 @@ class Driver:
     """
 
     def __init__(self, engine: WatchedEngine, dresser: Dresser) -> None:
-        self.requests: list[RequestSeen] = []
+        self.requests: list[ObservedRequest] = []
         self._engine = engine
         self._dresser = dresser
         self._numbers = itertools.count()
@@ -193,7 +193,7 @@ class Driver:
             for ask, call in zip(trial.asks, calls, strict=True):
                 received_ns = self._engine.watch.now_ns()
                 generation = await self._answer(call)
-                seen = RequestSeen(
+                seen = ObservedRequest(
                     tokens=ask.prompt,
                     images=len(ask.images),
                     pixels=sum(map(self._dresser.pixels_of, ask.images)),

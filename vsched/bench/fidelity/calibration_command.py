@@ -81,7 +81,7 @@ def show_costs(model: CostModel, console: Console) -> None:
     for part, cost, unit, error in rows:
         table.add_row(part, f"{cost:.3g}", unit, _off(error))
     console.print(table)
-    for count, slowdown in enumerate(model.host.crowding[1:], 2):
+    for count, slowdown in enumerate(model.host.contention[1:], 2):
         console.print(f"{count} at work at a time: all takes {slowdown:.2f} times as long")
     console.print(f"steps of one kind differ by {100 * model.noise:.1f} % (standard deviation)")
     machine = model.machine

@@ -23,10 +23,10 @@ from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.sim.cost.calibration import slower, slowness
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.outcome import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.workload.generators import independent, poisson
-from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload, workload_of
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
 
 FLOOD = -1.0
 """The load of a run in which all requests are sent at once."""
@@ -202,7 +202,7 @@ def _share(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else 0.0
 
 
-def side_of(outcome: Outcome) -> Side:
+def side_of(outcome: SimulationOutcome) -> Side:
     """Return the figures of a simulation."""
     figures = outcome.figures
     points = outcome.cdf["ttft"]
@@ -253,7 +253,7 @@ class Comparison:
             for one in self._dresser.fit(workload)
         ]
 
-    def simulate(self, workload: Workload, cost: CostModel | None = None) -> Outcome:
+    def simulate(self, workload: Workload, cost: CostModel | None = None) -> SimulationOutcome:
         """Simulate a workload on what the engine is; the cost model may be another."""
         return simulate(
             self._engine.config,
@@ -308,7 +308,7 @@ def _at_once(workload: Workload) -> Workload:
 def small_requests(seed: int, requests: int) -> Workload:
     """Return requests that even a small machine serves many of: a third texts, the others with an image or two."""
 
-    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+    def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         images = [
             Image(f"{number}/{index}", rng.randint(32, 256))
             for index in range(rng.choice((0, 1, 1, 2, 1, 0)))

@@ -27,7 +27,7 @@ from vsched.kernel.events import Event, GroupLost
 from vsched.kernel.generate.step_budget import pairs_of
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.sim.cost.model import EncodeSample, GenerateSample
-from vsched.sim.cost.observations import JobSeen, Observation, RequestSeen, StepSeen
+from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import Preprocessor
 
@@ -45,7 +45,7 @@ class Watch:
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self.now_ns = now_ns
-        self.jobs: list[JobSeen] = []
+        self.jobs: list[ObservedJob] = []
         self.recorder: Recorder | None = None
         self._decided: dict[str, list[tuple[int, Decision]]] = {}
         self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
@@ -70,7 +70,7 @@ class Watch:
         """Note a result, when it comes."""
         self._results.setdefault(group, []).append((self.now_ns(), result))
 
-    def observation(self, rounds_ns: list[int], requests: list[RequestSeen]) -> Observation:
+    def observation(self, rounds_ns: list[int], requests: list[ObservedRequest]) -> Observation:
         """Return what happened since the first of these rounds began; of requests, what whoever sent them saw.
 
         Raises:
@@ -91,8 +91,8 @@ class Watch:
 
     def _read(
         self, group: str, results: Sequence[tuple[int, GenerateResult | EncodeResult]]
-    ) -> list[StepSeen]:
-        steps: list[StepSeen] = []
+    ) -> list[ObservedStep]:
+        steps: list[ObservedStep] = []
         lengths: dict[int, int] = {}
         # The last decisions may have no result yet.
         for (decided_ns, decision), (ended_ns, result) in zip(
@@ -106,7 +106,7 @@ class Watch:
                 sample = _generate_sample(decision, result, lengths)
                 paused = False
             steps.append(
-                StepSeen(
+                ObservedStep(
                     group=group,
                     sample=sample,
                     decided_ns=decided_ns,
@@ -172,7 +172,7 @@ class WatchedThreads(ThreadPoolExecutor):
             try:
                 return fn(*args, **kwargs)
             finally:
-                self._watch.jobs.append(JobSeen(start_ns, self._watch.now_ns()))
+                self._watch.jobs.append(ObservedJob(start_ns, self._watch.now_ns()))
 
         return super().submit(run)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vsched.config import Config, LoadedConfig
     from vsched.sim.cost.model import CostModel
     from vsched.sim.fast.faults import Outage, Trouble
-    from vsched.sim.fast.outcome import Outcome
-    from vsched.sim.fast.simulation import Observer, Progress
+    from vsched.sim.fast.outcome import SimulationOutcome
+    from vsched.sim.fast.simulation import EventObserver, OnRequests
     from vsched.sim.workload.requests import Workload
 
 PIPE_COLUMNS = 160
@@ -28,29 +28,29 @@ PIPE_COLUMNS = 160
 
 @app.command()
 def simulate(
-    config: options.Configs = None,
+    config: options.ConfigsOption = None,
     assignments: SetOption = None,
-    trace: options.Trace = None,
-    workload: options.Generator = None,
-    requests: options.Requests = None,
-    rate: options.Rate = 2.0,
-    speed: options.Speed = 1.0,
-    seed: options.Seed = 0,
-    cost: options.Cost = "h100-7b",
-    model: options.Model = None,
-    kv_tokens: options.KvTokens = None,
-    ttft_target_ms: options.Target = 2000.0,
-    tpot_target_ms: options.Target = 100.0,
-    outage: options.Outages = None,
-    swarm: options.Swarm = None,
-    faults: options.Faults = None,
-    restart_s: options.RestartS = 10.0,
-    oracles: options.Oracles = False,
-    html: options.Html = None,
-    csv: options.Csv = None,
+    trace: options.TraceOption = None,
+    workload: options.GeneratorOption = None,
+    requests: options.RequestsOption = None,
+    rate: options.RateOption = 2.0,
+    speed: options.SpeedOption = 1.0,
+    seed: options.SeedOption = 0,
+    cost: options.CostOption = "h100-7b",
+    model: options.ModelOption = None,
+    kv_tokens: options.KvTokensOption = None,
+    ttft_target_ms: options.TargetOption = 2000.0,
+    tpot_target_ms: options.TargetOption = 100.0,
+    outage: options.OutagesOption = None,
+    swarm: options.SwarmOption = None,
+    faults: options.FaultsOption = None,
+    restart_s: options.RestartSOption = 10.0,
+    oracles: options.OraclesOption = False,
+    html: options.HtmlOption = None,
+    csv: options.CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
-    timeline: options.Timeline = None,
+    timeline: options.TimelineOption = None,
 ) -> None:
     """Simulate configurations on a workload, and compare what came of each.
 
@@ -90,11 +90,11 @@ def _run_all(
     timeline: Path | None,
     troubles: Callable[[Config], list[Trouble]],
     **settings: Any,
-) -> list[Outcome]:
+) -> list[SimulationOutcome]:
     """Simulate one configuration after the other, beside a bar for each."""
     from vsched.sim.fast.run import simulate as run
 
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationOutcome] = []
     with _bars(named, load_of) as bars:
         for label, loaded in named.items():
             with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
@@ -172,7 +172,7 @@ def _outage(text: str) -> Outage:
 
 
 @contextlib.contextmanager
-def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, Progress]]:
+def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, OnRequests]]:
     """Show a bar for each configuration; yields what to tell of each how many requests have ended."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -186,7 +186,7 @@ def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, Progres
     )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
 
-        def reporter(label: str) -> Progress:
+        def reporter(label: str) -> OnRequests:
             task = bars.add_task(label, total=load_of.requests, start=False)
 
             def report(done: int) -> None:
@@ -199,7 +199,9 @@ def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, Progres
 
 
 @contextlib.contextmanager
-def _timeline(path: Path | None, label: str, loaded: LoadedConfig) -> Iterator[Sequence[Observer]]:
+def _timeline(
+    path: Path | None, label: str, loaded: LoadedConfig
+) -> Iterator[Sequence[EventObserver]]:
     """Draw what is simulated into a file, if one is named; of several configurations each has its own."""
     if path is None:
         yield ()
@@ -221,7 +223,7 @@ def _timeline(path: Path | None, label: str, loaded: LoadedConfig) -> Iterator[S
         drawn.close()
 
 
-def _say(load_of: Workload, outcomes: Sequence[Outcome], costs: CostModel) -> None:
+def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostModel) -> None:
     """Print the comparison, and what a reader should know of it."""
     from rich.console import Console
 
@@ -242,7 +244,7 @@ def _say(load_of: Workload, outcomes: Sequence[Outcome], costs: CostModel) -> No
 
 
 def _write(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[SimulationOutcome],
     *,
     html: Path | None,
     csv: Path | None,

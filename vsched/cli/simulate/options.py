@@ -11,38 +11,38 @@ REQUESTS = 2000
 """Requests of a generated workload."""
 
 # What is simulated.
-Configs = Annotated[
+ConfigsOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
     ),
 ]
-Trace = Annotated[Path | None, typer.Option(help="Requests to replay.", show_default=False)]
-Generator = Annotated[
+TraceOption = Annotated[Path | None, typer.Option(help="Requests to replay.", show_default=False)]
+GeneratorOption = Annotated[
     str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
 ]
-Requests = Annotated[
+RequestsOption = Annotated[
     int | None,
     typer.Option(min=1, help=f"Only so many; of a generator {REQUESTS}.", show_default=False),
 ]
-Rate = Annotated[float, typer.Option(min=0.001, help="Requests a second to generate.")]
-Speed = Annotated[float, typer.Option(min=0.001, help="Let them arrive so much faster.")]
-Seed = Annotated[int, typer.Option(help="Of the generator, and of noise.")]
-Cost = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]
-Model = Annotated[
+RateOption = Annotated[float, typer.Option(min=0.001, help="Requests a second to generate.")]
+SpeedOption = Annotated[float, typer.Option(min=0.001, help="Let them arrive so much faster.")]
+SeedOption = Annotated[int, typer.Option(help="Of the generator, and of noise.")]
+CostOption = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]
+ModelOption = Annotated[
     Path | None,
     typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),
 ]
-KvTokens = Annotated[
+KvTokensOption = Annotated[
     int | None, typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory")
 ]
 
 # What goes wrong, and what is checked.
-Outages = Annotated[
+OutagesOption = Annotated[
     list[str] | None,
     typer.Option(metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; no TO_S for ever."),
 ]
-Swarm = Annotated[
+SwarmOption = Annotated[
     int | None,
     typer.Option(
         min=1,
@@ -50,21 +50,23 @@ Swarm = Annotated[
         show_default=False,
     ),
 ]
-Faults = Annotated[
+FaultsOption = Annotated[
     Path | None,
     typer.Option(
         help="Fault plan, a JSON file; with --swarm instead of random ones.", show_default=False
     ),
 ]
-RestartS = Annotated[float, typer.Option(min=0, help="Until a group that --faults took is back.")]
-Oracles = Annotated[bool, typer.Option("--oracles", help="Check everything as it goes.")]
-Target = Annotated[float, typer.Option(min=0, help="For goodput.")]
+RestartSOption = Annotated[
+    float, typer.Option(min=0, help="Until a group that --faults took is back.")
+]
+OraclesOption = Annotated[bool, typer.Option("--oracles", help="Check everything as it goes.")]
+TargetOption = Annotated[float, typer.Option(min=0, help="For goodput.")]
 
 # What is written.
-Html = Annotated[
+HtmlOption = Annotated[
     Path | None, typer.Option(help="Write a report with pictures.", show_default=False)
 ]
-Csv = Annotated[Path | None, typer.Option(help="Write a table.", show_default=False)]
-Timeline = Annotated[
+CsvOption = Annotated[Path | None, typer.Option(help="Write a table.", show_default=False)]
+TimelineOption = Annotated[
     Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False)
 ]

@@ -10,12 +10,12 @@ from vsched.sim.report.svg import colour
 from vsched.terminal.options import new_figure
 
 if TYPE_CHECKING:
-    from vsched.sim.fast.outcome import Outcome
+    from vsched.sim.fast.outcome import SimulationOutcome
 
 QUANTILES = ("p50", "p95", "p99")
 
 
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """Draw a PNG: time to first token, its distribution, time per token, and requests that wait.
 
     Raises:
@@ -36,7 +36,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _bars(axes: Any, outcomes: Sequence[Outcome], field: str, title: str) -> None:
+def _bars(axes: Any, outcomes: Sequence[SimulationOutcome], field: str, title: str) -> None:
     width = 0.8 / len(outcomes)
     for index, outcome in enumerate(outcomes):
         spread = getattr(outcome.figures, field)
@@ -50,7 +50,7 @@ def _bars(axes: Any, outcomes: Sequence[Outcome], field: str, title: str) -> Non
     axes.legend(fontsize=8)
 
 
-def _cdf(axes: Any, outcomes: Sequence[Outcome]) -> None:
+def _cdf(axes: Any, outcomes: Sequence[SimulationOutcome]) -> None:
     for index, outcome in enumerate(outcomes):
         points = outcome.cdf["ttft"]
         values = [value for value, _ in points]
@@ -64,7 +64,7 @@ def _cdf(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.legend(fontsize=8, loc="lower right")
 
 
-def _waiting(axes: Any, outcomes: Sequence[Outcome]) -> None:
+def _waiting(axes: Any, outcomes: Sequence[SimulationOutcome]) -> None:
     for index, outcome in enumerate(outcomes):
         series = outcome.series
         values = series.gauges["waiting"]

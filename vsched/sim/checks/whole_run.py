@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
-from vsched.sim.cluster.observer import Witness
+from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.world import World
 from vsched.sim.faults.injection import Struck
 from vsched.sim.faults.plan import (
@@ -67,7 +67,7 @@ def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
             return None
 
 
-def check_detection(world: World, witness: Witness, deadlines: DeadlinesConfig) -> None:
+def check_detection(world: World, observer: EngineObserver, deadlines: DeadlinesConfig) -> None:
     """Every fault that strikes a group for good is noticed in bounded time."""
     now_ns = world.loop.now_ns()
     for struck in world.injector.struck:
@@ -76,17 +76,17 @@ def check_detection(world: World, witness: Witness, deadlines: DeadlinesConfig) 
             continue
         until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         group = getattr(struck.fault, "group", "")
-        if until_ns < now_ns and not _was_lost(witness, group, struck.now_ns, until_ns):
+        if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
             world.violate(f"not noticed within {limit_s:g} s: {_told(struck)}")
 
 
-def _was_lost(witness: Witness, group: str, since_ns: int, until_ns: int) -> bool:
+def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int) -> bool:
     """Return whether a group went down in this time, or was down in it."""
     return any(
         loss.group == group
         and loss.at_ns <= until_ns
         and (loss.back_ns is None or loss.back_ns >= since_ns)
-        for loss in witness.losses
+        for loss in observer.losses
     )
 
 
@@ -94,11 +94,11 @@ def _told(struck: Struck) -> str:
     return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
 
 
-def check_causes(world: World, witness: Witness) -> None:
+def check_causes(world: World, observer: EngineObserver) -> None:
     """No group is lost but for a fault that costs one."""
     causes = [one.fault for one in world.injector.struck if not isinstance(one.fault, HARMLESS)]
     wires = [one for one in causes if isinstance(one, MessageFault | MissedDecision | Partition)]
-    for loss in witness.losses:
+    for loss in observer.losses:
         found = wires if "RankDesync" in loss.reason else causes
         world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
 
@@ -106,7 +106,7 @@ def check_causes(world: World, witness: Witness) -> None:
 def check_ends(engine: SimEngine) -> None:
     """Requests end well but for a reason."""
     kinds = {type(fault) for fault in engine.plan.faults}
-    losses = engine.witness.losses if engine.witness is not None else []
+    losses = engine.observer.losses if engine.observer is not None else []
     allowed = set(ALWAYS_REFUSED)
     if FetchStall in kinds:
         allowed |= {"image_fetch_failed", "prepare_timeout"}
@@ -122,18 +122,18 @@ def check_ends(engine: SimEngine) -> None:
         allowed |= {"cleared"}
     if engine.was_shut_down:
         allowed |= {"stopping", "stopped", "not_ready"}
-    for visit in engine.visits:
-        if visit.outcome in ("refused", "failed"):
+    for session in engine.sessions:
+        if session.outcome in ("refused", "failed"):
             engine.world.expect(
-                visit.code in allowed,
-                f"{visit}: {visit.outcome} with {visit.code!r}: {visit.message}",
+                session.code in allowed,
+                f"{session}: {session.outcome} with {session.code!r}: {session.message}",
             )
 
 
 async def check_healed(engine: SimEngine) -> None:
     """After the last fault: all groups are back, or rightly given up, and nothing is held by anybody."""
-    world, witness, served = engine.world, engine.witness, engine.engine
-    if witness is None:
+    world, observer, served = engine.world, engine.observer, engine.engine
+    if observer is None:
         return
     limits = engine.config.deadlines
     try:
@@ -141,15 +141,15 @@ async def check_healed(engine: SimEngine) -> None:
             rests_s = 0.0
             while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # nobody is lost late
                 await asyncio.sleep(POLL_S)
-                rests_s = rests_s + POLL_S if _rests(engine, witness) else 0.0
+                rests_s = rests_s + POLL_S if _rests(engine, observer) else 0.0
     except TimeoutError:
         world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
-    check_detection(world, witness, engine.config.deadlines)
+    check_detection(world, observer, engine.config.deadlines)
     _check_given_up(engine)
-    check_causes(world, witness)
+    check_causes(world, observer)
     check_ends(engine)
     if served.state in ("ready", "degraded"):
-        _check_nothing_held(engine, witness)
+        _check_nothing_held(engine, observer)
 
 
 def _check_given_up(engine: SimEngine) -> None:
@@ -163,11 +163,11 @@ def _check_given_up(engine: SimEngine) -> None:
         )
 
 
-def _rests(engine: SimEngine, witness: Witness) -> bool:
+def _rests(engine: SimEngine, observer: EngineObserver) -> bool:
     """Return whether all groups are back, and nothing is out that somebody waits for."""
     if engine.engine.state not in ("ready", "degraded"):
         return True
-    kernel = witness.kernel
+    kernel = observer.kernel
     back = all(group["state"] in ("up", "retired") for group in engine.engine.groups())
     return (
         back
@@ -176,9 +176,9 @@ def _rests(engine: SimEngine, witness: Witness) -> bool:
     )
 
 
-def _check_nothing_held(engine: SimEngine, witness: Witness) -> None:
+def _check_nothing_held(engine: SimEngine, observer: EngineObserver) -> None:
     expect = engine.world.expect
-    kernel = witness.kernel
+    kernel = observer.kernel
     statistics = engine.engine.statistics()
     media = statistics["media"]
     held = {

@@ -1,19 +1,19 @@
 """A whole engine in simulation: all of vsched but the models, on a virtual clock, with faults and oracles."""
 
-from vsched.sim.cluster.client_sessions import Manner, Visit
+from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
-from vsched.sim.cluster.scenario import Report, Scenario, draw_scenario, run_scenario
-from vsched.sim.cluster.world import Pace, World
+from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
+from vsched.sim.cluster.world import Delays, World
 from vsched.sim.fast.simulation import SimulationFailed
 
 __all__ = [
-    "Manner",
-    "Pace",
-    "Report",
+    "ClientBehaviour",
+    "ClientSession",
+    "Delays",
     "Scenario",
+    "ScenarioReport",
     "SimEngine",
     "SimulationFailed",
-    "Visit",
     "World",
     "draw_scenario",
     "groups_of",

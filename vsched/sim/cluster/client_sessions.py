@@ -16,12 +16,12 @@ from vsched.kernel.request import Phase as KernelPhase
 from vsched.sim.cluster import images
 from vsched.sim.cluster.model import IMAGE_TOKEN, answer
 from vsched.sim.cluster.world import World
-from vsched.sim.faults.plan import Phase
-from vsched.sim.network.asgi_client import Call, Client, Disconnected
-from vsched.sim.workload.requests import Arrival, Image, Part, Text, text_tokens
+from vsched.sim.faults.plan import RequestPhase
+from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, text_tokens
 from vsched.types import MediaItem, Request, SamplingParams
 
-PHASES: dict[KernelPhase, Phase] = {
+PHASES: dict[KernelPhase, RequestPhase] = {
     KernelPhase.ITEMS: "encode",
     KernelPhase.READY: "wait",
     KernelPhase.SETTLING: "wait",
@@ -31,10 +31,10 @@ PHASES: dict[KernelPhase, Phase] = {
 }
 UPLOAD_PIECES = 3
 UPLOAD_PAUSE_S = 0.02
-Outcome = Literal["", "finished", "refused", "failed", "left"]
+SessionOutcome = Literal["", "finished", "refused", "failed", "left"]
 
 
-class Manner(msgspec.Struct, frozen=True, kw_only=True):
+class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """How a client asks: over HTTP or as a library, streaming or not, with its images or with links to them.
 
     `stop_token_ids` and `stop` end the answer where the first of them comes.
@@ -48,31 +48,33 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
 
 
-class Answer(msgspec.Struct):
-    """What was said to a request; `reason` is why it ended, empty while it has not."""
+class SessionAnswer(msgspec.Struct):
+    """The answer to a request; `reason` is why it ended, empty while it has not."""
 
     text: str = ""
     tokens: list[int] = []
     reason: str = ""
 
 
-class Visit:
+class ClientSession:
     """One request of a client, and what came of it.
 
     Attributes:
         arrival: What it asks.
-        said: The answer so far; over HTTP it has no token ids.
+        received: The answer so far; over HTTP it has no token ids.
         outcome: How it ended; empty while it has not.
         code: Of the error that it ended with.
         number: The kernel's, once it is accepted.
     """
 
-    def __init__(self, world: World, index: int, arrival: Arrival, manner: Manner) -> None:
+    def __init__(
+        self, world: World, index: int, arrival: Arrival, behaviour: ClientBehaviour
+    ) -> None:
         self.arrival = arrival
-        self.manner = manner
+        self.behaviour = behaviour
         self.index = index
-        self.said = Answer()
-        self.outcome: Outcome = ""
+        self.received = SessionAnswer()
+        self.outcome: SessionOutcome = ""
         self.code = ""
         self.message = ""
         self.number: int | None = None
@@ -84,15 +86,15 @@ class Visit:
         self._request: Request | None = None
         self._uploading = False
         self._left = False
-        self._call: Call | None = None
+        self._call: HttpCall | None = None
         self._task: asyncio.Task[None] | None = None
         self.prompt: list[int] = []
         self.items: list[MediaItem] = []
         self._parts = [self._put(part) for part in arrival.prompt]
         for image in arrival.images:
-            world.looks[images.key_of(image, arrival.tenant)] = images.look_of(image)
+            world.appearances[images.key_of(image, arrival.tenant)] = images.appearance_of(image)
 
-    def _put(self, part: Part) -> Image | list[int]:
+    def _put(self, part: PromptPart) -> Image | list[int]:
         """Add a part to the prompt, as a server must understand it; return what the client sends of it."""
         if isinstance(part, Image):
             key = images.key_of(part, self.arrival.tenant)
@@ -109,24 +111,24 @@ class Visit:
         return tokens
 
     @property
-    def expected(self) -> Answer:
+    def expected(self) -> SessionAnswer:
         """The answer that it must get."""
-        said = Answer(reason="length")
+        received = SessionAnswer(reason="length")
         for token in answer(self.prompt, self.items, self.arrival.output_tokens):
-            said.tokens.append(token)
-            if token in self.manner.stop_token_ids:
-                said.reason = "stop"  # it is no part of the text
+            received.tokens.append(token)
+            if token in self.behaviour.stop_token_ids:
+                received.reason = "stop"  # it is no part of the text
                 break
-            said.text += f"{token} "
+            received.text += f"{token} "
             ends = [
                 (place + len(stop), place)
-                for stop in self.manner.stop
-                if (place := said.text.find(stop)) >= 0
+                for stop in self.behaviour.stop
+                if (place := received.text.find(stop)) >= 0
             ]
             if ends:
-                said.text, said.reason = said.text[: min(ends)[1]], "stop"
+                received.text, received.reason = received.text[: min(ends)[1]], "stop"
                 break
-        return said
+        return received
 
     def accepted(self, number: int, request: Request) -> None:
         """The kernel has accepted this request; it must be what was asked."""
@@ -140,7 +142,7 @@ class Visit:
             )
         self._world.expect(same, f"{self}: it was accepted as something else")
 
-    def phase(self, kernel: Scheduler | None) -> Phase | None:
+    def phase(self, kernel: Scheduler | None) -> RequestPhase | None:
         """Return where it is; None when it is not under way."""
         if self.sent_ns < 0 or self.outcome or self._left:
             return None
@@ -167,11 +169,11 @@ class Visit:
         elif self._task is not None:
             self._task.cancel()
 
-    async def run(self, engine: Engine, client: Client) -> None:
+    async def run(self, engine: Engine, client: AsgiClient) -> None:
         """Ask, and read the answer to its end."""
         loop = self._world.loop
         self.sent_ns = loop.now_ns()
-        ask = self._over_http(client) if self.manner.http else self._as_library(engine)
+        ask = self._over_http(client) if self.behaviour.http else self._as_library(engine)
         self._task = loop.create_task(ask)
         try:
             await asyncio.wait([self._task])
@@ -193,21 +195,23 @@ class Visit:
         self._check()
         self.done.set()
 
-    def _end(self, outcome: Outcome, error: RequestRefused | RequestFailed | None = None) -> None:
+    def _end(
+        self, outcome: SessionOutcome, error: RequestRefused | RequestFailed | None = None
+    ) -> None:
         self.outcome = outcome
         if error is not None:
             self.code, self.message = error.code or "", error.message
 
     def _check(self) -> None:
         """Nothing may be missing, doubled or wrong."""
-        expected, said = self.expected, self.said
+        expected, received = self.expected, self.received
         if self.outcome == "finished":
-            same = (said.text, said.reason) == (expected.text, expected.reason)
-            same = same and (self.manner.http or said.tokens == expected.tokens)
+            same = (received.text, received.reason) == (expected.text, expected.reason)
+            same = same and (self.behaviour.http or received.tokens == expected.tokens)
         else:
-            same = expected.text.startswith(said.text)
-            same = same and said.tokens == expected.tokens[: len(said.tokens)]
-        self._world.expect(same, f"{self}: answered {said}, not {expected}")
+            same = expected.text.startswith(received.text)
+            same = same and received.tokens == expected.tokens[: len(received.tokens)]
+        self._world.expect(same, f"{self}: answered {received}, not {expected}")
         if self.outcome == "left":
             self._world.expect(self._left, f"{self}: it was left alone")
 
@@ -229,8 +233,8 @@ class Visit:
                 max_tokens=arrival.output_tokens,
                 temperature=0.0,
                 seed=self.index,
-                stop_token_ids=self.manner.stop_token_ids,
-                stop=self.manner.stop,
+                stop_token_ids=self.behaviour.stop_token_ids,
+                stop=self.behaviour.stop,
             ),
             request_id=f"library-{self.index}",
             priority=arrival.priority,
@@ -239,28 +243,28 @@ class Visit:
         )
         try:
             async for delta in generation:
-                self.said.tokens += delta.token_ids
-                self._hear(delta.text, delta.finish_reason)
+                self.received.tokens += delta.token_ids
+                self._receive(delta.text, delta.finish_reason)
         finally:
             generation.abort()
 
-    def _hear(self, text: str | None, reason: str | None) -> None:
-        if text and not self.said.text:
+    def _receive(self, text: str | None, reason: str | None) -> None:
+        if text and not self.received.text:
             self.first_ns = self._world.loop.now_ns()
-        self.said.text += text or ""
+        self.received.text += text or ""
         if reason is not None:
             self._world.expect(not self.outcome, f"{self}: it ended twice")
-            self.said.reason = reason
+            self.received.reason = reason
             self.outcome = "finished"
 
     def _reference(self, image: Image) -> str:
-        return images.remote_url(image) if self.manner.remote else images.data_url(image)
+        return images.remote_url(image) if self.behaviour.remote else images.data_url(image)
 
     # --- over HTTP ---
 
-    async def _over_http(self, client: Client) -> None:
+    async def _over_http(self, client: AsgiClient) -> None:
         body = self._body()
-        if self.manner.slow_upload:
+        if self.behaviour.slow_upload:
             pieces = self._upload(msgspec.json.encode(body))
             call = client.open("POST", "/v1/chat/completions", pieces=pieces)
         else:
@@ -269,7 +273,7 @@ class Visit:
             self._call = call
             if await call.started() != 200:
                 raise _error_of(await call.response())
-            await (self._read_stream(call) if self.manner.stream else self._read_whole(call))
+            await (self._read_stream(call) if self.behaviour.stream else self._read_whole(call))
 
     async def _upload(self, body: bytes) -> AsyncIterator[bytes]:
         self._uploading = True
@@ -279,19 +283,19 @@ class Visit:
             await asyncio.sleep(UPLOAD_PAUSE_S)
         self._uploading = False
 
-    async def _read_stream(self, call: Call) -> None:
+    async def _read_stream(self, call: HttpCall) -> None:
         async for event in call.events():
             if event.data == "[DONE]":
                 continue
-            said = event.json()
-            if "error" in said:
-                raise RequestFailed(said["error"]["message"], code=said["error"]["code"])
-            for choice in said["choices"]:
-                self._hear(choice["delta"].get("content"), choice["finish_reason"])
+            received = event.json()
+            if "error" in received:
+                raise RequestFailed(received["error"]["message"], code=received["error"]["code"])
+            for choice in received["choices"]:
+                self._receive(choice["delta"].get("content"), choice["finish_reason"])
 
-    async def _read_whole(self, call: Call) -> None:
+    async def _read_whole(self, call: HttpCall) -> None:
         choice = (await call.response()).json()["choices"][0]
-        self._hear(choice["message"]["content"], choice["finish_reason"])
+        self._receive(choice["message"]["content"], choice["finish_reason"])
 
     def _body(self) -> dict[str, Any]:
         arrival = self.arrival
@@ -307,10 +311,10 @@ class Visit:
             "max_tokens": arrival.output_tokens,
             "temperature": 0,
             "seed": self.index,
-            "stream": self.manner.stream,
+            "stream": self.behaviour.stream,
             "priority": arrival.priority,
-            "stop_token_ids": self.manner.stop_token_ids,
-            "stop": self.manner.stop,
+            "stop_token_ids": self.behaviour.stop_token_ids,
+            "stop": self.behaviour.stop,
         }
         if arrival.tenant:
             body["cache_salt"] = arrival.tenant

@@ -28,18 +28,18 @@ from vsched.config.sections import (
 from vsched.engine import Engine
 from vsched.kernel import Scheduler
 from vsched.sim.checks import whole_run as checks
-from vsched.sim.cluster.client_sessions import Manner, Visit
+from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.model import FIRST_TOKEN, TOKENS
-from vsched.sim.cluster.observer import Witness
+from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cluster.process import SimulatedLauncher
-from vsched.sim.cluster.world import ORIGIN_NS, QUICK, Pace, StepCosts, World
+from vsched.sim.cluster.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
 from vsched.sim.fast.simulation import SimulationFailed
 from vsched.sim.faults.plan import Disconnect, FaultPlan, ReplicaRestart
 from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.asgi_client import Client
+from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.workload.requests import Arrival
 from vsched.types import Request, group_names, stage_of
@@ -85,7 +85,7 @@ class SimEngine:
         seed: Of everything that is drawn.
         faults: What goes wrong, at times that count from when the engine has started.
         costs: How long steps take.
-        pace: How long everything else takes.
+        delays: How long everything else takes.
         links: What the links between leaders and ranks are like without faults.
         origin_ns: The time that workloads and faults count from; by default the engine has started by then.
 
@@ -93,7 +93,7 @@ class SimEngine:
         engine: The production engine.
         client: Of the HTTP application.
         world: What it stands on, and the list of violations.
-        visits: All requests that were sent through `send` and `run`.
+        sessions: All requests that were sent through `send` and `run`.
         operations: All that operators were told to do.
     """
 
@@ -104,7 +104,7 @@ class SimEngine:
         seed: int = 0,
         faults: FaultPlan | None = None,
         costs: StepCosts = QUICK,
-        pace: Pace | None = None,
+        delays: Delays | None = None,
         links: LinkProfile | None = None,
         origin_ns: int = ORIGIN_NS,
     ) -> None:
@@ -113,10 +113,10 @@ class SimEngine:
         self.config = config or small_config()
         self.plan = faults or FaultPlan(seed=seed)
         self.world = World(
-            loop, seed, self.plan, costs=costs, pace=pace, links=links, origin_ns=origin_ns
+            loop, seed, self.plan, costs=costs, delays=delays, links=links, origin_ns=origin_ns
         )
-        self.witness: Witness | None = None
-        self.visits: list[Visit] = []
+        self.observer: EngineObserver | None = None
+        self.sessions: list[ClientSession] = []
         self.operations: list[Operation] = []
         self.was_shut_down = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -132,7 +132,7 @@ class SimEngine:
             now_ns=loop.now_ns,
         )
         self.engine = Engine(self.config, environment=environment)
-        self.client = Client(create_app(self.engine, ApiSettings()))
+        self.client = AsgiClient(create_app(self.engine, ApiSettings()))
 
     # --- life ---
 
@@ -189,7 +189,7 @@ class SimEngine:
         await self.engine.stop()
         self.was_shut_down = True
         await self._wait_for_ends(SHUT_DOWN_S)
-        if self.witness is not None:
+        if self.observer is not None:
             checks.check_ends(self)
         self.check_violations()
 
@@ -214,51 +214,57 @@ class SimEngine:
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*self._tasks)
         except TimeoutError:
-            kernel = self.witness.kernel if self.witness is not None else None
-            for visit in self.visits:
-                if not visit.outcome:
-                    where = visit.phase(kernel) or "gone"
-                    self.world.violate(f"{visit}: no end within {within_s:g} s; it is in {where}")
+            kernel = self.observer.kernel if self.observer is not None else None
+            for session in self.sessions:
+                if not session.outcome:
+                    where = session.phase(kernel) or "gone"
+                    self.world.violate(f"{session}: no end within {within_s:g} s; it is in {where}")
 
-    def _open_record(self, config: Config, kernel: Scheduler) -> Witness:
-        self.witness = Witness(self.world, config, self.engine.info, kernel)
-        self.witness.on_event = self._note_event
-        self.witness.on_accept = self._note_accept
-        return self.witness
+    def _open_record(self, config: Config, kernel: Scheduler) -> EngineObserver:
+        self.observer = EngineObserver(self.world, config, self.engine.info, kernel)
+        self.observer.on_event = self._note_event
+        self.observer.on_accept = self._note_accept
+        return self.observer
 
     # --- clients ---
 
     def send(
-        self, arrival: Arrival, manner: Manner | None = None, *, after: Visit | None = None
-    ) -> Visit:
+        self,
+        arrival: Arrival,
+        behaviour: ClientBehaviour | None = None,
+        *,
+        after: ClientSession | None = None,
+    ) -> ClientSession:
         """Send a request now, or when another has ended."""
-        index = len(self.visits)
-        visit = Visit(self.world, index, arrival, manner or self._manner(index))
-        self.visits.append(visit)
-        self._tasks.append(self.world.loop.create_task(self._visit(visit, after)))
-        return visit
+        index = len(self.sessions)
+        session = ClientSession(
+            self.world, index, arrival, behaviour or self._draw_behaviour(index)
+        )
+        self.sessions.append(session)
+        self._tasks.append(self.world.loop.create_task(self._run_session(session, after)))
+        return session
 
-    async def _visit(self, visit: Visit, after: Visit | None) -> None:
+    async def _run_session(self, session: ClientSession, after: ClientSession | None) -> None:
         if after is not None:
             await after.done.wait()
-            await asyncio.sleep(visit.arrival.think_ns / 1e9)
-        await visit.run(self.engine, self.client)
+            await asyncio.sleep(session.arrival.think_ns / 1e9)
+        await session.run(self.engine, self.client)
 
-    async def run(self, workload: Iterable[Arrival]) -> list[Visit]:
+    async def run(self, workload: Iterable[Arrival]) -> list[ClientSession]:
         """Send requests when their time has come; return once it has come for the last.
 
         A turn of a conversation is sent when the turn before has ended.
         """
-        visits: list[Visit] = []
-        turns: dict[str, Visit] = {}
+        sessions: list[ClientSession] = []
+        turns: dict[str, ClientSession] = {}
         for arrival in workload:
             await self.sleep_until(arrival.at_ns)
             before = turns.get(arrival.conversation) if arrival.conversation else None
-            visit = self.send(arrival, after=before)
+            session = self.send(arrival, after=before)
             if arrival.conversation:
-                turns[arrival.conversation] = visit
-            visits.append(visit)
-        return visits
+                turns[arrival.conversation] = session
+            sessions.append(session)
+        return sessions
 
     def operate(self, operation: Operation) -> None:
         """Have an operator do something when its time has come."""
@@ -274,10 +280,10 @@ class SimEngine:
         left_ns = self.world.origin_ns + at_ns - self.world.loop.now_ns()
         await asyncio.sleep(max(left_ns, 0) / 1e9)
 
-    def _manner(self, index: int) -> Manner:
+    def _draw_behaviour(self, index: int) -> ClientBehaviour:
         rng = self.world.generator(f"manner {index}")
         http = rng.random() < 0.5
-        return Manner(
+        return ClientBehaviour(
             http=http,
             stream=rng.random() < 0.7,
             slow_upload=http and rng.random() < 0.2,
@@ -314,7 +320,7 @@ class SimEngine:
     @property
     def digest(self) -> str:
         """Over all that the kernel heard and decided, and when."""
-        return self.witness.digest if self.witness is not None else ""
+        return self.observer.digest if self.observer is not None else ""
 
     @property
     def groups(self) -> list[str]:
@@ -324,9 +330,9 @@ class SimEngine:
     # --- faults that strike from outside ---
 
     def _note_accept(self, number: int, request: Request) -> None:
-        index = request.sampling.seed  # visits have it for this
-        if 0 <= index < len(self.visits):
-            self.visits[index].accepted(number, request)
+        index = request.sampling.seed  # sessions have it for this
+        if 0 <= index < len(self.sessions):
+            self.sessions[index].accepted(number, request)
 
     def _note_event(self) -> None:
         if not self._look_due and self.world.injector.of(Disconnect):
@@ -336,8 +342,8 @@ class SimEngine:
     def _look(self) -> None:
         """Have clients go away that are where a fault wants one to be."""
         self._look_due = False
-        kernel = self.witness.kernel if self.witness is not None else None
-        phases = {visit.phase(kernel): visit for visit in reversed(self.visits)}
+        kernel = self.observer.kernel if self.observer is not None else None
+        phases = {session.phase(kernel): session for session in reversed(self.sessions)}
         while True:
             fault = self.world.injector.take(Disconnect, such=lambda one: one.phase in phases)
             if fault is None:

@@ -20,17 +20,17 @@ HOST = "http://images.invalid/"
 """Where images are that are not sent along; who fetches them is simulated, too."""
 
 
-class Look(NamedTuple):
+class Appearance(NamedTuple):
     """What an encoder must find in the pixels of an image."""
 
     colour: tuple[int, int, int]
     tokens: int
 
 
-def look_of(image: Image) -> Look:
+def appearance_of(image: Image) -> Appearance:
     """Return what an image looks like."""
     red, green, blue = blake2b(f"{image.key} {image.tokens}".encode(), digest_size=3).digest()
-    return Look((red, green, blue), image.tokens)
+    return Appearance((red, green, blue), image.tokens)
 
 
 @lru_cache(maxsize=512)
@@ -38,7 +38,7 @@ def encoded(image: Image) -> bytes:
     """Return the PNG file of an image."""
     file = io.BytesIO()
     size = (SIDE * image.tokens, SIDE)
-    PillowImage.new("RGB", size, look_of(image).colour).save(file, "PNG", compress_level=1)
+    PillowImage.new("RGB", size, appearance_of(image).colour).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

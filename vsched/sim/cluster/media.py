@@ -31,7 +31,7 @@ class SimulatedThreads(Executor):
 
     def __init__(self, world: World, threads: int) -> None:
         self._loop = world.loop
-        self._process_ns = world.pace.process_ns
+        self._process_ns = world.delays.process_ns
         self._rng = world.generator("media")
         self._idle = threads
         self._waiting: deque[_Work] = deque()
@@ -94,7 +94,7 @@ def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[by
     async def fetch(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
         try:
             async with asyncio.timeout(settings.fetch_s):
-                await asyncio.sleep(world.pace.fetch_ns / 1e9)
+                await asyncio.sleep(world.delays.fetch_ns / 1e9)
                 stall = world.injector.take(FetchStall)
                 if stall is not None:
                     await asyncio.sleep(stall.duration_ns / 1e9)

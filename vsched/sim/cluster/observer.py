@@ -17,7 +17,7 @@ from vsched.sim.setup import Setup
 from vsched.types import ModelInfo, Request
 
 
-class Loss(msgspec.Struct, frozen=True):
+class GroupLoss(msgspec.Struct, frozen=True):
     """A group went down; `back_ns` is when it was ready again, None while it is not."""
 
     group: str
@@ -27,7 +27,7 @@ class Loss(msgspec.Struct, frozen=True):
     back_ns: int | None = None
 
 
-class Witness:
+class EngineObserver:
     """Stands where the record of a kernel would; see `vsched.aio.shell.Recorder`.
 
     Attributes:
@@ -40,7 +40,7 @@ class Witness:
 
     def __init__(self, world: World, config: Config, info: ModelInfo, kernel: Scheduler) -> None:
         self.kernel = kernel
-        self.losses: list[Loss] = []
+        self.losses: list[GroupLoss] = []
         self.retired: list[str] = []
         self.on_event: Callable[[], None] = lambda: None
         self.on_accept: Callable[[int, Request], None] = lambda _number, _request: None
@@ -94,7 +94,7 @@ class Witness:
                         self._world.accept(command.number, request.items)
                         self.on_accept(command.number, request)
             case GroupLost(group, reason, planned):
-                self.losses.append(Loss(group, now_ns, reason, planned))
+                self.losses.append(GroupLoss(group, now_ns, reason, planned))
             case GroupReady(group):
                 for place, loss in enumerate(self.losses):
                     if loss.group == group and loss.back_ns is None:

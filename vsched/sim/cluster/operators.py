@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from vsched.sim.cluster.world import World
-from vsched.sim.network.asgi_client import Client
+from vsched.sim.network.asgi_client import AsgiClient
 
 Action = Literal["drain", "restart", "resume", "clear", "look"]
 LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")
@@ -41,7 +41,7 @@ def draw_operations(
     return tuple(sorted(drawn, key=lambda operation: operation.at_ns))
 
 
-async def operate(world: World, client: Client, operation: Operation) -> None:
+async def operate(world: World, client: AsgiClient, operation: Operation) -> None:
     """Do something now, and see that the answer makes sense."""
     calls: list[tuple[str, str, object]]
     if operation.action == "look":

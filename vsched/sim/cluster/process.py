@@ -320,7 +320,7 @@ class SimulatedRank:
     def spend_step(self, duration_ns: float) -> None:
         """Let the time of a step pass; slow, if it is, and stopped, if it is."""
         injector, group, rank = self._world.injector, self._current, self._spec.rank
-        duration_ns *= 1 + self._world.pace.noise * self._noise.random()
+        duration_ns *= 1 + self._world.delays.noise * self._noise.random()
         for slow in injector.active(Slowdown, group=group, rank=rank):
             duration_ns *= slow.factor
         hang = injector.take(Hang, group=group, rank=rank)

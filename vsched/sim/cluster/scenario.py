@@ -29,7 +29,7 @@ from vsched.sim.faults.plan import (
 )
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
-from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
 
 SPAN_NS = 3_000_000_000
 """How long faults may begin, and last."""
@@ -62,7 +62,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, plan=plan)
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a scenario.
 
     Attributes:
@@ -184,14 +184,14 @@ def draw_arrivals(rng: random.Random, requests: int) -> tuple[Arrival, ...]:
     return tuple(arrivals)
 
 
-def _draw_turn(rng: random.Random, before: Arrival) -> tuple[Part, ...]:
+def _draw_turn(rng: random.Random, before: Arrival) -> tuple[PromptPart, ...]:
     """Draw what a client says after the answer to a request: its prompt, the answer, and a little more."""
     more = Text(rng.randrange(1000), rng.randint(1, 12))
     return (*before.prompt, Reply(before.output_tokens), more)
 
 
-def _draw_prompt(rng: random.Random) -> tuple[Part, ...]:
-    parts: list[Part] = [Text(rng.randrange(IMAGES), rng.randint(1, 60))]
+def _draw_prompt(rng: random.Random) -> tuple[PromptPart, ...]:
+    parts: list[PromptPart] = [Text(rng.randrange(IMAGES), rng.randint(1, 60))]
     for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
         image = rng.randrange(IMAGES)
         parts.append(Image(f"image {image}", 1 + image * 11 % 50))
@@ -199,7 +199,7 @@ def _draw_prompt(rng: random.Random) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-async def play(scenario: Scenario) -> Report:
+async def play(scenario: Scenario) -> ScenarioReport:
     """Run a scenario on the running virtual loop, to its healed end."""
     engine = SimEngine(
         scenario.config,
@@ -221,23 +221,23 @@ async def play(scenario: Scenario) -> Report:
                 await engine.shut_down()
     finally:
         await engine.stop()
-    return _report(engine)
+    return _report_on(engine)
 
 
-def _report(engine: SimEngine) -> Report:
-    world, witness = engine.world, engine.witness
-    return Report(
+def _report_on(engine: SimEngine) -> ScenarioReport:
+    world, observer = engine.world, engine.observer
+    return ScenarioReport(
         violations=tuple(world.told()),
         digest=engine.digest,
-        events=witness.events if witness is not None else 0,
-        outcomes=dict(Counter(visit.outcome for visit in engine.visits)),
-        losses=len(witness.losses) if witness is not None else 0,
+        events=observer.events if observer is not None else 0,
+        outcomes=dict(Counter(session.outcome for session in engine.sessions)),
+        losses=len(observer.losses) if observer is not None else 0,
         struck=len(world.injector.struck),
         virtual_s=world.loop.time(),
     )
 
 
-def run_scenario(scenario: Scenario) -> Report:
+def run_scenario(scenario: Scenario) -> ScenarioReport:
     """Run a scenario on a virtual loop of its own."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(play(scenario))

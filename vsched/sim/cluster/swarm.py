@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from vsched.sim.cluster.scenario import Report, Scenario, draw_scenario, run_scenario
+from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
 from vsched.sim.faults.plan import FaultPlan
 
-OnReport = Callable[[int, Report], None]
+OnReport = Callable[[int, ScenarioReport], None]
 """Called after each scenario with its seed."""
 
 
@@ -71,7 +71,7 @@ def swarm(
     faults: str | Path | None = None,
     twice: bool = False,
     failures_max: int = 1,
-    on_report: OnReport = lambda _seed, _report: None,
+    on_report: OnReport = lambda _seed, _report_on: None,
 ) -> SwarmOutcome:
     """Run so many scenarios, with the seeds from `seed` on.
 
@@ -88,7 +88,7 @@ def swarm(
     """
     plan = FaultPlan.load(faults) if faults is not None else None
     failures: list[SwarmFailure] = []
-    reports: list[Report] = []
+    reports: list[ScenarioReport] = []
     with _quiet():
         for one in range(seed, seed + count):
             scenario = draw_scenario(one)
@@ -112,7 +112,7 @@ def swarm(
     )
 
 
-def run_guarded(scenario: Scenario, *, twice: bool = False) -> Report:
+def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
     """Run a scenario; what it raises is a violation, and so is another digest the second time."""
     try:
         report = run_scenario(scenario)
@@ -122,11 +122,11 @@ def run_guarded(scenario: Scenario, *, twice: bool = False) -> Report:
                 words = f"another run went another way: {again.digest}, not {report.digest}"
                 return msgspec.structs.replace(report, violations=(words,))
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
-        return Report(violations=(f"{type(error).__name__}: {error}",))
+        return ScenarioReport(violations=(f"{type(error).__name__}: {error}",))
     return report
 
 
-def _shortened(scenario: Scenario, report: Report, *, twice: bool) -> SwarmFailure:
+def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> SwarmFailure:
     """Drop faults as long as the scenario fails without them: one less leaves what the others do as it was."""
     plan = scenario.plan
     for fault in reversed(scenario.plan.faults):

@@ -133,7 +133,7 @@ class SimulatedEncoder:
 
         They need not be when nobody wants it any more: what comes of it is thrown away then.
         """
-        look = self._world.looks[job.key]
+        look = self._world.appearances[job.key]
         expected = np.array([*look.colour, look.tokens], np.float32)
         self._world.expect(job.tokens == look.tokens, f"{look} is encoded as {job.tokens} tokens")
         return bool((job.pixels == expected).all())
@@ -189,7 +189,7 @@ class SimulatedGenerator:
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache."""
         self.drop_kv()
-        self._process.spend(self._world.pace.build_ns)
+        self._process.spend(self._world.delays.build_ns)
         if not self._process.has_memory("generate", "load"):
             raise DeviceOutOfMemory(f"injected: no memory for a KV cache of {blocks} blocks")
         size = blocks * block_size * self._info.kv_bytes_per_token
@@ -344,7 +344,7 @@ def _load(process: Process, world: World, stage: str) -> None:
     Raises:
         DeviceOutOfMemory: When they do not fit.
     """
-    process.spend(world.pace.load_ns)
+    process.spend(world.delays.load_ns)
     if not process.has_memory(stage, "load"):
         raise DeviceOutOfMemory(f"injected: no memory for the weights of {stage}")
     process.memory.allocate(WEIGHTS_BYTES)

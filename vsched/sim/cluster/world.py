@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from vsched.kernel.request import keyed_by_set
-from vsched.sim.cluster.images import Look
+from vsched.sim.cluster.images import Appearance
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import FaultPlan
@@ -52,7 +52,7 @@ QUICK = CostModel(
 )
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """How long things take that no cost model of steps knows; `noise` is the relative spread of a step's time."""
 
     load_ns: int = 200_000_000
@@ -73,7 +73,7 @@ class World:
         items: Items of requests that were accepted, by the request's number.
         cached: The same under the keys that the embedding cache knows them by.
         by_set: Those keys stand for whole sets of images.
-        looks: What the images look like whose keys are known.
+        appearances: What images look like, by key.
         violations: What must never happen and did, in order.
         hints: What may have led to that.
         digests: Of each log that a group has had, the digest of each entry that a rank of it has accepted.
@@ -86,7 +86,7 @@ class World:
         plan: FaultPlan,
         *,
         costs: StepCosts = QUICK,
-        pace: Pace | None = None,
+        delays: Delays | None = None,
         links: LinkProfile | None = None,
         origin_ns: int = ORIGIN_NS,
     ) -> None:
@@ -94,7 +94,7 @@ class World:
         self.seed = seed
         self.origin_ns = origin_ns
         self.costs = costs
-        self.pace = pace or Pace()
+        self.delays = delays or Delays()
         self.injector = Injector(_moved(plan, origin_ns), loop)
         self.launches: Counter[str] = Counter()
         self.network = Network(
@@ -103,7 +103,7 @@ class World:
         self.items: dict[int, tuple[MediaItem, ...]] = {}
         self.cached: dict[int, tuple[MediaItem, ...]] = {}
         self.by_set = False
-        self.looks: dict[bytes, Look] = {}
+        self.appearances: dict[bytes, Appearance] = {}
         self.violations: list[str] = []
         self.hints: list[str] = []
         self.digests: dict[tuple[str, int], bytes] = {}
@@ -123,8 +123,8 @@ class World:
         self.items[number] = items
         self.cached[number] = keyed_by_set(items) if self.by_set else items
         for item, cached in zip(items, self.cached[number], strict=True):
-            if item.key in self.looks:
-                self.looks[cached.key] = self.looks[item.key]
+            if item.key in self.appearances:
+                self.appearances[cached.key] = self.appearances[item.key]
 
     def violate(self, what: str) -> None:
         """Note what must never happen; the simulation goes on, and fails in the end."""

@@ -3,7 +3,7 @@
 Measurements on a machine that does other things too are wrong in one direction only: too long. So everything is
 measured in several rounds, and only those count that are hardly slower than the best. What slows steps down because the
 engine itself has other work at that moment is told apart by when each process was at work: the costs of steps come from
-those that were alone, and how much company costs (`HostCost.crowding`) from the others.
+those that were alone, and how much company costs (`HostCost.contention`) from the others.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from vsched.sim.cost.model import (
     non_negative,
 )
 from vsched.sim.cost.observations import (
+    Concurrency,
     Observation,
-    Presence,
-    RequestSeen,
-    StepSeen,
+    ObservedRequest,
+    ObservedStep,
     began,
     is_work,
 )
@@ -42,14 +42,14 @@ from vsched.types import stage_of
 
 ALONE = 0.95
 """A step was alone if nobody else was at work for this share of it."""
-CROWDED_S = 0.3
-"""So long a crowd of some size must have been seen, or its pace is that of the next smaller one."""
+CONTENTION_S = 0.3
+"""That many processes must have been at work together for this long, or their speed is that of one fewer."""
 PACE_LEAST = 0.01
 ROUND_LONGER = 1.05
 """Rounds in which steps typically take at most so many times as long as in the best one count."""
 ODD = 1.5
 """What takes so many times as long as it should had nothing to do with the model."""
-CROWDING_LEAST = 1.03
+CONTENTION_LEAST = 1.03
 """Less than this is not told from noise."""
 KIND_STEPS_MIN = 8
 """Steps of one kind that tell how much their times differ."""
@@ -74,8 +74,8 @@ def calibrate(
     """
     steps = [step for step in observation.steps if is_work(step.sample)]
     _check(steps)
-    presence = Presence(observation)
-    spans = {id(step): presence.within(step.start_ns, step.ended_ns) for step in steps}
+    concurrency = Concurrency(observation)
+    spans = {id(step): concurrency.within(step.start_ns, step.ended_ns) for step in steps}
     alone = [step for step in steps if spans[id(step)][:2].sum() >= ALONE * step.sample.ns]
     rounds = _undisturbed(observation, alone)
     quiet = [step for step in alone if observation.round_of(step.decided_ns) in rounds]
@@ -86,14 +86,14 @@ def calibrate(
         [one for one in observation.requests if observation.round_of(one.received_ns) in rounds]
     )
     of_rounds = [step for step in steps if observation.round_of(step.decided_ns) in rounds]
-    decision_ns, gap_ns = _latencies(of_rounds, presence)
-    crowded = [(step, spans[id(step)]) for step in of_rounds if spans[id(step)][2:].sum() > 0]
+    decision_ns, gap_ns = _latencies(of_rounds, concurrency)
+    contended = [(step, spans[id(step)]) for step in of_rounds if spans[id(step)][2:].sum() > 0]
     return msgspec.structs.replace(
         model,
         host=HostCost(
             decision_ns=decision_ns,
             gap_ns=gap_ns,
-            crowding=_crowding(model, crowded, cores or presence.most),
+            contention=_contention(model, contended, cores or concurrency.most),
             **prepare,
         ),
         noise=_noise(kinds),
@@ -132,16 +132,16 @@ def rehearsed(model: CostModel, observation: Observation) -> CostModel:
     return msgspec.structs.replace(slower(model, factor, factor), host=host)
 
 
-def _alone(observation: Observation) -> Iterator[tuple[StepSeen, bool]]:
+def _alone(observation: Observation) -> Iterator[tuple[ObservedStep, bool]]:
     """Return the steps beside which hardly anything was at work, and whether their ranks were idle before."""
-    presence = Presence(observation)
+    concurrency = Concurrency(observation)
     for step, since_ns in began(observation.steps):
-        within = presence.within(step.start_ns, step.ended_ns)
+        within = concurrency.within(step.start_ns, step.ended_ns)
         if is_work(step.sample) and within[:2].sum() >= ALONE * step.sample.ns:
             yield step, since_ns == step.decided_ns
 
 
-def _compared(model: CostModel, step: StepSeen, *, was_idle: bool) -> tuple[float, float]:
+def _compared(model: CostModel, step: ObservedStep, *, was_idle: bool) -> tuple[float, float]:
     """Return the time of a step, and what a model says."""
     return step.sample.ns, predict(model, step.sample) * (model.host.cold if was_idle else 1.0)
 
@@ -164,7 +164,7 @@ def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
     )
 
 
-def _check(steps: Sequence[StepSeen]) -> None:
+def _check(steps: Sequence[ObservedStep]) -> None:
     for step in steps:
         took_ns = step.ended_ns - step.decided_ns
         if not 0 < step.sample.ns <= took_ns:
@@ -185,23 +185,23 @@ def _kind(sample: EncodeSample | GenerateSample) -> Hashable:
     return sample.decodes, *(round(math.log1p(size) / math.log(BUCKET)) for size in sizes)
 
 
-def _by_kind(steps: Sequence[StepSeen]) -> dict[Hashable, list[StepSeen]]:
-    kinds: dict[Hashable, list[StepSeen]] = {}
+def _by_kind(steps: Sequence[ObservedStep]) -> dict[Hashable, list[ObservedStep]]:
+    kinds: dict[Hashable, list[ObservedStep]] = {}
     for step in steps:
         kinds.setdefault(_kind(step.sample), []).append(step)
     return kinds
 
 
-def _typical(kind: Sequence[StepSeen]) -> StepSeen:
+def _typical(kind: Sequence[ObservedStep]) -> ObservedStep:
     """Return the step that took the median time."""
     return sorted(kind, key=lambda step: step.sample.ns)[len(kind) // 2]
 
 
-def _undisturbed(observation: Observation, steps: Sequence[StepSeen]) -> set[int]:
+def _undisturbed(observation: Observation, steps: Sequence[ObservedStep]) -> set[int]:
     """Return the rounds in which steps took hardly longer than in the best one, by what is typical of each kind."""
     longer: dict[int, list[float]] = {}
     for kind in _by_kind(steps).values():
-        of_rounds: dict[int, list[StepSeen]] = {}
+        of_rounds: dict[int, list[ObservedStep]] = {}
         for step in kind:
             of_rounds.setdefault(observation.round_of(step.decided_ns), []).append(step)
         times = {number: _typical(some).sample.ns for number, some in of_rounds.items()}
@@ -241,7 +241,7 @@ def _factor(times: Iterable[tuple[float, float]]) -> float:
     return sum(took for took, _ in kept) / sum(need for _, need in kept) if kept else 1.0
 
 
-def _noise(kinds: Sequence[Sequence[StepSeen]]) -> float:
+def _noise(kinds: Sequence[Sequence[ObservedStep]]) -> float:
     """Return how much the times of steps of one kind differ: a relative standard deviation, but for outliers."""
     away = [
         abs(step.sample.ns / _typical(kind).sample.ns - 1)
@@ -264,7 +264,7 @@ def _error(
 # --- the engine, and company ---
 
 
-def _prepare_cost(requests: Sequence[RequestSeen]) -> tuple[dict[str, float], FitError]:
+def _prepare_cost(requests: Sequence[ObservedRequest]) -> tuple[dict[str, float], FitError]:
     """Return what preparing requests costs, by the names of `HostCost`."""
     # Threads prepare several images at a time: that is not the sum of what each of them takes.
     single = [one for one in requests if one.images <= 1]
@@ -278,12 +278,12 @@ def _prepare_cost(requests: Sequence[RequestSeen]) -> tuple[dict[str, float], Fi
     return {name: one * factor for name, one in zip(names, found, strict=True)}, error
 
 
-def _latencies(steps: Sequence[StepSeen], presence: Presence) -> tuple[float, float]:
+def _latencies(steps: Sequence[ObservedStep], concurrency: Concurrency) -> tuple[float, float]:
     """Return the time that a step takes beyond its work: on ranks that were idle, and on those that were not."""
     idle: list[float] = []
     busy: list[float] = []
     for step, since_ns in began(steps):
-        if not presence.within(since_ns, step.ended_ns)[2:].sum():
+        if not concurrency.within(since_ns, step.ended_ns)[2:].sum():
             late_ns = max(step.ended_ns - since_ns - step.sample.ns, 0.0)
             (idle if since_ns == step.decided_ns else busy).append(late_ns)
     return _middle(idle), _middle(busy)
@@ -296,33 +296,33 @@ def _middle(values: Sequence[float]) -> float:
     return statistics.fmean(middle) if middle else 0.0
 
 
-def _crowding(
-    model: CostModel, crowded: Sequence[tuple[StepSeen, npt.NDArray[np.float64]]], cores: int
+def _contention(
+    model: CostModel, contended: Sequence[tuple[ObservedStep, npt.NDArray[np.float64]]], cores: int
 ) -> tuple[float, ...]:
     """Return how many times as long work takes by the number of those at work; empty where it makes no difference.
 
     While `k` are at work, each gets on at some pace. What a step needs alone is the sum, over all `k`, of its pace and
-    how long that was so, multiplied: which is linear in the paces. More than there are cores take turns, as `Crowd`
-    takes it, so their time counts for that of a full machine, in proportion.
+    how long that was so, multiplied: which is linear in the paces. More than there are cores take turns, as with
+    `Contention`, so their time counts for that of a full machine, in proportion.
     """
-    if not crowded:
+    if not contended:
         return ()
-    needed = np.array([predict(model, step.sample) for step, _ in crowded])
-    within = np.array([one for _, one in crowded])
+    needed = np.array([predict(model, step.sample) for step, _ in contended])
+    within = np.array([one for _, one in contended])
     took = within.sum(axis=1)
     most = within.shape[1] - 1
     for count in range(cores + 1, most + 1):
         within[:, cores] += within[:, count] * cores / count
     within = within[:, : cores + 1]
-    seen = within[:, 2:].sum(axis=0) >= CROWDED_S * 1e9
+    seen = within[:, 2:].sum(axis=0) >= CONTENTION_S * 1e9
     # A second of a long step counts as much as one of a short step.
     weights = 1 / np.sqrt(took)
     paces = non_negative(
         within[:, 2:][:, seen] * weights[:, None], (needed - within[:, :2].sum(axis=1)) * weights
     )
-    crowding = [1.0]
+    contention = [1.0]
     found = iter(paces.tolist())
     for was_seen in seen.tolist():
         slowdown = 1 / max(next(found), PACE_LEAST) if was_seen else 1.0
-        crowding.append(max(crowding[-1], slowdown))
-    return tuple(crowding) if crowding[-1] > CROWDING_LEAST or cores < most else ()
+        contention.append(max(contention[-1], slowdown))
+    return tuple(contention) if contention[-1] > CONTENTION_LEAST or cores < most else ()

@@ -58,7 +58,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         gap_ns: Between two steps of ranks that have the next decision already.
         request_ns: Preparing a request, beside its images; likewise `token_ns` for each token of its prompt.
         image_ns: Preparing an image on a thread; likewise `pixel_ns` for each pixel of it.
-        crowding: Where processes share the cores of one machine: how many times as long all work takes while one, two
+        contention: Where processes share the cores of one machine: how many times as long all work takes while one, two
             and more of them are at work: those of ranks, and the engine's with its threads. Empty where they do not
             slow each other down.
         cold: How many times as long a step takes that begins on ranks which had nothing to do: their caches are cold.
@@ -70,7 +70,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_ns: Nanoseconds = 0.0
     image_ns: Nanoseconds = 0.0
     pixel_ns: Nanoseconds = 0.0
-    crowding: tuple[Annotated[float, Meta(ge=1)], ...] = ()
+    contention: tuple[Annotated[float, Meta(ge=1)], ...] = ()
     cold: Annotated[float, Meta(ge=1)] = 1.0
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 
 
-class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a group: what it consisted of, when it was decided, and when its result was there.
 
     One that `paused` was not at work all the time; the steps in between are seen, too.
@@ -30,14 +30,14 @@ class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
         return self.ended_ns - int(self.sample.ns)
 
 
-class JobSeen(msgspec.Struct, frozen=True, array_like=True):
+class ObservedJob(msgspec.Struct, frozen=True, array_like=True):
     """A thread of the engine was at work on a request's images."""
 
     start_ns: int
     end_ns: int
 
 
-class RequestSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The preparation of a request, during which there was no other."""
 
     tokens: int
@@ -51,16 +51,16 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """All that was seen of an engine; `rounds_ns` is when each round began."""
 
     rounds_ns: list[int]
-    steps: list[StepSeen]
-    jobs: list[JobSeen]
-    requests: list[RequestSeen]
+    steps: list[ObservedStep]
+    jobs: list[ObservedJob]
+    requests: list[ObservedRequest]
 
     def round_of(self, at_ns: int) -> int:
         """Return the number of the round that a time lies in."""
         return bisect.bisect_right(self.rounds_ns, at_ns)
 
 
-class Presence:
+class Concurrency:
     """How many groups were at work, at any time; the engine's threads, which share a process, count as one."""
 
     def __init__(self, observation: Observation) -> None:
@@ -100,9 +100,9 @@ def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return united
 
 
-def began(steps: Iterable[StepSeen]) -> Iterator[tuple[StepSeen, int]]:
+def began(steps: Iterable[ObservedStep]) -> Iterator[tuple[ObservedStep, int]]:
     """Return steps and since when their ranks could have been at work; the first step of a group tells nothing."""
-    before: dict[str, StepSeen] = {}
+    before: dict[str, ObservedStep] = {}
     for step in steps:
         previous, before[step.group] = before.get(step.group), step
         if previous is not None and not step.paused:

@@ -17,7 +17,7 @@ from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision, 
 from vsched.kernel.events import Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.kernel.generate.step_budget import pairs_of
 from vsched.sim.cost.model import CostModel
-from vsched.sim.report.metrics import Live, Sketch
+from vsched.sim.report.metrics import LiveRequest, Sketch
 from vsched.sim.workload.requests import OUTPUT_TOKEN
 from vsched.types import FinishReason
 
@@ -27,7 +27,7 @@ NOISE_LEAST = 0.1
 """A step takes at least this share of its time, however the noise falls."""
 
 
-class Device:
+class SharedDevice:
     """What carries out one step at a time, for one group or for two that share their processes.
 
     Attributes:
@@ -44,13 +44,13 @@ class Device:
 
 def make_devices(
     encoders: Sequence[str], generators: Sequence[str], *, together: bool
-) -> dict[str, Device]:
+) -> dict[str, SharedDevice]:
     """Return the device of each group; `together` lets an encode and a generate group share one."""
-    devices = {name: Device() for name in encoders}
+    devices = {name: SharedDevice() for name in encoders}
     if together:
         pairs = zip(encoders, generators, strict=True)
         return devices | {generator: devices[encoder] for encoder, generator in pairs}
-    return devices | {name: Device() for name in generators}
+    return devices | {name: SharedDevice() for name in generators}
 
 
 class SimulatedGroup:
@@ -58,17 +58,17 @@ class SimulatedGroup:
 
     Attributes:
         log: Decisions that are out with when they were decided; the first is under way if the device runs this group.
-        life: Counts losses, and ends that were announced anew: one announced in an earlier life never comes.
+        incarnation: Counts losses, and ends that were announced anew; one announced in an earlier incarnation is void.
         slowdown: What the time of a step is multiplied by.
         held_ns: No step begins before this time.
         steps: How many are done; `busy_ns` is the time in them, and in the time slices of one that pauses.
     """
 
-    def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
+    def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
         self.device = device
         self.log: deque[tuple[Decision, int]] = deque()
-        self.life = 0
+        self.incarnation = 0
         self.slowdown = 1.0
         self.held_ns = 0
         self.steps = 0
@@ -123,7 +123,7 @@ class SimulatedGroup:
 
     def lose(self) -> None:
         """Forget everything, as the loss of the processes does."""
-        self.life += 1
+        self.incarnation += 1
         self._left_ns = 0.0
         self.log.clear()
         device = self.device
@@ -145,7 +145,7 @@ class TimedEncodeGroup(SimulatedGroup):
         faults: Messages of the next steps that fail.
     """
 
-    def __init__(self, name: str, cost: CostModel, device: Device, rng: Random) -> None:
+    def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         super().__init__(name, cost, device, rng)
         self.faults: deque[str] = deque()
         self.items = 0
@@ -173,7 +173,7 @@ class _Sequence:
 
     __slots__ = ("first_step", "length", "live", "number", "slot")
 
-    def __init__(self, join: Join, live: Live) -> None:
+    def __init__(self, join: Join, live: LiveRequest) -> None:
         self.number = join.number
         self.slot = join.slot
         self.length = join.length
@@ -185,7 +185,7 @@ class TimedGenerateGroup(SimulatedGroup):
     """A generate group.
 
     Attributes:
-        lives: The requests by number.
+        live_requests: The requests by number.
         itl: Takes the times between tokens.
         decoded: Tokens that were decoded, but for first tokens; likewise `prefilled`.
     """
@@ -194,11 +194,11 @@ class TimedGenerateGroup(SimulatedGroup):
         self,
         name: str,
         cost: CostModel,
-        device: Device,
+        device: SharedDevice,
         rng: Random,
         *,
         slots: int,
-        lives: Mapping[int, Live],
+        live_requests: Mapping[int, LiveRequest],
         itl: Sketch,
         exact_tokens: bool = False,
     ) -> None:
@@ -211,7 +211,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self.decoded = 0
         self.prefilled = 0
         self._slots_max = slots
-        self._lives = lives
+        self._live_requests = live_requests
         self._itl = itl
         self._exact_tokens = exact_tokens
         self._tokens = array("i", [OUTPUT_TOKEN]) * slots
@@ -245,7 +245,7 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._leave(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
-                self._slots[join.slot] = _Sequence(join, self._lives[join.number])
+                self._slots[join.slot] = _Sequence(join, self._live_requests[join.number])
         yielding = self._yielding = self._decoding
         step_ns, decode_ns, context_ns = self._costs
         context = self._offset + yielding * step
@@ -295,7 +295,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self._stepped_ns = now_ns
         if self._started:
             for sequence in self._started:
-                if sequence.live.last_token_ns:  # from an earlier life
+                if sequence.live.last_token_ns:  # from an earlier incarnation
                     self._itl.add(now_ns - sequence.live.last_token_ns)
             self._started.clear()
         ending = self._ends.pop(step, None)

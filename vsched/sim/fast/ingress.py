@@ -15,7 +15,7 @@ from vsched.sim.cost.model import CostModel
 from vsched.sim.workload.requests import Arrival, RequestMaker
 
 
-class Prepared(NamedTuple):
+class IncomingRequest(NamedTuple):
     """A request on its way: when it was sent, and the bytes of its pixels by content."""
 
     arrival: Arrival
@@ -23,21 +23,21 @@ class Prepared(NamedTuple):
     pixels: Mapping[str, int]
 
 
-class Job:
-    """An image that a thread processes; an end that was announced with an earlier `life` never comes."""
+class ImageJob:
+    """An image that a thread processes; an end that was announced with an earlier `incarnation` is void."""
 
-    __slots__ = ("left", "life", "need_ns", "prepared")
+    __slots__ = ("incarnation", "left", "need_ns", "prepared")
     process = "engine"
 
-    def __init__(self, prepared: Prepared, need_ns: int, left: list[int]) -> None:
+    def __init__(self, prepared: IncomingRequest, need_ns: int, left: list[int]) -> None:
         """Prepare one of a request's jobs, which share `left`: the number of those that are not done."""
-        self.life = 0
+        self.incarnation = 0
         self.prepared = prepared
         self.need_ns = need_ns
         self.left = left
 
 
-class Intake:
+class Ingress:
     """Prepares requests, and tells when each will be ready, or why it is refused.
 
     Attributes:
@@ -50,9 +50,9 @@ class Intake:
         cost: CostModel,
         maker: RequestMaker,
         *,
-        on_job: Callable[[Job, int, int], None],
-        on_ready: Callable[[int, Prepared], None],
-        on_refused: Callable[[Prepared, str, int], None],
+        on_job: Callable[[ImageJob, int, int], None],
+        on_ready: Callable[[int, IncomingRequest], None],
+        on_refused: Callable[[IncomingRequest, str, int], None],
     ) -> None:
         """Prepare to prepare; `on_job` is handed jobs that begin, with their ends and the time, for `done`."""
         self.preparing = 0
@@ -62,9 +62,9 @@ class Intake:
         self._held: dict[str, int] = {}
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._kept_bytes = 0
-        self._waiting: deque[Prepared] = deque()
+        self._waiting: deque[IncomingRequest] = deque()
         self._threads_free = config.media.threads
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[ImageJob] = deque()
         self._cost = cost
         self._maker = maker
         self._on_job = on_job
@@ -75,7 +75,7 @@ class Intake:
         """A client sent a request."""
         images = arrival.images
         bytes_of = self._maker.pixel_bytes
-        prepared = Prepared(
+        prepared = IncomingRequest(
             arrival, now_ns, {arrival.key_of(image): bytes_of(image) for image in images}
         )
         refused = ""
@@ -115,7 +115,7 @@ class Intake:
                 return
             self._waiting.popleft()
 
-    def _process(self, prepared: Prepared, now_ns: int) -> bool:
+    def _process(self, prepared: IncomingRequest, now_ns: int) -> bool:
         """Give a request its room and process its images; return False when there is no room yet."""
         pixels, kept = prepared.pixels, self._kept
         absent = [key for key in pixels if key not in self._held and key not in kept]
@@ -138,7 +138,7 @@ class Intake:
             return True
         left = [len(absent)]
         for key in absent:
-            self._jobs.append(Job(prepared, int(self._cost.image_ns(tokens[key])), left))
+            self._jobs.append(ImageJob(prepared, int(self._cost.image_ns(tokens[key])), left))
         self._begin(now_ns)
         return True
 
@@ -148,7 +148,7 @@ class Intake:
             job = self._jobs.popleft()
             self._on_job(job, now_ns + job.need_ns, now_ns)
 
-    def done(self, job: Job, now_ns: int) -> None:
+    def done(self, job: ImageJob, now_ns: int) -> None:
         """A thread is done with an image: it takes the next, and the request of the last one is ready."""
         self._threads_free += 1
         job.left[0] -= 1
@@ -156,7 +156,7 @@ class Intake:
             self._finish(job.prepared, now_ns)
         self._begin(now_ns)
 
-    def _finish(self, prepared: Prepared, now_ns: int) -> None:
+    def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
         """The images of a request are there."""
         host = self._cost.host
         took_ns = host.request_ns + host.token_ns * prepared.arrival.prompt_tokens

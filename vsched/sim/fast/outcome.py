@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.sim.report.metrics import Figures, Series, Targets
+from vsched.sim.report.metrics import Series, SimulationFigures, Targets
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a simulation.
 
     Attributes:
@@ -32,6 +32,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     digest: str
     wall_s: float
-    figures: Figures
+    figures: SimulationFigures
     series: Series
     cdf: dict[str, list[tuple[float, float]]]

@@ -19,8 +19,8 @@ from vsched.record.entries import SegmentHeader
 from vsched.sim.checks.invariants import Oracles
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.faults import Trouble
-from vsched.sim.fast.outcome import Outcome
-from vsched.sim.fast.simulation import Observer, Progress, Simulation
+from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.simulation import EventObserver, OnRequests, Simulation
 from vsched.sim.report.metrics import Targets
 from vsched.sim.setup import prepare
 from vsched.sim.workload.requests import Workload
@@ -34,20 +34,20 @@ def simulate(
     cost: CostModel,
     seed: int = 0,
     oracles: bool = False,
-    progress: Progress | None = None,
+    progress: OnRequests | None = None,
     label: str = "",
     policies: Mapping[str, Policy] | None = None,
     troubles: Sequence[Trouble] = (),
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Simulate a workload on a server with a configuration; return what came of it.
 
     Args:
-        config: The configuration; only what the scheduler and the intake of requests read counts.
+        config: The configuration; only what the scheduler and the ingress of requests read counts.
         workload: The requests; they are read as time passes.
         cost: What steps take.
         seed: Of the noise of step times, if the cost model has any.

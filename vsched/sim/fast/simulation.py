@@ -17,7 +17,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, Refuse, SetTimer
 from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, TimerFired
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.contention import Crowd, Work
+from vsched.sim.fast.contention import Contention, SharedWork
 from vsched.sim.fast.faults import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
 from vsched.sim.fast.groups import (
     SimulatedGroup,
@@ -25,9 +25,9 @@ from vsched.sim.fast.groups import (
     TimedGenerateGroup,
     make_devices,
 )
-from vsched.sim.fast.ingress import Intake, Job, Prepared
-from vsched.sim.fast.outcome import Outcome
-from vsched.sim.report.metrics import Collector, Live, Sampler, Targets, figures_of
+from vsched.sim.fast.ingress import ImageJob, IncomingRequest, Ingress
+from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.report.metrics import Collector, LiveRequest, Sampler, Targets, figures_of
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import group_names
@@ -37,7 +37,7 @@ START_NS = 1_000_000
 PROGRESS_EVERY = 64
 STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB = range(7)
 """Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
-Progress = Callable[[int], None]
+OnRequests = Callable[[int], None]
 """Told how many requests have ended."""
 
 
@@ -45,7 +45,7 @@ class SimulationFailed(VschedError):
     """Something that must never happen did; the message says at which event, and how to see it again."""
 
 
-class Observer(Protocol):
+class EventObserver(Protocol):
     """Sees every event and what came of it, in order."""
 
     def see(
@@ -65,13 +65,13 @@ class Simulation:
         *,
         seed: int,
         targets: Targets,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[EventObserver] = (),
     ) -> None:
         self.setup = setup
         self.kernel = Scheduler(setup.limits, setup.kernel_policies)
         self.collector = Collector(targets)
         self.sampler = Sampler(START_NS)
-        self.lives: dict[int, Live] = {}
+        self.live_requests: dict[int, LiveRequest] = {}
         self.events = 0
         self.now_ns = 0
         self._seed = seed
@@ -84,13 +84,13 @@ class Simulation:
         self._digested = bytearray()
         self._arrivals: Iterator[Arrival] = iter(())
         self._talking: dict[str, deque[Arrival]] = {}
-        self._entering: Live | None = None
+        self._entering: LiveRequest | None = None
         self._maker = RequestMaker(
             setup.info,
             patches_per_token=cost.patches_per_token,
             item_tokens_max=setup.item_tokens_max,
         )
-        self._intake = Intake(
+        self._ingress = Ingress(
             setup.config,
             cost,
             self._maker,
@@ -98,7 +98,7 @@ class Simulation:
             on_ready=lambda at_ns, prepared: self._push(at_ns, READY, prepared),
             on_refused=self._refused,
         )
-        self._crowd = Crowd.of(cost.host.crowding, self._announce)
+        self._contention = Contention.of(cost.host.contention, self._announce)
         self._make_groups(exact_tokens=bool(observers))
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
@@ -118,7 +118,7 @@ class Simulation:
                 devices[name],
                 Random(f"{name} {self._seed}"),  # noqa: S311 - noise of step times
                 slots=limits.slots,
-                lives=self.lives,
+                live_requests=self.live_requests,
                 itl=self.collector.itl,
                 exact_tokens=exact_tokens,
             )
@@ -129,7 +129,7 @@ class Simulation:
         for group in groups:
             self._push(START_NS, CHANGE, Opened(group))
 
-    def check_with(self, oracles: Observer) -> None:
+    def check_with(self, oracles: EventObserver) -> None:
         """Let oracles see every event, too."""
         self._observers.append(oracles)
 
@@ -144,7 +144,7 @@ class Simulation:
 
     # --- the loop ---
 
-    def run(self, workload: Workload, progress: Progress | None = None) -> None:
+    def run(self, workload: Workload, progress: OnRequests | None = None) -> None:
         """Go through a workload until nothing is left to happen.
 
         Raises:
@@ -154,10 +154,10 @@ class Simulation:
         self._next_arrival()
         try:
             self._loop(progress)
-            if self.lives or self._talking or self._intake.preparing:
-                names = [live.arrival.request_id for live in self.lives.values()][:5]
+            if self.live_requests or self._talking or self._ingress.preparing:
+                names = [live.arrival.request_id for live in self.live_requests.values()][:5]
                 raise AssertionError(
-                    f"{len(self.lives)} requests never ended, such as {', '.join(names) or 'none'}"
+                    f"{len(self.live_requests)} requests never ended, such as {', '.join(names) or 'none'}"
                 )
         except VschedError:
             raise
@@ -167,24 +167,24 @@ class Simulation:
                 f"{type(error).__name__}: {error}. The same seed, configuration and workload show it again"
             ) from error
 
-    def _loop(self, progress: Progress | None) -> None:
+    def _loop(self, progress: OnRequests | None) -> None:
         heap, sampler = self._heap, self.sampler
         handle, groups, observers = self.kernel.handle, self._groups, self._observers
         encode_into, digested = msgspec.msgpack.Encoder().encode_into, self._digested
-        crowd = self._crowd
+        contention = self._contention
         event: Event | None
         while heap:
-            now_ns, _, kind, subject, life = heappop(heap)
+            now_ns, _, kind, subject, incarnation = heappop(heap)
             if now_ns >= sampler.due_ns:
                 self._sample(now_ns)
             if kind == STEP:
-                if life != subject.life:
+                if incarnation != subject.incarnation:
                     continue  # it was lost meanwhile
                 event = subject.end(now_ns)
-                if crowd is not None or subject.device.ready:
+                if contention is not None or subject.device.ready:
                     self._leave(subject, now_ns)
             else:
-                event = self._happen(kind, subject, life, now_ns)
+                event = self._happen(kind, subject, incarnation, now_ns)
             if event is None:
                 continue
             self.events += 1
@@ -207,35 +207,35 @@ class Simulation:
         self._digest.update(self._digested)
         self._digested.clear()
 
-    def _run(self, work: Work, end_ns: int, now_ns: int) -> None:
+    def _run(self, work: SharedWork, end_ns: int, now_ns: int) -> None:
         """Let a step or a job begin that ends then, unless others slow it down."""
-        if self._crowd is None:
+        if self._contention is None:
             self._announce(work, end_ns)
         else:
-            self._crowd.enter(work, end_ns - now_ns, now_ns)
+            self._contention.enter(work, end_ns - now_ns, now_ns)
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
         """Nothing of a group is under way: whoever shares its processes may begin, or it may go on."""
         ready = group.device.ready
-        if self._crowd is not None:
-            self._crowd.leave(group, now_ns)
+        if self._contention is not None:
+            self._contention.leave(group, now_ns)
             if ready:
                 self._run(ready[0], ready[0].begin(now_ns), now_ns)
         elif ready:
             work = ready[0]
             end_ns = work.begin(now_ns)
-            heappush(self._heap, (end_ns, next(self._sequence), STEP, work, work.life))
+            heappush(self._heap, (end_ns, next(self._sequence), STEP, work, work.incarnation))
 
-    def _announce(self, work: Work, end_ns: int) -> None:
-        kind = JOB if type(work) is Job else STEP
-        heappush(self._heap, (end_ns, next(self._sequence), kind, work, work.life))
+    def _announce(self, work: SharedWork, end_ns: int) -> None:
+        kind = JOB if type(work) is ImageJob else STEP
+        heappush(self._heap, (end_ns, next(self._sequence), kind, work, work.incarnation))
 
     def _push(self, at_ns: int, kind: int, subject: object) -> None:
         heappush(self._heap, (at_ns, next(self._sequence), kind, subject, 0))
 
     # --- what happens ---
 
-    def _happen(self, kind: int, subject: Any, life: int, now_ns: int) -> Event | None:
+    def _happen(self, kind: int, subject: Any, incarnation: int, now_ns: int) -> Event | None:
         """Let one thing happen; return what the scheduler hears of it, if anything."""
         if kind == ARRIVE:
             self._next_arrival()
@@ -246,21 +246,21 @@ class Simulation:
                     waiting.append(subject)
                     return None
                 self._talking[subject.conversation] = deque()
-            self._intake.take(subject, now_ns)
+            self._ingress.take(subject, now_ns)
             return None
         if kind == TURN:
-            self._intake.take(subject, now_ns)
+            self._ingress.take(subject, now_ns)
             return None
         if kind == JOB:
-            if life == subject.life:  # else its end was announced anew
-                if self._crowd is not None:
-                    self._crowd.leave(subject, now_ns)
-                self._intake.done(subject, now_ns)
+            if incarnation == subject.incarnation:  # else its end was announced anew
+                if self._contention is not None:
+                    self._contention.leave(subject, now_ns)
+                self._ingress.done(subject, now_ns)
             return None
         if kind == READY:
-            self._intake.submitted()
+            self._ingress.submitted()
             request = self._maker.request(subject.arrival)
-            self._entering = Live(
+            self._entering = LiveRequest(
                 subject.arrival,
                 sent_ns=subject.sent_ns,
                 prompt_tokens=len(request.prompt_token_ids),
@@ -299,17 +299,17 @@ class Simulation:
 
     # --- what the scheduler wants ---
 
-    def _obey(self, command: Command, now_ns: int, progress: Progress | None) -> None:
+    def _obey(self, command: Command, now_ns: int, progress: OnRequests | None) -> None:
         match command:
             case SetTimer(deadline_ns):
                 self._push(deadline_ns, TIMER, None)
             case Accept(_, number):
                 entering, self._entering = self._entering, None
                 assert entering is not None, "accepted without being submitted"
-                self.lives[number] = entering
+                self.live_requests[number] = entering
             case Finish(_, number):
                 self._take_digest()
-                live = self.lives.pop(number)
+                live = self.live_requests.pop(number)
                 self.collector.end(live, command, now_ns)
                 self._ended(live.arrival, live.pixels, now_ns)
                 if progress is not None and self.collector.finished % PROGRESS_EVERY == 0:
@@ -322,14 +322,14 @@ class Simulation:
             case _:
                 pass  # notices, and restarts of groups: faults say when these come back
 
-    def _refused(self, prepared: Prepared, code: str, now_ns: int) -> None:
-        """The intake refused a request."""
+    def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
+        """The ingress refused a request."""
         self.collector.fail(code)
         self._ended(prepared.arrival, {}, now_ns)
 
     def _ended(self, arrival: Arrival, pixels: Mapping[str, int], now_ns: int) -> None:
         if pixels:
-            self._intake.release(pixels, now_ns)
+            self._ingress.release(pixels, now_ns)
         if arrival.conversation:
             waiting = self._talking[arrival.conversation]
             if waiting:
@@ -347,7 +347,7 @@ class Simulation:
         pages = encode["pages_total"]
         used = pages - encode["pages_free"] - encode["pages_evictable"]
         gauges = (
-            statistics["waiting"] + self._intake.preparing,
+            statistics["waiting"] + self._ingress.preparing,
             statistics["running"],
             encode["waiting_items"],
             generate["blocks_held"] / generate["blocks_total"],
@@ -368,13 +368,13 @@ class Simulation:
             sum(group.busy_ns for group in generators),
         )
 
-    def outcome(self, label: str, workload: Workload, wall_s: float) -> Outcome:
+    def outcome(self, label: str, workload: Workload, wall_s: float) -> SimulationOutcome:
         """Return what came of it."""
         collector = self.collector
         sketches = {name: getattr(collector, name) for name in ("ttft", "itl", "tpot", "e2e")}
         policies = self.setup.policies.by_table()
         groups = len(self.encoders), len(self.generators)
-        return Outcome(
+        return SimulationOutcome(
             label=label,
             workload=workload.name,
             seed=self._seed,

@@ -21,9 +21,9 @@ MILLISECOND_NS = 1_000_000
 FAULTS_MAX = 8
 """So many faults a drawn plan has at most: more hide each other."""
 
-Nanoseconds = Annotated[int, msgspec.Meta(ge=0)]
+TimeNs = Annotated[int, msgspec.Meta(ge=0)]
 Rank = Annotated[int, msgspec.Meta(ge=0)]
-Phase = Literal["upload", "prepare", "wait", "encode", "prefill", "decode"]
+RequestPhase = Literal["upload", "prepare", "wait", "encode", "prefill", "decode"]
 Direction = Literal["to_rank", "to_leader"]
 Effect = Literal["loss", "delay", "duplication", "reordering", "corruption"]
 
@@ -43,7 +43,7 @@ class Fault(
 ):
     """Something that goes wrong at, or as soon as there is an occasion after, a virtual time."""
 
-    at_ns: Nanoseconds = 0
+    at_ns: TimeNs = 0
 
     @property
     def end_ns(self) -> int:
@@ -54,7 +54,7 @@ class Fault(
 class Lasting(Fault, frozen=True, kw_only=True):
     """A fault that holds for a while."""
 
-    duration_ns: Nanoseconds
+    duration_ns: TimeNs
 
     @property
     def end_ns(self) -> int:
@@ -97,7 +97,7 @@ class LateHeartbeat(Fault, frozen=True, kw_only=True):
 
     group: str
     rank: Rank = 0
-    late_ns: Nanoseconds
+    late_ns: TimeNs
 
 
 class MissedDecision(Fault, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class MessageFault(Lasting, frozen=True, kw_only=True):
     direction: Direction = "to_rank"
     effect: Effect = "loss"
     rate: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    late_ns: Nanoseconds = 10 * MILLISECOND_NS
+    late_ns: TimeNs = 10 * MILLISECOND_NS
 
 
 class Partition(Lasting, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ class Partition(Lasting, frozen=True, kw_only=True):
 class Disconnect(Fault, frozen=True, kw_only=True):
     """The client of the first request that is in this phase goes away."""
 
-    phase: Phase
+    phase: RequestPhase
 
 
 class FetchStall(Lasting, frozen=True, kw_only=True):

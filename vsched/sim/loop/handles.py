@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Timer(asyncio.TimerHandle):
+class LoopTimer(asyncio.TimerHandle):
     """A timer that knows whether it has left the clock."""
 
     __slots__ = ("fired",)
@@ -55,13 +55,13 @@ class Numbers:
 
 def has_no_place(handle: asyncio.Handle) -> bool:
     """Return whether asyncio leaves open when this runs among what is ready: a task's step, or a timer."""
-    if isinstance(handle, Timer):
+    if isinstance(handle, LoopTimer):
         return True
     callback = handle._callback  # type: ignore[attr-defined] # noqa: SLF001
     return isinstance(getattr(callback, "__self__", None), asyncio.Task)
 
 
-class Call:
+class ThreadCall:
     """A call in an executor that waits for its turn, and the future that gets its result."""
 
     def __init__(

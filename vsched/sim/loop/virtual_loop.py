@@ -40,7 +40,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 import msgspec
 
 from vsched.sim.loop.deadlock import VirtualDeadlock, describe_tasks
-from vsched.sim.loop.handles import Call, Numbers, Timer, has_no_place
+from vsched.sim.loop.handles import LoopTimer, Numbers, ThreadCall, has_no_place
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -78,10 +78,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> None:
         self._virtual = _Selector(self)
         self._now_ns = 0
-        self._timers: list[tuple[int, int, Timer]] = []
+        self._timers: list[tuple[int, int, LoopTimer]] = []
         self._timers_cancelled = 0
         self._timers_set = 0
-        self._calls: deque[Call] = deque()
+        self._calls: deque[ThreadCall] = deque()
         self._calls_made = 0
         self._posted: queue.SimpleQueue[asyncio.Handle] = queue.SimpleQueue()
         self._outside = 0
@@ -126,13 +126,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Call back at this time in nanoseconds; after the timers that are already set for it."""
         self._check_closed()  # type: ignore[attr-defined]
-        timer = Timer(due_ns / SECOND_NS, callback, args, self, context)
+        timer = LoopTimer(due_ns / SECOND_NS, callback, args, self, context)
         self._timers_set += 1
         heapq.heappush(self._timers, (due_ns, self._timers_set, timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        assert isinstance(handle, Timer)
+        assert isinstance(handle, LoopTimer)
         if handle.fired:
             return
         self._timers_cancelled += 1
@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.set_default_executor(threads)
             executor = self._default_executor
             assert executor is not None
-        call = Call(partial(executor.submit, func, *args), self.create_future())
+        call = ThreadCall(partial(executor.submit, func, *args), self.create_future())
         self._calls.append(call)
         self._calls_made += 1
         return call.result

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message
 
 from vsched.sim.loop.virtual_loop import VirtualLoop
 
-Headers = Iterable[tuple[str, str]]
+HeaderLines = Iterable[tuple[str, str]]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class BodyChunk(msgspec.Struct, frozen=True):
     """A piece of a response's body, and when it came."""
 
     at_ns: int
@@ -43,7 +43,7 @@ class Response(msgspec.Struct, frozen=True):
 
     status: int
     headers: dict[str, str]
-    chunks: list[Chunk]
+    chunks: list[BodyChunk]
 
     @property
     def body(self) -> bytes:
@@ -59,7 +59,7 @@ class Disconnected(ConnectionError):
     """The response was not complete when the client left, or the application ended."""
 
 
-class Client:
+class AsgiClient:
     """Sends requests to an application; as many at a time as there are tasks.
 
     Args:
@@ -67,7 +67,7 @@ class Client:
         headers: Sent with every request.
     """
 
-    def __init__(self, app: ASGIApp, *, headers: Headers = ()) -> None:
+    def __init__(self, app: ASGIApp, *, headers: HeaderLines = ()) -> None:
         self._app = app
         self._headers = list(headers)
 
@@ -78,7 +78,7 @@ class Client:
         *,
         json: object = None,
         body: bytes = b"",
-        headers: Headers = (),
+        headers: HeaderLines = (),
     ) -> Response:
         """Send a request and return the response when it is complete.
 
@@ -97,8 +97,8 @@ class Client:
         body: bytes = b"",
         pieces: AsyncIterator[bytes] | None = None,
         unread_max: int | None = None,
-        headers: Headers = (),
-    ) -> Call:
+        headers: HeaderLines = (),
+    ) -> HttpCall:
         """Return a request for `async with`, to be read piece by piece, and left at any moment.
 
         Args:
@@ -119,7 +119,7 @@ class Client:
         else:
             lines.append(("transfer-encoding", "chunked"))
         scope = _scope(method, path, lines)
-        return Call(self._app, scope, body=body, pieces=pieces, unread_max=unread_max)
+        return HttpCall(self._app, scope, body=body, pieces=pieces, unread_max=unread_max)
 
 
 def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, 
     }
 
 
-class Call:
+class HttpCall:
     """One request, from its first byte to the end of the application's work on it."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Call:
         self._unread_max = unread_max
         self._status: int | None = None
         self._headers: dict[str, str] = {}
-        self._chunks: list[Chunk] = []
+        self._chunks: list[BodyChunk] = []
         self._read = 0
         self._complete = False
         self._disconnected = False
@@ -205,7 +205,7 @@ class Call:
         assert self._status is not None
         return self._status
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncIterator[BodyChunk]:
         """Yield the pieces of the body as they come.
 
         Raises:
@@ -289,7 +289,7 @@ class Call:
         else:
             body = message.get("body", b"")
             if body:
-                self._chunks.append(Chunk(self._loop.now_ns(), bytes(body)))
+                self._chunks.append(BodyChunk(self._loop.now_ns(), bytes(body)))
             self._complete = not message.get("more_body", False)
         self._notify()
         if self._unread_max is not None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 from rich.table import Table
 
-from vsched.sim.fast.outcome import Outcome
-from vsched.sim.report.metrics import Figures, Spread
+from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.report.metrics import SimulationFigures, TimeSpread
 
 
 class Measure(NamedTuple):
@@ -23,15 +23,15 @@ class Measure(NamedTuple):
     """
 
     name: str
-    value: Callable[[Figures], float]
+    value: Callable[[SimulationFigures], float]
     better: str = ""
     text: str = "{:,.0f}"
 
 
 def _spreads() -> list[Measure]:
     def measure(name: str, field: str, quantile: str) -> Measure:
-        def value(figures: Figures) -> float:
-            spread: Spread = getattr(figures, field)
+        def value(figures: SimulationFigures) -> float:
+            spread: TimeSpread = getattr(figures, field)
             return float(getattr(spread, quantile))
 
         return Measure(f"{name} {quantile}, ms", value, "less", "{:,.1f}")
@@ -68,7 +68,7 @@ SAME = 0.005
 """Values that differ by less are as good as each other."""
 
 
-def best(measure: Measure, outcomes: Sequence[Outcome]) -> set[int]:
+def best(measure: Measure, outcomes: Sequence[SimulationOutcome]) -> set[int]:
     """Return the outcomes with the best value; none where nothing is better, or all are as good."""
     values = [measure.value(outcome.figures) for outcome in outcomes]
     if not measure.better or len(values) < 2:
@@ -79,12 +79,12 @@ def best(measure: Measure, outcomes: Sequence[Outcome]) -> set[int]:
     return found if len(found) < len(values) else set()
 
 
-def failures(outcomes: Sequence[Outcome]) -> list[str]:
+def failures(outcomes: Sequence[SimulationOutcome]) -> list[str]:
     """Return the codes that any of the outcomes has, in order."""
     return sorted({code for outcome in outcomes for code in outcome.figures.failed})
 
 
-def comparison(outcomes: Sequence[Outcome]) -> Table:
+def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
     """Lay outcomes side by side; the best of a row stands out."""
     first = outcomes[0]
     title = f"{first.workload}, {first.figures.requests:,} requests, cost model {first.cost}"
@@ -114,7 +114,7 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def differences(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
     """Return the policy tables in which outcomes differ, with each outcome's policy."""
     tables = outcomes[0].policies
     return {
@@ -124,7 +124,7 @@ def differences(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
     }
 
 
-def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:
+def write_csv(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """Write one row an outcome, one column a figure; times in milliseconds."""
     codes = failures(outcomes)
     names = [measure.name for measure in MEASURES]
@@ -139,11 +139,11 @@ def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:
             )
 
 
-def write_json(outcomes: Sequence[Outcome], path: Path) -> None:
+def write_json(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """Write everything: figures, distributions, and series over time."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(list(outcomes)), indent=1) + b"\n")
 
 
-def read_json(path: Path) -> list[Outcome]:
+def read_json(path: Path) -> list[SimulationOutcome]:
     """Return what `write_json` wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=list[Outcome])
+    return msgspec.json.decode(path.read_bytes(), type=list[SimulationOutcome])

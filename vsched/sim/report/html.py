@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 
-from vsched.sim.fast.outcome import Outcome
+from vsched.sim.fast.outcome import SimulationOutcome
 from vsched.sim.report.comparison import MEASURES, best, differences, failures
 from vsched.sim.report.metrics import Series
 from vsched.sim.report.svg import Chart, Points, colour
@@ -37,7 +37,7 @@ TITLES = {
 }
 
 
-def render_html(outcomes: Sequence[Outcome]) -> str:
+def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
     """Return the report."""
     first = outcomes[0]
     title = " / ".join(outcome.label for outcome in outcomes)
@@ -84,7 +84,7 @@ def _section(title: str, text: str, charts: Sequence[str], before: str = "") -> 
     return f"<h2>{title}</h2><p>{text}</p>{before}{drawn}"
 
 
-def _legend(outcomes: Sequence[Outcome]) -> str:
+def _legend(outcomes: Sequence[SimulationOutcome]) -> str:
     keys = "".join(
         f'<span class="key" style="background:{colour(index)}"></span>{escape(outcome.label)}'
         for index, outcome in enumerate(outcomes)
@@ -92,7 +92,7 @@ def _legend(outcomes: Sequence[Outcome]) -> str:
     return f"<p>{keys}</p>"
 
 
-def _policies(outcomes: Sequence[Outcome]) -> str:
+def _policies(outcomes: Sequence[SimulationOutcome]) -> str:
     found = differences(outcomes)
     if not found:
         return ""
@@ -106,7 +106,7 @@ def _policies(outcomes: Sequence[Outcome]) -> str:
     return f"<table><tr><th>policies that differ</th>{head}</tr>{rows}</table>"
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
+def _table(outcomes: Sequence[SimulationOutcome]) -> str:
     head = "".join(f"<th>{escape(outcome.label)}</th>" for outcome in outcomes)
     rows = []
     for measure in MEASURES:
@@ -128,7 +128,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 
 
-def _bars(outcomes: Sequence[Outcome], field: str) -> str:
+def _bars(outcomes: Sequence[SimulationOutcome], field: str) -> str:
     spreads = [getattr(outcome.figures, field) for outcome in outcomes]
     highest = max(spread.p99 for spread in spreads)
     names = ("p50", "p95", "p99")
@@ -151,7 +151,7 @@ def _bars(outcomes: Sequence[Outcome], field: str) -> str:
     return chart.render()
 
 
-def _cdf(outcomes: Sequence[Outcome], name: str) -> str:
+def _cdf(outcomes: Sequence[SimulationOutcome], name: str) -> str:
     lines = [outcome.cdf[name] for outcome in outcomes]
     values = [value for line in lines for value, _ in line]
     low, high = min(values, default=1.0), max(values, default=10.0)
@@ -184,7 +184,7 @@ def _window(series: Series) -> int:
     return max(len(series.gauges["waiting"]) // 100, 1)
 
 
-def _over_time(outcomes: Sequence[Outcome]) -> list[str]:
+def _over_time(outcomes: Sequence[SimulationOutcome]) -> list[str]:
     def gauge(name: str, factor: float = 1.0) -> list[Points]:
         return [
             list(
@@ -219,7 +219,7 @@ def _over_time(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _lines(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[SimulationOutcome],
     title: str,
     lines: Sequence[Points],
     y_label: str,
@@ -233,7 +233,7 @@ def _lines(
     return chart.render()
 
 
-def _make_up(outcomes: Sequence[Outcome]) -> list[str]:
+def _make_up(outcomes: Sequence[SimulationOutcome]) -> list[str]:
     """Draw what steps held: for each outcome its generator's and its encoder's."""
     stacks = []
     for one in outcomes:

@@ -77,7 +77,7 @@ def _bounds(index: int) -> tuple[int, int]:
     return low, low + (1 << shift)
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
     """How a time is distributed, in milliseconds."""
 
     mean: float
@@ -86,10 +86,10 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
-def spread_of(sketch: Sketch) -> Spread:
+def spread_of(sketch: Sketch) -> TimeSpread:
     """Return the figures of a sketch of nanoseconds."""
     p50, p95, p99 = (sketch.quantile(share) * MS for share in (0.5, 0.95, 0.99))
-    return Spread(mean=sketch.mean * MS, p50=p50, p95=p95, p99=p99)
+    return TimeSpread(mean=sketch.mean * MS, p50=p50, p95=p95, p99=p99)
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float = 100.0
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one simulation.
 
     Attributes:
@@ -123,11 +123,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests_s: float
     output_tokens_s: float
     prompt_tokens_s: float
-    ttft_ms: Spread
-    itl_ms: Spread
-    tpot_ms: Spread
-    e2e_ms: Spread
-    queue_ms: Spread
+    ttft_ms: TimeSpread
+    itl_ms: TimeSpread
+    tpot_ms: TimeSpread
+    e2e_ms: TimeSpread
+    queue_ms: TimeSpread
     goodput: float
     good_share: float
     prefix_hits: float
@@ -142,7 +142,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     policy_faults: dict[str, int]
 
 
-class Live:
+class LiveRequest:
     """A request that has not ended.
 
     Attributes:
@@ -200,7 +200,7 @@ class Collector:
         """A request was refused, or ended in an error."""
         self.failed[code] = self.failed.get(code, 0) + 1
 
-    def end(self, live: Live, finish: Finish, now_ns: int) -> None:
+    def end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
         """A request ended."""
         times, outputs = finish.times, live.arrival.output_tokens
         self.last_ns = now_ns
@@ -296,7 +296,7 @@ def figures_of(
     *,
     groups: tuple[int, int],
     kernel: Mapping[str, Any],
-) -> Figures:
+) -> SimulationFigures:
     """Return the figures.
 
     `totals` are those of `SUMS`, `groups` how many encode and generate groups there are, `kernel` its statistics.
@@ -305,7 +305,7 @@ def figures_of(
     of = dict(zip(SUMS, totals, strict=True))
     span_ns = max(collector.last_ns - (collector.first_ns or 0), 1)
     span_s = span_ns / 1e9
-    return Figures(
+    return SimulationFigures(
         requests=collector.requests,
         finished=collector.finished,
         failed=dict(sorted(collector.failed.items())),

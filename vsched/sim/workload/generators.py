@@ -12,7 +12,7 @@ from random import Random
 from typing import Protocol
 
 from vsched.errors import ConfigError
-from vsched.sim.workload.requests import Arrival, Image, Part, Reply, Text, Workload
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Workload
 
 SECOND_NS = 1_000_000_000
 Gaps = Callable[[Random], float]
@@ -50,7 +50,7 @@ def _times(gaps: Gaps, rng: Random, requests: int) -> Iterator[int]:
         yield int(at_s * SECOND_NS)
 
 
-Prompt = Callable[[Random, int], tuple[Part, ...]]
+Prompt = Callable[[Random, int], tuple[PromptPart, ...]]
 """Makes the prompt of the request of a number."""
 
 
@@ -83,7 +83,7 @@ def _text(number: int, tokens: int) -> Text:
     return Text(OWN_TEXTS + number, tokens)
 
 
-def _mixed_prompt(rng: Random, number: int) -> tuple[Part, ...]:
+def _mixed_prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
     """Make a prompt of images (none, one, mostly few) and a text of its own."""
     count = rng.choice((0, 1, 1, 1, 1, 2, 2, 4))
     images = [Image(f"r{number}/{index}", rng.randint(64, 1280)) for index in range(count)]
@@ -99,7 +99,7 @@ def mixed(kind: str, *, seed: int, requests: int, rate: float) -> Workload:
 def thin_images(*, seed: int, requests: int, rate: float) -> Workload:
     """Return requests with many small images: the encoder's cost is in their number, not their size."""
 
-    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+    def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         count = rng.randint(8, 32)
         images = [Image(f"r{number}/{index}", rng.randint(4, 32)) for index in range(count)]
         return (_text(number, _lengths(rng, 100)), *images)
@@ -114,7 +114,7 @@ def shared_prefixes(
 ) -> Workload:
     """Return requests that begin with one of a few instructions, and show one of a few images: some much used."""
 
-    def prompt(rng: Random, number: int) -> tuple[Part, ...]:
+    def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         # A Pareto draw: the first is in about a third of the requests.
         prefix = min(int(rng.paretovariate(0.6)), prefixes)
         image = min(int(rng.paretovariate(0.6)), images)
@@ -160,7 +160,9 @@ def bursts(
     return Workload("bursts", arrivals, requests)
 
 
-def _burst_arrival(at_s: float, number: int, prompt: tuple[Part, ...], outputs: int) -> Arrival:
+def _burst_arrival(
+    at_s: float, number: int, prompt: tuple[PromptPart, ...], outputs: int
+) -> Arrival:
     return Arrival(
         at_ns=int(at_s * SECOND_NS),
         request_id=f"r{number}",
@@ -205,7 +207,7 @@ def conversations(
 
     def _turns(own_seed: int, number: int, at_ns: int) -> Iterator[Arrival]:
         rng = Random(own_seed)  # noqa: S311 - a seeded workload
-        said: tuple[Part, ...] = (Text(0, 60),)  # the system's instructions, the same for all
+        said: tuple[PromptPart, ...] = (Text(0, 60),)  # the system's instructions, the same for all
         for turn in range(turns):
             text = _text((number << 8) + turn, _lengths(rng, 40))
             said = (*said, Image(f"c{number}/{turn}", image_tokens), text)

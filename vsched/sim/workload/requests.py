@@ -45,7 +45,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
     tokens: PositiveCount
 
 
-Part = Text | Image | Reply
+PromptPart = Text | Image | Reply
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     at_ns: Annotated[int, Meta(ge=0)]
     request_id: str
-    prompt: tuple[Part, ...]
+    prompt: tuple[PromptPart, ...]
     output_tokens: PositiveCount
     conversation: str = ""
     think_ns: Annotated[int, Meta(ge=0)] = 0

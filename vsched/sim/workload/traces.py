@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from vsched.errors import VschedError
-from vsched.sim.workload.requests import Arrival, Image, Part, Text, Workload
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block that a hash of the Mooncake traces stands for."""
@@ -30,7 +30,7 @@ class TraceError(VschedError):
     """A trace that cannot be read; the message starts with the path and the line."""
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A row of a trace: its number among the requests, when it arrived, and its fields."""
 
     number: int
@@ -59,11 +59,11 @@ class Row(NamedTuple):
         return value
 
 
-class _Rows(NamedTuple):
+class _TraceRows(NamedTuple):
     """Lines of a file with what they mean: an arrival, or None for a row that is no request."""
 
     at_s: float
-    prompt: tuple[Part, ...]
+    prompt: tuple[PromptPart, ...]
     output_tokens: int
 
 
@@ -129,14 +129,14 @@ def _format_of(path: Path) -> Parse:
 # --- tables ---
 
 
-def _parse_csv(path: Path, read: Callable[[Row], _Rows]) -> Iterator[Arrival | None]:
+def _parse_csv(path: Path, read: Callable[[TraceRow], _TraceRows]) -> Iterator[Arrival | None]:
     last_s = 0.0
     with _open(path) as file:
         reader = csv.DictReader(file, skipinitialspace=True)
         number = 0
         try:
             for fields in reader:
-                row = read(Row(number, fields))
+                row = read(TraceRow(number, fields))
                 if row.at_s < last_s:
                     raise ValueError(
                         f"it arrives {last_s - row.at_s:g} s before the row above; sort the file by time"
@@ -148,7 +148,7 @@ def _parse_csv(path: Path, read: Callable[[Row], _Rows]) -> Iterator[Arrival | N
             raise TraceError(f"{path}:{reader.line_num}: {error}") from error
 
 
-def _arrival(number: int, row: _Rows) -> Arrival | None:
+def _arrival(number: int, row: _TraceRows) -> Arrival | None:
     if not row.output_tokens or not row.prompt:
         return None
     return Arrival(
@@ -159,49 +159,49 @@ def _arrival(number: int, row: _Rows) -> Arrival | None:
     )
 
 
-def _own_text(number: int, tokens: int) -> tuple[Part, ...]:
+def _own_text(number: int, tokens: int) -> tuple[PromptPart, ...]:
     """Return a text that occurs once."""
     return (Text(SHIFT + number, tokens),) if tokens else ()
 
 
-def _images(number: int, tokens: list[int]) -> tuple[Part, ...]:
+def _images(number: int, tokens: list[int]) -> tuple[PromptPart, ...]:
     """Return images that occur once; those without tokens are none."""
     return tuple(Image(f"r{number}/{index}", count) for index, count in enumerate(tokens) if count)
 
 
-def _read_servegen(row: Row) -> _Rows:
+def _read_servegen(row: TraceRow) -> _TraceRows:
     text = row.fields.get("image_tokens") or ""
     parts = [part.strip() for part in text.split("|") if part.strip()]
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"image_tokens is {text!r}, not counts with | between them")
     images = _images(row.number, [int(part) for part in parts])
     prompt = (*images, *_own_text(row.number, row.count("text_tokens")))
-    return _Rows(row.seconds("arrival_s"), prompt, row.count("output_tokens"))
+    return _TraceRows(row.seconds("arrival_s"), prompt, row.count("output_tokens"))
 
 
-def _read_azure(row: Row) -> _Rows:
+def _read_azure(row: TraceRow) -> _TraceRows:
     prompt = _own_text(row.number, row.count("ContextTokens"))
-    return _Rows(_time_of(row), prompt, row.count("GeneratedTokens"))
+    return _TraceRows(_time_of(row), prompt, row.count("GeneratedTokens"))
 
 
-def _read_azure_multimodal(row: Row) -> _Rows:
+def _read_azure_multimodal(row: TraceRow) -> _TraceRows:
     context, images = row.count("ContextTokens"), row.count("NumImages")
     # The context counts the images too. At least a token of it is text.
     each = min(AZURE_IMAGE_TOKENS, max(context - 1, 0) // images) if images else 0
     parts = _images(row.number, [each] * images)
     prompt = (*parts, *_own_text(row.number, context - each * images))
-    return _Rows(_time_of(row), prompt, row.count("GeneratedTokens"))
+    return _TraceRows(_time_of(row), prompt, row.count("GeneratedTokens"))
 
 
-def _read_burstgpt(row: Row) -> _Rows:
+def _read_burstgpt(row: TraceRow) -> _TraceRows:
     prompt = _own_text(row.number, row.count("Request tokens"))
-    return _Rows(row.seconds("Timestamp"), prompt, row.count("Response tokens"))
+    return _TraceRows(row.seconds("Timestamp"), prompt, row.count("Response tokens"))
 
 
 _EPOCH = datetime(1970, 1, 1)
 
 
-def _time_of(row: Row) -> float:
+def _time_of(row: TraceRow) -> float:
     text = (row.fields.get("TIMESTAMP") or "").strip()
     try:
         when = datetime.fromisoformat(text).replace(tzinfo=None)
@@ -210,7 +210,7 @@ def _time_of(row: Row) -> float:
     return (when - _EPOCH) / timedelta(seconds=1)
 
 
-CSV_FORMATS: dict[tuple[str, ...], Callable[[Row], _Rows]] = {
+CSV_FORMATS: dict[tuple[str, ...], Callable[[TraceRow], _TraceRows]] = {
     ("arrival_s", "text_tokens", "image_tokens", "output_tokens"): _read_servegen,
     ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens"): _read_azure_multimodal,
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _read_azure,

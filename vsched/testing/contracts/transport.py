@@ -68,7 +68,7 @@ async def check_transport(
         rng = random.Random(f"{seed} {check.__name__}")  # noqa: S311 - repeatable, not secret
         transport = make()
         demand_members(transport, Transport, who=type(transport).__qualname__)
-        bench = _Bench(transport, bounds or Bounds(), rng)
+        bench = _TransportBench(transport, bounds or Bounds(), rng)
         try:
             await check(bench)
         except ContractBroken as error:
@@ -77,7 +77,7 @@ async def check_transport(
             transport.close()
 
 
-class _Bench:
+class _TransportBench:
     """A leader and its ranks, and what each of them has heard."""
 
     def __init__(self, transport: Transport, bounds: Bounds, rng: random.Random) -> None:
@@ -177,8 +177,8 @@ def _same(found: list[bytes], sent: list[bytes], who: str) -> None:
     raise ContractBroken(f"{who} received the frames in another order")
 
 
-async def check_decisions_arrive_in_order(bench: _Bench) -> None:
-    """A7: every rank follows the same log."""
+async def check_decisions_arrive_in_order(bench: _TransportBench) -> None:
+    """Every rank follows the same log."""
     await bench.meet()
     sent = {rank: bench.frames(200, f"to {rank}") for rank in range(_RANKS)}
     for turn in range(200):
@@ -190,7 +190,7 @@ async def check_decisions_arrive_in_order(bench: _Bench) -> None:
         _same(await bench.take(rank, len(frames)), frames, f"rank {rank}")
 
 
-async def check_reports_arrive_in_order(bench: _Bench) -> None:
+async def check_reports_arrive_in_order(bench: _TransportBench) -> None:
     """Each report is heard once, under its sender's identity, whatever else the leader is doing."""
     await bench.meet()
     sent = {rank: bench.frames(200, f"from {rank}") for rank in range(_RANKS)}
@@ -207,7 +207,7 @@ async def check_reports_arrive_in_order(bench: _Bench) -> None:
         _same(found, frames, f"the leader, from rank {rank},")
 
 
-async def check_frames_are_whole(bench: _Bench) -> None:
+async def check_frames_are_whole(bench: _TransportBench) -> None:
     """G2: any bytes, of any length, are one frame."""
     await bench.meet(1)
     lengths = [1, 2, 255, 256, 257, 65_535, 65_537, 1 << 20]
@@ -220,7 +220,7 @@ async def check_frames_are_whole(bench: _Bench) -> None:
     _same([frame for _, frame in bench.heard], sent, "the leader")
 
 
-async def check_unknown_ranks_get_nothing(bench: _Bench) -> None:
+async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
     """G2: what is for a rank that is not there reaches nobody, then or later, and `send` tells."""
     await bench.meet(1)
     demand(not bench.send(1, b"for 1"), "`send` to a rank that was never there must return False")
@@ -230,7 +230,7 @@ async def check_unknown_ranks_get_nothing(bench: _Bench) -> None:
     _same(await bench.take(1, 0), [], "a rank that says nothing")
 
 
-async def check_deaf_ranks_stall_nobody(bench: _Bench) -> None:
+async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
     """G2: a rank that never reads is reported before long; others go on, and it has lost nothing in between."""
     await bench.meet(2)
     frame, taken = bench.rng.randbytes(4096), 0
@@ -252,7 +252,7 @@ async def check_deaf_ranks_stall_nobody(bench: _Bench) -> None:
     _same(await bench.take(0, taken), sent, "a rank that reads late")
 
 
-async def check_ranks_that_go_are_noticed(bench: _Bench) -> None:
+async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
     """F2: their last words arrive, and `send` returns False before long; others go on."""
     await bench.meet(2)
     sent = [*bench.frames(20, "last words"), b"farewell"]
@@ -270,7 +270,7 @@ async def check_ranks_that_go_are_noticed(bench: _Bench) -> None:
     _same(await bench.take(1, 1), [b"you"], "rank 1")
 
 
-async def check_close_ends_everything(bench: _Bench) -> None:
+async def check_close_ends_everything(bench: _TransportBench) -> None:
     """After `close`, which may be called twice, nothing is sent and nothing heard."""
     await bench.meet(2)
     bench.leader.close()
@@ -283,7 +283,7 @@ async def check_close_ends_everything(bench: _Bench) -> None:
     demand(bench.ranks[0].receive(0.001) is None, "`receive` must return None when nothing comes")
 
 
-CHECKS: tuple[Callable[[_Bench], Awaitable[None]], ...] = (
+CHECKS: tuple[Callable[[_TransportBench], Awaitable[None]], ...] = (
     check_decisions_arrive_in_order,
     check_reports_arrive_in_order,
     check_frames_are_whole,

@@ -15,7 +15,12 @@ from PIL import Image
 
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.testing.contracts.base import ContractBroken, demand, demand_members
-from vsched.testing.contracts.worker_schedules import Ask, Place, run_alone, run_together
+from vsched.testing.contracts.worker_schedules import (
+    Place,
+    ScheduledRequest,
+    run_alone,
+    run_together,
+)
 from vsched.types import Extent, ModelInfo, SamplingParams
 from vsched.wire import Paused, Report, SizeKv
 from vsched.worker.capabilities import can_pause
@@ -102,7 +107,7 @@ def check_worker(
         info = model
         if isinstance(info, str):
             info = plugin.inspect(info, dtype="float32", item_tokens_max=0)
-        bench = _Bench(plugin, info, settings or WorkerSettings(), images, block_size)
+        bench = _WorkerBench(plugin, info, settings or WorkerSettings(), images, block_size)
         for seed in seeds:
             try:
                 bench.check(seed)
@@ -132,7 +137,7 @@ def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
     return made
 
 
-class _Bench:
+class _WorkerBench:
     """The loaded workers."""
 
     def __init__(
@@ -282,9 +287,9 @@ class _Bench:
 
     # --- requests ---
 
-    def _draw(self, rng: random.Random) -> list[Ask]:
+    def _draw(self, rng: random.Random) -> list[ScheduledRequest]:
         """Draw requests; some begin as one before them does."""
-        asks: list[Ask] = []
+        asks: list[ScheduledRequest] = []
         for _ in range(rng.randint(2, ASKS_MAX)):
             prompt: list[int] = []
             images: list[tuple[int, int]] = []
@@ -303,7 +308,7 @@ class _Bench:
             sampling = msgspec.structs.replace(
                 rng.choice(SAMPLINGS), max_tokens=rng.randint(1, OUTPUTS_MAX), ignore_eos=True
             )
-            asks.append(Ask(prompt=prompt, images=images, sampling=sampling))
+            asks.append(ScheduledRequest(prompt=prompt, images=images, sampling=sampling))
         return asks
 
     def _text(self, rng: random.Random, count: int) -> list[int]:

@@ -35,7 +35,7 @@ PREEMPTIONS_MAX = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class ScheduledRequest:
     """A request: its prompt, and the images in it as (offset, which of the images)."""
 
     prompt: list[int]
@@ -76,7 +76,7 @@ class _Request:
         computed: Positions whose KV is computed by then.
     """
 
-    ask: Ask
+    ask: ScheduledRequest
     number: int
     tokens: list[int]
     planned: int
@@ -145,7 +145,7 @@ class Watched:
         demand(not len(wrong), f"`step` returned a token outside the vocabulary: {wrong[:1]}")
 
 
-def run_alone(place: Place, ask: Ask, number: int) -> list[int]:
+def run_alone(place: Place, ask: ScheduledRequest, number: int) -> list[int]:
     """Return the answer to a request that nothing disturbs: one chunk, then token by token."""
     request = _Request(ask, number, list(ask.prompt), len(ask.prompt))
     schedule = Schedule(place, [request], random.Random(0), plain=True)  # noqa: S311
@@ -153,7 +153,7 @@ def run_alone(place: Place, ask: Ask, number: int) -> list[int]:
 
 
 def run_together(
-    place: Place, asks: Sequence[Ask], first_number: int, rng: random.Random
+    place: Place, asks: Sequence[ScheduledRequest], first_number: int, rng: random.Random
 ) -> tuple[list[list[int]], str]:
     """Return the answers to requests in one random schedule, and what happened in it."""
     requests = [
@@ -355,7 +355,7 @@ class Schedule:
             self._rng.shuffle(chunks)
         return chunks
 
-    def _met(self, ask: Ask, start: int, stop: int) -> list[ChunkItem]:
+    def _met(self, ask: ScheduledRequest, start: int, stop: int) -> list[ChunkItem]:
         """Return the images that a chunk meets."""
         place, met = self._place, []
         for offset, image in ask.images:

@@ -29,7 +29,7 @@ class SimulatedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class SimulatedRank:
+class KvSizingRank:
     """One rank of a generate group.
 
     Attributes:
@@ -138,7 +138,7 @@ class SimulatedRank:
             self._kv_bytes += share
 
 
-def load_view(ranks: Sequence[SimulatedRank], **changes: int) -> MemoryView:
+def load_view(ranks: Sequence[KvSizingRank], **changes: int) -> MemoryView:
     """Load the ranks and return what a memory policy sees of them.
 
     Raises:
@@ -160,7 +160,7 @@ def load_view(ranks: Sequence[SimulatedRank], **changes: int) -> MemoryView:
 
 def negotiate(
     negotiation: KvNegotiation,
-    ranks: Sequence[SimulatedRank],
+    ranks: Sequence[KvSizingRank],
     *,
     between: Callable[[int], None] = lambda _: None,
 ) -> Accepted:
@@ -180,7 +180,7 @@ def negotiate(
     return order
 
 
-def random_group(rng: random.Random) -> list[SimulatedRank]:
+def random_group(rng: random.Random) -> list[KvSizingRank]:
     """Return one to three ranks on devices of one random size, with peers, and weights that mostly fit."""
     mib = 1 << 20
     total_bytes = rng.choice([64, 256, 1024, 8192]) * mib
@@ -188,7 +188,7 @@ def random_group(rng: random.Random) -> list[SimulatedRank]:
     weights = [rng.randrange(1, total_bytes // 8) for _ in range(rng.randint(1, 4))]
     activations = [rng.randrange(1, total_bytes // 16) for _ in range(rng.randint(1, 6))]
     return [
-        SimulatedRank(
+        KvSizingRank(
             SimulatedMemory(
                 total_bytes,
                 pool=f"simulated {rank}",

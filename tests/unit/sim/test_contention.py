@@ -7,14 +7,14 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.sim.cost.model import CostModel, HostCost
-from vsched.sim.fast.contention import Crowd, Work
+from vsched.sim.fast.contention import Contention, SharedWork
 from vsched.sim.fast.run import simulate
 from vsched.sim.workload.requests import Image, Text, workload_of
 
 
 class Doing:
     def __init__(self, process: str = "") -> None:
-        self.life = 0
+        self.incarnation = 0
         self._process = process
 
     @property
@@ -25,81 +25,84 @@ class Doing:
 class Announced:
     """The end that was announced last of each, as the heap of a simulation would keep it."""
 
-    def __init__(self, *crowding: float) -> None:
-        self.ends: dict[Work, tuple[int, int]] = {}
-        self.crowd = Crowd(crowding, self.announce)
+    def __init__(self, *contention: float) -> None:
+        self.ends: dict[SharedWork, tuple[int, int]] = {}
+        self.contention = Contention(contention, self.announce)
 
-    def announce(self, work: Work, end_ns: int) -> None:
-        self.ends[work] = (end_ns, work.life)
+    def announce(self, work: SharedWork, end_ns: int) -> None:
+        self.ends[work] = (end_ns, work.incarnation)
 
-    def end(self, work: Work) -> int:
-        end_ns, life = self.ends[work]
-        assert life == work.life, "an end that is not valid any more was announced last"
+    def end(self, work: SharedWork) -> int:
+        end_ns, incarnation = self.ends[work]
+        assert incarnation == work.incarnation, (
+            "an end that is not valid any more was announced last"
+        )
         return end_ns
 
 
-def test_crowd_of_one_takes_its_time() -> None:
+def test_contention_of_one_takes_its_time() -> None:
     announced, one = Announced(1.0, 2.0), Doing()
-    announced.crowd.enter(one, 100, 1000)
+    announced.contention.enter(one, 100, 1000)
     assert announced.end(one) == 1100
 
 
-def test_crowd_slows_work_down_while_there_is_company() -> None:
+def test_contention_slows_work_down_while_there_is_company() -> None:
     announced, one, other = Announced(1.0, 2.0), Doing(), Doing()
-    announced.crowd.enter(one, 100, 0)
-    announced.crowd.enter(other, 30, 40)
+    announced.contention.enter(one, 100, 0)
+    announced.contention.enter(other, 30, 40)
     assert announced.end(one) == 40 + 60 * 2
     assert announced.end(other) == 40 + 30 * 2
-    announced.crowd.leave(other, 100)
+    announced.contention.leave(other, 100)
     assert announced.end(one) == 100 + 30  # 40 were done alone, and 30 in company
-    assert one.life == 3
+    assert one.incarnation == 3
 
 
-def test_crowd_larger_than_known_shares_equally() -> None:
+def test_contention_larger_than_known_shares_equally() -> None:
     announced, several = Announced(1.0, 1.5), [Doing() for _ in range(4)]
     for one in several:
-        announced.crowd.enter(one, 100, 0)
+        announced.contention.enter(one, 100, 0)
     assert {announced.end(one) for one in several} == {300}
 
 
-def test_crowd_of_threads_is_one_process() -> None:
+def test_contention_of_threads_is_one_process() -> None:
     announced, several = Announced(1.0, 3.0), [Doing("engine"), Doing("engine"), Doing("rank")]
     for one in several[:2]:
-        announced.crowd.enter(one, 100, 0)
+        announced.contention.enter(one, 100, 0)
     assert announced.end(several[0]) == 100
-    announced.crowd.enter(several[2], 100, 0)
+    announced.contention.enter(several[2], 100, 0)
     assert {announced.end(one) for one in several} == {300}
-    announced.crowd.leave(several[0], 300)
-    announced.crowd.leave(several[1], 300)
-    assert several[2].life == 2
+    announced.contention.leave(several[0], 300)
+    announced.contention.leave(several[1], 300)
+    assert several[2].incarnation == 2
 
 
-def test_crowd_does_not_announce_anew_what_does_not_change() -> None:
+def test_contention_does_not_announce_anew_what_does_not_change() -> None:
     announced, one, other = Announced(1.0, 1.0), Doing(), Doing()
-    announced.crowd.enter(one, 100, 0)
-    announced.crowd.enter(other, 100, 50)
-    assert one.life == 1
-    announced.crowd.leave(one, 100)
-    announced.crowd.leave(one, 100)  # it is gone already
+    announced.contention.enter(one, 100, 0)
+    announced.contention.enter(other, 100, 50)
+    assert one.incarnation == 1
+    announced.contention.leave(one, 100)
+    announced.contention.leave(one, 100)  # it is gone already
     assert announced.end(other) == 150
 
 
-def crowded(*crowding: float) -> CostModel:
-    host: HostCost = msgspec.structs.replace(COST.host, crowding=crowding)
+def slowed_down(*contention: float) -> CostModel:
+    host: HostCost = msgspec.structs.replace(COST.host, contention=contention)
     return msgspec.structs.replace(COST, host=host)
 
 
 def test_simulation_in_which_nobody_is_in_the_way_is_the_same() -> None:
     plain = simulate(config(*SCARCE), scarce(1), cost=COST)
-    alike = simulate(config(*SCARCE), scarce(1), cost=crowded(1.0, 1.0, 1.0, 1.0))
+    alike = simulate(config(*SCARCE), scarce(1), cost=slowed_down(1.0, 1.0, 1.0, 1.0))
     assert alike.digest == plain.digest
 
 
 @pytest.mark.parametrize("placement", ["separate", "together"])
-def test_simulation_of_a_crowd_takes_longer_and_repeats(placement: str) -> None:
+def test_simulation_with_contention_takes_longer_and_repeats(placement: str) -> None:
     settings = config(*SCARCE, f"placement={placement}")
     slow, again = (
-        simulate(settings, scarce(1), cost=crowded(1.0, 1.8, 2.5), oracles=True) for _ in range(2)
+        simulate(settings, scarce(1), cost=slowed_down(1.0, 1.8, 2.5), oracles=True)
+        for _ in range(2)
     )
     assert slow.digest == again.digest
     plain = simulate(settings, scarce(1), cost=COST).figures
@@ -109,7 +112,7 @@ def test_simulation_of_a_crowd_takes_longer_and_repeats(placement: str) -> None:
 
 def test_simulation_slows_decoding_while_images_are_prepared() -> None:
     """One request decodes, alone, but for an image of another that takes a thread for 20 ms."""
-    host = HostCost(image_ns=20_000_000, crowding=(1.0, 2.0))
+    host = HostCost(image_ns=20_000_000, contention=(1.0, 2.0))
     cost = msgspec.structs.replace(COST, host=host)
     long = arrival(0, 0.0, Text(0, 10), outputs=100)
     image = arrival(1, 10.0, Image("a", 16), Text(1, 10), outputs=1)
