@@ -184,7 +184,7 @@ def _listen(config: Config) -> socket.socket:
     except OSError as error:
         # `create_server` adds the address once more; errors of a name's resolution are negative.
         code = error.errno or 0
-        reason = os.strerror(code) if code > 0 else error.strerror
+        reason = os.strerror(code) if code > 0 else str(error.strerror).partition(" (while")[0]
         key, remedy = _REMEDIES.get(code, _OTHER_HOST)
         raise ConfigError(
             f"{key}: cannot listen on {host}:{port} ({reason}). Remedy: {remedy}"

@@ -58,15 +58,16 @@ def serve(
         overrides.append(f"server.port={port}")
     if record:
         overrides.append(f"record.path={record}")
-    settings = load(config, overrides).config
-    forgo_models(settings)
     console = Console(stderr=True)
     try:
+        settings = load(config, overrides).config
+        forgo_models(settings)
         _serve(settings, console)
     except VschedError as error:
         if console.is_terminal:
             raise
-        logger.error("%s", error)  # noqa: TRY400 - the message says it all
+        for line in str(error).splitlines():
+            logger.error("%s", line)  # noqa: TRY400 - the message says it all
         raise typer.Exit(2) from None
 
 

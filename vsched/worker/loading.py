@@ -82,7 +82,7 @@ class RankLoading(Generic[Link]):
         assert spec.generate is not None
         match member.log.accept(frame):
             case SizeKv() as order:
-                member.progress(f"measuring memory with a KV cache of {order.tokens} tokens", 0.0)
+                member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
                 member.report(self._sizing.carry_out(order))
             case AcceptKv(blocks):
                 if blocks != self._sizing.blocks:
@@ -99,7 +99,7 @@ class RankLoading(Generic[Link]):
         spec, arena, host = self._spec, self._arena, self._host
         plugin = host.load_worker(role.plugin)
         worker = plugin.load_encoder(spec.info, role.settings, member.progress)
-        member.progress("measuring memory with the largest batch of images", 0.0)
+        member.progress("measuring the largest batch of images", 0.0)
         loaded, reservation = reserve_encoder(
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
         )

@@ -143,7 +143,10 @@ async def test_server_busy_port_is_told_before_anything_is_loaded(
     ("settings", "message"),
     [
         (Config(), "model.path: no checkpoint given"),
-        (config(host="host.invalid."), "server.host: cannot listen on host.invalid."),
+        (
+            config(host="host.invalid."),
+            r"server.host: cannot listen on host.invalid.:0 \(Name or service not known\)",
+        ),
         (config(api_key_variable="VSCHED_NO_SUCH_KEY"), "VSCHED_NO_SUCH_KEY is empty or not set"),
     ],
     ids=["no model", "no such host", "no key"],
@@ -157,7 +160,7 @@ async def test_server_that_cannot_be_made_leaves_no_socket(
 
     def create(address: tuple[str, int], **kind: int) -> socket.socket:
         if address[0] == "host.invalid.":
-            raise socket.gaierror(-2, "Name or service not known")
+            raise socket.gaierror(-2, "Name or service not known (while attempting to bind)")
         listeners.append(real(address, **kind))  # type: ignore[arg-type]
         return listeners[-1]
 

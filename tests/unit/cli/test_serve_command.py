@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer
-from vsched.cli import app
+from vsched.cli import app, serve_command
 from vsched.config import Config
 from vsched.engine import Engine
 from vsched.errors import GroupLostError
@@ -53,6 +53,7 @@ def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.setattr(server_module, "serve", stand_in.serve)
     monkeypatch.setattr(server_module, "forgo_models", lambda _: None)
     with caplog.at_level(logging.INFO, "vsched"):
+        assert serve_command.logger.isEnabledFor(logging.INFO)
         yield stand_in
 
 
@@ -100,6 +101,18 @@ def test_serve_that_fails_without_a_terminal_says_why_in_a_log_line(
     assert done.output == ""
     assert [(one.levelname, one.getMessage()) for one in caplog.records[1:]] == [
         ("ERROR", "generate: rank 0 exited with code 9")
+    ]
+
+
+def test_serve_without_a_terminal_logs_every_typo(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = serve("checkpoint", "--port", "70000", "--set", "generate.slotz=1")
+    assert done.exit_code == 2
+    assert done.output == ""
+    assert [one.getMessage().partition(" ")[0] for one in caplog.records] == [
+        "generate.slotz",
+        "server.port",
     ]
 
 
