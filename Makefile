@@ -74,7 +74,7 @@ wheel: $(TEST_STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 	$(BIN)/check-wheel-contents --toplevel vsched,vsched_policies,vsched_workers dist
 
-# Open site/index.html. mkdocs.yml makes every warning an error, a link that leads nowhere among them.
+# Open site/index.html, or serve the folder to have the search. Every warning is an error: a link that leads nowhere, say.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
