@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_accuracy_bench_finds_no_change_where_requests_preempt_each_other(
     tmp_path: Path, checkpoints: Callable[[str], Path]
 ) -> None:
@@ -28,7 +29,7 @@ def test_accuracy_bench_finds_no_change_where_requests_preempt_each_other(
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

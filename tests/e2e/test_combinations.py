@@ -37,7 +37,7 @@ from vsched.worker.contract import SequenceState
 from vsched_workers.batching.sampling import SpecialRow, sample
 from vsched_workers.plugin import plugin
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 KV_TOKENS = 336
 """So few that three of the requests do not fit."""

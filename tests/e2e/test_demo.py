@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from vsched_workers.plugin import TransformersPlugin
 
 TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
@@ -23,7 +24,7 @@ def run_demo(folder: Path, *words: str) -> str:
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -32,7 +33,6 @@ def run_demo(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
     output = run_demo(tmp_path, "--random-weights", "--max-tokens", "5")
     assert (tmp_path / ".demo" / "picture.png").exists()
@@ -50,7 +50,6 @@ def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
     """The checkpoint of the repository sees: every answer is right, and a turn encodes its own picture alone."""
     output = run_demo(tmp_path)

@@ -10,7 +10,7 @@ from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, held, in_fl
 from vsched import Engine
 from vsched.errors import RequestFailed
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 LONG = Ask(TEXTS[1], [drawn_image(1000, (112, 84)), drawn_image(1001)], count=300)
 

@@ -17,7 +17,7 @@ from vsched import Config, Engine
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.wire import Paused
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 SERVED = {
     "qwen2.5-vl": ("nano25", ()),

@@ -15,7 +15,6 @@ from vsched import Engine, SamplingParams
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.timeout(90),
     pytest.mark.slow,
 ]
 

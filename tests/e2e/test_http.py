@@ -27,7 +27,7 @@ from vsched import Config, Engine  # noqa: E402
 from vsched.api import ApiSettings, create_app  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84)), drawn_image(6001)], count=40)
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}

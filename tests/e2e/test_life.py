@@ -20,11 +20,12 @@ import pytest
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read, until
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.traces import is_alive, parent, running, traces
+from tests.patience import PATIENCE_S
 from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 Checkpoints = Callable[[str], Path]
 Configure = Callable[..., Config]
@@ -253,7 +254,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:
     lines: list[str] = []
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         for line in response:
             if not lines:
                 os.kill(pid, signal.SIGINT)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from vsched.bench.memory.measure import measure_memory
 from vsched.config import load_config
 from vsched.engine import Engine
@@ -71,7 +72,6 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     assert engine.rank_pids == []
 
 
-@pytest.mark.timeout(60)
 def test_profile_shows_writes_and_draws_the_ledger(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -85,7 +85,7 @@ def test_profile_shows_writes_and_draws_the_ledger(
         env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

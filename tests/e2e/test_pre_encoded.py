@@ -18,7 +18,7 @@ from vsched import Config, Engine, RequestRefused
 from vsched.api.server import RunningServer, running_server
 from vsched.media import ImageReference
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 IMAGES = [drawn_image(700 + number, size) for number, size in enumerate([(90, 60), (140, 100)])]
 ASK = Ask(TEXTS[0], IMAGES)

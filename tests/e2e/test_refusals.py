@@ -13,7 +13,7 @@ from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, begin, data_url, drawn_
 from tests.e2e.conftest import CONTEXT_TOKENS, IMAGES_MAX, KV_TOKENS, WAITING_MAX
 from vsched import Engine, RequestRefused, SamplingParams
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 BESIDE = Ask(TEXTS[2], [drawn_image(900)], count=60)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
 from vsched import Engine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 BLOCK = 16
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
 from vsched import Engine, SamplingParams
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], [drawn_image(101), drawn_image(102, (64, 64))], count=100)
 OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)]) for number in range(3)]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 SCENARIOS = 12
 
@@ -26,7 +28,7 @@ def digests(hash_seed: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     return done.stdout.split()
 
@@ -45,7 +47,6 @@ def busy_cores() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_run_is_the_same_under_any_hash_seed_and_load() -> None:
     """A digest is over all that the kernel heard and decided, and when."""
     with ThreadPoolExecutor(2) as threads:

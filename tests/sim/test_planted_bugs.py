@@ -11,7 +11,6 @@ SEEDS = 1000
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")  # what is broken on purpose leaves things behind
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_swarm_finds_a_planted_bug(plant: Plant) -> None:

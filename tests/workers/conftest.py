@@ -21,15 +21,6 @@ from tests.workers.reference import Reference  # noqa: E402
 from vsched_workers.checkpoint.random_init import make_checkpoint  # noqa: E402
 
 SIZES = ("nano25", "nano3")
-COMPILING_S = 180
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests of workers time: whichever comes first on a machine compiles the kernels."""
-    for item in items:
-        here = item.path.is_relative_to(Path(__file__).parent)
-        if here and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(COMPILING_S))
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from vsched.aio.replicas.process import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
@@ -115,7 +116,7 @@ def in_process(script: str, *arguments: str) -> list[str]:
         env=rank_environment(threads=1, crowded=True),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert not done.returncode, done.stderr

@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
@@ -50,7 +51,7 @@ from vsched.worker.spec import GenerateRole, RankSpec
 BLOCKS = 100
 DRAIN_S = 0.02
 """Short: only a test of the deadline waits for it."""
-LIMITS = Deadlines(ready_s=5, step_s=60, heartbeat_s=60, rank_timeout_s=60)
+LIMITS = Deadlines(ready_s=NEVER_S, step_s=60, heartbeat_s=60, rank_timeout_s=60)
 SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
 TWO_GENERATE = (("encode",), ("generate-0",), ("generate-1",))
@@ -339,7 +340,7 @@ class Stream:
     async def tokens(self) -> list[int]:
         """Read a stream to its end, which must have come."""
         assert self.ends == 1, "it has not ended, or more than once"
-        async with asyncio.timeout(1):
+        async with patience():
             return [token async for delta in self.generation for token in delta.token_ids]
 
     async def error(self) -> RequestFailed:

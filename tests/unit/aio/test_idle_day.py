@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -129,7 +128,5 @@ def test_idle_group_lives_for_a_day(wires: Wires) -> None:
             assert max(gaps) <= LIMITS.heartbeat_s
             assert rank.heard_s[-1] > DAY_S - 2 * LIMITS.heartbeat_s
 
-    started_s = time.monotonic()
     wires.loop.run_until_complete(idle())
     assert lost == []
-    assert time.monotonic() - started_s < 15

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.patience import patience
 from tests.unit.aio.led import LIMITS, Led
 from vsched.aio.leader.leader import EARLY, Leader
 from vsched.kernel.decisions import GenerateDecision
@@ -326,7 +327,7 @@ async def test_leader_over_a_real_link(tmp_path: Path) -> None:
     rank.connect(f"ipc://{tmp_path}/group")
     rank.send(encode_report(Hello(0, "sesame")))
     rank.send(encode_report(Ready(1, {})))
-    async with asyncio.timeout(5):
+    async with patience():
         await leader.ready
         leader.decide(GenerateDecision(1))
         assert rank.poll(5000)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.patience import patience
 from vsched.aio import FifoQueue
 
 
@@ -120,7 +121,7 @@ async def test_queue_wakes_a_waiting_consumer(back: bool) -> None:
         queue.put_front(1)
     else:
         queue.put_nowait(1)
-    async with asyncio.timeout(1):
+    async with patience():
         assert await getting == 1
 
 
@@ -132,7 +133,7 @@ async def test_queue_serves_consumers_in_their_order() -> None:
     async def consume(name: str) -> None:
         served.append((name, await queue.get()))
 
-    async with asyncio.timeout(1), asyncio.TaskGroup() as group:
+    async with patience(), asyncio.TaskGroup() as group:
         for name in "abc":
             group.create_task(consume(name))
             await settle()
@@ -162,7 +163,7 @@ async def test_queue_cancelled_consumer_loses_nothing() -> None:
     await settle()
     queue.put_nowait(1)
     first.cancel()
-    async with asyncio.timeout(1):
+    async with patience():
         assert await second == 1
     assert first.cancelled()
     assert queue.statistics() == (0, 0, 1)
@@ -247,7 +248,7 @@ async def test_queue_many_consumers_and_refusals_lose_nothing() -> None:
             if not waiting.cancel():
                 queue.put_front(waiting.result())
         await asyncio.sleep(0)
-    async with asyncio.timeout(2):
+    async with patience():
         await queue.join()
     for consumer in consumers:
         consumer.cancel()

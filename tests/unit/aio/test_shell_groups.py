@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.patience import patience
 from tests.unit.aio.ranks import (
     BLOCKS,
     SEPARATE,
@@ -225,7 +226,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Pla
     assert not starting.done(), "generate-1 has not loaded"
     ranks.of("encode").exit(-9)
     with pytest.raises(GroupLostError, match="^encode: rank 0 exited with code -9$"):
-        async with asyncio.timeout(1):
+        async with patience():
             await starting
     assert all(rank.ended for rank in ranks.made)
     ranks.mute.clear()

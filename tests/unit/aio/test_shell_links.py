@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.patience import patience
 from tests.unit.aio.ranks import Played, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.testing import make_request
@@ -36,7 +37,7 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
     sent = [b"first", b"bad", b"ready", b"bad too", b"bad again", b"last"]
     for frame in sent:
         rank.send(frame)
-    async with asyncio.timeout(5):
+    async with patience():
         await done.wait()
     assert heard == sent
     assert caplog.text.count("RuntimeError: a progress bar") == 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patience
 from tests.unit.aio.ranks import (
     SEPARATE,
     TOGETHER,
@@ -35,7 +36,7 @@ def running(played: Played) -> list[int]:
 
 
 async def soon(task: asyncio.Future[Any]) -> Any:
-    async with asyncio.timeout(1):
+    async with patience():
         return await task
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.patience import patience
 from vsched.aio.streams.stream import Generation, OutputDelta, StopMatcher, TokenLogprob
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
@@ -118,7 +119,7 @@ def finish(
 
 
 async def read(made: Generation) -> list[OutputDelta]:
-    async with asyncio.timeout(1):
+    async with patience():
         return [delta async for delta in made]
 
 
@@ -140,7 +141,7 @@ async def test_generation_waits_for_a_token() -> None:
     await asyncio.sleep(0)
     assert not reading.done()
     made.push(4, None)
-    async with asyncio.timeout(1):
+    async with patience():
         assert (await reading).text == "e"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.patience import patience
 from tests.unit.aio.ranks import Text
 from vsched.aio.streams.stream import Generation
 from vsched.aio.streams.table import StreamTable, int32_array
@@ -58,7 +59,7 @@ class Table:
         self.streams.finish(Finish(f"r{number}", number, reason, RequestTimes()))
 
     async def tokens(self, number: int) -> list[int]:
-        async with asyncio.timeout(1):
+        async with patience():
             deltas = [delta async for delta in self.generations[number]]
         return [token for delta in deltas for token in delta.token_ids]
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import Delta, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import Generation
@@ -102,7 +103,7 @@ async def test_relay_deltas_grow_together_while_the_connection_is_full() -> None
     connection.room.set()
     generation.finish(Finish("id", 1, FinishReason.STOP, RequestTimes()))
     generation.deliver()
-    assert await asyncio.wait_for(task, 1) == "stop"
+    assert await asyncio.wait_for(task, PATIENCE_S) == "stop"
     assert connection.texts == ["a", "bcd"]
 
 
@@ -112,7 +113,7 @@ async def test_relay_ends_where_the_last_delta_had_to_wait() -> None:
     task = asyncio.ensure_future(connection.relay(generation).run())
     await asyncio.sleep(0)
     connection.room.set()
-    assert await asyncio.wait_for(task, 1) == "length"
+    assert await asyncio.wait_for(task, PATIENCE_S) == "length"
     assert connection.texts == ["all"]
 
 

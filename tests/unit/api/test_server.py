@@ -7,10 +7,11 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.patience import patience, until
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer, running_server, serve
@@ -280,13 +281,8 @@ class Served:
     def _on_drain(self) -> None:
         self.drains += 1
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():  # noqa: ASYNC110 - a signal has no event
-                await asyncio.sleep(0)
-
     async def end(self) -> None:
-        async with asyncio.timeout(5):
+        async with patience():
             await self.task
 
 
@@ -326,10 +322,10 @@ async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int)
     """F2: there is nothing to drain; a second one does not keep the ranks from being stopped."""
     acted.loading = asyncio.Event()
     served = Served(acted)
-    await served.until(lambda: acted.calls)
+    await until(lambda: acted.calls)
     for _ in range(signals):
         signal.raise_signal(signal.SIGTERM)
-    await served.until(served.task.done)
+    await until(served.task.done)
     assert served.task.cancelled()
     assert (acted.calls, served.drains) == (["start", "start cancelled", "stop"], 0)
 
@@ -339,7 +335,7 @@ async def get(url: str, path: str) -> bytes:
     host, port = url.removeprefix("http://").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-    async with asyncio.timeout(5):
+    async with patience():
         line = await reader.readline()
     writer.close()
     await writer.wait_closed()
@@ -359,11 +355,10 @@ async def test_server_answers_while_it_loads(
             pass
 
     task = asyncio.create_task(run())
-    while not acted.calls:  # noqa: ASYNC110 - it has no event yet
-        await asyncio.sleep(0)
+    await until(lambda: acted.calls)
     assert (await get(url, "/ready")).startswith(b"HTTP/1.1 503")
     acted.loading.set()
-    async with asyncio.timeout(5):
+    async with patience():
         await task
     with pytest.raises(ConnectionRefusedError):
         await get(url, "/ready")

@@ -8,7 +8,6 @@ from vsched.bench.ranks.measure import PAUSES_S, WAYS, measure_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 async def test_ranks_bench_measures_every_way() -> None:
     """A7: the digest is checked on the way that is measured; all ways and pauses have their row."""
     advanced: list[None] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -22,7 +24,7 @@ def run_in_process(hash_seed: str) -> tuple[str, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=PATIENCE_S,
     )
     said, _, string_hash = done.stdout.strip().rpartition(" ")
     return said, string_hash

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
 from vsched.types import ModelInfo
@@ -108,7 +109,7 @@ class FakePreprocessor:
 
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         self.entered.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         self.processed += 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +173,29 @@ def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch)
     background = Image.new("RGBA", (13, 37), (255, 255, 255, 255))
     expected = Image.alpha_composite(background, Image.fromarray(noise)).convert("RGB")
     assert np.array_equal(whole, np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("PNG", "RGBA"), ("PNG", "L"), ("PNG", "LA"), ("JPEG", "CMYK")]
+)
+def test_decode_converts_a_strip_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
+) -> None:
+    """Pillow keeps the interpreter's lock while it converts: never for more pixels than a strip has."""
+    pixels: list[int] = []
+    convert = Image.Image.convert
+
+    def watched(image: Image.Image, *arguments: Any) -> Image.Image:
+        pixels.append(image.width * image.height)
+        return convert(image, *arguments)
+
+    buffer = io.BytesIO()
+    Image.new(mode, (300, 200)).save(buffer, kind)
+    monkeypatch.setattr("vsched.media.decode.STRIP_PIXELS", 7000)
+    monkeypatch.setattr(Image.Image, "convert", watched)
+    assert decode(buffer.getvalue(), LIMITS).size == (300, 200)
+    assert max(pixels) == 23 * 300
+    assert min(pixels) == (200 - 8 * 23) * 300
 
 
 def test_decode_does_what_the_header_said() -> None:

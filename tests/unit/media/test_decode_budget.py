@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import until
 from tests.unit.media.fakes import (
     FakePreprocessor,
     data_url,
@@ -19,7 +20,7 @@ from tests.unit.media.fakes import (
     image_bytes,
     model_info,
 )
-from tests.unit.media.test_pipeline import Bench, until
+from tests.unit.media.test_pipeline import Bench
 from vsched.errors import RequestRefused
 from vsched.media import MediaSettings, fills
 from vsched.media.decode import PixelLimits, inspect

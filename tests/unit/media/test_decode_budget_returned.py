@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from tests.patience import until
 from tests.unit.media.test_decode_budget import (
     SLACK,
     SMALL,
@@ -25,7 +26,7 @@ from tests.unit.media.test_decode_budget import (
     truncated,
     work_bytes,
 )
-from tests.unit.media.test_pipeline import Bench, until
+from tests.unit.media.test_pipeline import Bench
 from vsched.errors import RequestRefused
 from vsched.media import fills
 

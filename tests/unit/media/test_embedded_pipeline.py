@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import (
     FakePreprocessor,
     data_url,
@@ -54,9 +55,7 @@ async def refusal(bench: Bench, prompt: str, *images: str | EmbeddedImage) -> Re
     """Return how a request is refused; nothing may be left of it."""
     with pytest.raises(RequestRefused) as caught:
         await bench.pipeline.prepare(prompt, images)
-    async with asyncio.timeout(10):
-        while bench.store.statistics().bytes_held:  # noqa: ASYNC110 - a thread lets go
-            await asyncio.sleep(0)
+    await until(lambda: not bench.store.statistics().bytes_held)
     assert bench.pipeline.statistics().preparing_bytes == 0
     return caught.value
 
@@ -250,16 +249,16 @@ async def test_engine_stops_without_holding_the_loop_up() -> None:
 
     def work() -> None:
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(PATIENCE_S)
 
     bench.pipeline._executor.submit(work)
-    assert await asyncio.to_thread(entered.wait, 10)
+    assert await asyncio.to_thread(entered.wait, PATIENCE_S)
     stopping = asyncio.ensure_future(engine.stop())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not stopping.done()
     gate.set()
-    async with asyncio.timeout(10):
+    async with patience():
         await stopping
     assert engine.statistics()["media"] == {}
     await engine.stop()

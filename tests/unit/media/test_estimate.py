@@ -29,7 +29,6 @@ MEBIBYTE = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [("1600", "1200"), ("400", "3000")])
 def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
     """Every format and mode, decoded alone and processed; the memory is that of a process of its own."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes
 from tests.unit.media.test_fetch import server
 from vsched.errors import RequestRefused
@@ -57,7 +58,7 @@ async def held_while_processing(settings: MediaSettings, image: str) -> int:
     pipeline, preprocessor = pipeline_with(settings)
     preprocessor.gate.clear()
     task = asyncio.ensure_future(pipeline.prepare("\x01", [image]))
-    assert await asyncio.to_thread(preprocessor.entered.wait, 10)
+    assert await asyncio.to_thread(preprocessor.entered.wait, PATIENCE_S)
     held = pipeline.statistics().preparing_bytes
     preprocessor.gate.set()
     (await task).lease.release()
@@ -99,7 +100,7 @@ async def test_fetch_stops_where_the_bytes_end() -> None:
         pipeline, preprocessor = pipeline_with(settings)
         preprocessor.gate.clear()
         other = asyncio.ensure_future(pipeline.prepare("\x01", [data_url(image_bytes())]))
-        assert await asyncio.to_thread(preprocessor.entered.wait, 10)
+        assert await asyncio.to_thread(preprocessor.entered.wait, PATIENCE_S)
         before = pipeline.statistics().preparing_bytes
         with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
             await pipeline.prepare("\x01", [f"http://{host}/a.png"])
@@ -117,12 +118,12 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
 
     def read(*_: object) -> bytes:
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(PATIENCE_S)
         return image_bytes()
 
     monkeypatch.setattr("vsched.media.measure.read_local", read)
     task = asyncio.ensure_future(pipeline.prepare("\x01", [data_url(image_bytes())]))
-    assert await asyncio.to_thread(entered.wait, 10)
+    assert await asyncio.to_thread(entered.wait, PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -48,7 +48,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         differ_rank: This rank yields other tokens from the step on that sees a sequence of `differ_at` tokens.
         hook_s: Interval of the hook `balance`, None for no hooks; it is asked for in the step that sees a sequence of
             `hook_at` tokens. Each run notes in the file `hooks-<rank>` of `notes` how many steps were before it.
-        notes: A directory for what ranks note; in `heard-<rank>`, when they heard each entry of the log.
+        notes: A directory for what ranks note; in `heard-<rank>`, each entry of the log that they heard.
     """
 
     load_s: float = 0.0
@@ -210,13 +210,13 @@ def exit_once(directory: str) -> None:
 
 
 def note_entries(path: Path) -> None:
-    """From now on, note when this process hears an entry of the log."""
+    """From now on, note what this process hears of the log."""
     accept = FollowerLog.accept
     notes = path.open("a", buffering=1)
 
     def noted(self: FollowerLog, frame: bytes) -> Entry:
         entry = accept(self, frame)
-        notes.write(f"{time.monotonic()} {type(entry).__name__}\n")
+        notes.write(f"{type(entry).__name__}\n")
         return entry
 
     FollowerLog.accept = noted  # type: ignore[method-assign]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import LIMITS, Heard, Place, is_running
 from vsched.aio.leader.leader import Deadlines
@@ -24,7 +23,7 @@ from vsched.wire import EncodeResult, GenerateResult
 
 pytestmark = pytest.mark.slow
 
-IDLE_S = float(os.environ.get("VSCHED_IDLE_S", "2"))
+IDLE_BEATS = int(os.environ.get("VSCHED_IDLE_BEATS", "7"))
 PROMPT = (7).to_bytes(4, "little") * 3
 
 
@@ -111,53 +110,47 @@ async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Pa
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank: int) -> None:
-    """F2, A18: within the timeout of ranks, not of steps; a step that is merely long is not killed."""
+    """By the timeout of ranks, not that of steps; a step that is merely long is not killed."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,
         ranks=2,
-        behaviour=Behaviour(step_s=1.5, slow_at=5),
-        limits=limits(rank_timeout_s=0.4, heartbeat_s=0.1, step_s=60),
+        behaviour=Behaviour(step_s=NEVER_S, slow_at=5),
+        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     async with started(worker_group):
         await steps(worker_group, heard, 2)
         worker_group.decide("generate", GenerateDecision(3))
         await asyncio.sleep(0.1)
         os.kill(worker_group.pids[rank], signal.SIGSTOP)
-        started_s = time.monotonic()
         await heard.wait_until(lambda: heard.lost)
-        assert time.monotonic() - started_s < 1.3
         assert heard.lost[0][1].startswith(f"generate: rank {rank} was silent for ")
         pids = worker_group.pids
     assert not any(is_running(pid) for pid in pids)
 
 
 async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Path) -> None:
-    """G2: one rank of a group reads nothing; sending to it never waits, and another group keeps its pace."""
+    """One rank of a group reads nothing: sending to it never waits for it, and another group goes on."""
     deaf_heard, heard = Heard(), Heard()
     other = Place(tmp_path / "other")
     other.run_dir.mkdir(mode=0o700)
-    patient = limits(rank_timeout_s=60, step_s=60, ready_s=30)
+    patient = limits(rank_timeout_s=NEVER_S)
     deaf = place.worker_group(deaf_heard.events, ranks=2, limits=patient)
     worker_group = other.worker_group(heard.events, ranks=2)
     async with started(deaf, worker_group):
         os.kill(deaf.pids[1], signal.SIGSTOP)
         deaf.decide("generate", first_step())
-        sent, longest_s, step = 1, 0.0, 0
+        sent, step = 1, 0
         while not deaf_heard.lost:
             step += 1
-            started_s = time.monotonic()
             worker_group.decide("generate", first_step() if step == 1 else GenerateDecision(step))
             for _ in range(25):  # far more than a kernel would have out
                 sent += 1
-                decided_s = time.monotonic()
                 deaf.decide("generate", GenerateDecision(sent))
-                assert time.monotonic() - decided_s < 0.5
             await answered(heard, step)
-            longest_s = max(longest_s, time.monotonic() - started_s)
+            assert len(heard.results) == step
             assert sent < 5000
         assert heard.lost == []
-        assert longest_s < 2
         ((_, reason),) = deaf_heard.lost
         assert reason.startswith("generate: rank 1 ")
         assert "behind" in reason or "does not read" in reason
@@ -189,29 +182,28 @@ async def test_group_together_follows_one_order(place: Place) -> None:
             assert [one.step for name, one in heard.results if name == group] == list(range(1, 101))
 
 
-@pytest.mark.timeout(IDLE_S + 30)
 async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
-    """A18, A21: idle for VSCHED_IDLE_S seconds: alive, and what each rank measured are gaps within the interval."""
+    """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work. `test_idle_day.py` has the gaps between them."""
     heard = Heard()
-    heartbeat_s = min(1.0, IDLE_S / 8)
     worker_group = place.worker_group(
         heard.events,
         ranks=2,
         behaviour=Behaviour(notes=str(tmp_path)),
-        limits=limits(heartbeat_s=heartbeat_s, rank_timeout_s=5 * heartbeat_s),
+        limits=limits(heartbeat_s=0.25, rank_timeout_s=2),
     )
+
+    def beats(rank: int) -> int:
+        return (tmp_path / f"heard-{rank}").read_text().count("Heartbeat\n")
+
     async with started(worker_group):
         pids = worker_group.pids
-        await asyncio.sleep(IDLE_S)
+        await until(
+            lambda: heard.lost or min(beats(0), beats(1)) >= IDLE_BEATS,
+            "heartbeats",
+            limit_s=PATIENCE_S + IDLE_BEATS,
+        )
         assert heard.lost == []
         assert all(is_running(pid) for pid in pids)
         worker_group.decide("generate", first_step())
         await heard.wait_until(lambda: heard.results)
-        for rank in (0, 1):
-            lines = (tmp_path / f"heard-{rank}").read_text().splitlines()
-            beats = [float(line.split()[0]) for line in lines if line.endswith("Heartbeat")]
-            gaps = [after - before for before, after in itertools.pairwise(beats)]
-            assert len(beats) >= IDLE_S / heartbeat_s - 2
-            assert max(gaps) <= heartbeat_s + 0.25, "what a busy machine may add at worst"
-            late = sum(gap > heartbeat_s for gap in gaps)
-            print(f"rank {rank}: {len(beats)} gaps, longest {max(gaps):.4f} s, {late} too long")
+        assert heard.lost == []

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S, patience, wait_until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.worker_groups import (
     ROOT,
@@ -114,7 +114,7 @@ async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
     async with shell_of(place) as shell:
         pids = shell.pids
         os.kill(pids[1], signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with patience():
             while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
                 await asyncio.sleep(0)
         for _ in range(turns):
@@ -219,10 +219,10 @@ def test_rank_ends_with_its_engine(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    deadline_s = time.monotonic() + 8
-    while any(is_running(pid) for pid in pids) or run_dir.exists():
-        assert time.monotonic() < deadline_s, "a rank outlives its engine"
-        time.sleep(0.02)
+    wait_until(
+        lambda: not any(is_running(pid) for pid in pids) and not run_dir.exists(),
+        "the ranks end with their engine",
+    )
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
@@ -233,7 +233,7 @@ def test_rank_without_a_specification_exits(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": python_path()},
         cwd=tmp_path,
-        timeout=10,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 3

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
@@ -114,14 +114,29 @@ async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     assert heard.lost == []
 
 
-async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: Place) -> None:
-    """B8: the KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
+async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
+    deadlines: list[asyncio.Timeout] = []
+    timeout = asyncio.timeout
+
+    def watched(wait_s: float) -> asyncio.Timeout:
+        deadlines.append(timeout(wait_s))
+        return deadlines[-1]
+
+    monkeypatch.setattr(asyncio, "timeout", watched)
     sizing = kv_sizing([["encode"], ["generate"]])
-    worker_group = place.worker_group(Heard().events, limits=limits(ready_s=3), sizing=sizing)
+    worker_group = place.worker_group(Heard().events, sizing=sizing)
+    starting = asyncio.ensure_future(worker_group.start())
+    await until(lambda: sizing._groups["generate"].loaded)
+    (deadline,) = deadlines
+    deadline.reschedule(asyncio.get_running_loop().time())  # it passes now
     with pytest.raises(
-        GroupLostError, match=r"not ready after 3 s .*encode rank 0 did not: value 0 of 1"
+        GroupLostError,
+        match=rf"not ready after {NEVER_S:g} s .*encode rank 0 did not: value 0 of 1",
     ):
-        await worker_group.start()
+        await starting
     assert worker_group.pids == []
 
 
@@ -137,13 +152,12 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(place: P
 async def test_crew_tells_why_a_rank_cannot_load(
     place: Place, name: str, error: type[Exception], message: str
 ) -> None:
-    """F2: what the rank says reaches the caller as the same error, long before the deadline."""
+    """What the rank says reaches the caller as the same error, and does not wait for the deadline."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, behaviour=Behaviour(load_error=name))
-    started_s = time.monotonic()
-    with pytest.raises(error, match=message):
-        await worker_group.start()
-    assert time.monotonic() - started_s < LIMITS.ready_s
+    async with patience():
+        with pytest.raises(error, match=message):
+            await worker_group.start()
     assert worker_group.pids == []
     assert heard.lost == []
 
@@ -154,8 +168,9 @@ async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Pa
     meet.mkdir()
     behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
     worker_group = place.worker_group(Heard().events, ranks=2, behaviour=behaviour)
-    with pytest.raises(CheckpointError):
-        await worker_group.start()
+    async with patience():
+        with pytest.raises(CheckpointError):
+            await worker_group.start()
     assert worker_group.pids == []
 
 
@@ -184,17 +199,16 @@ async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> Non
 
 
 async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
-    """`Stop` in the log ends every rank with code 0."""
+    """`Stop` in the log ends every rank with code 0, and nobody waits for the grace to be over."""
     codes: list[int] = []
     worker_group = place.worker_group(Heard().events, ranks=2)
     await worker_group.start()
     for process in worker_group._processes:
         assert isinstance(process, RankProcess)
         process._on_exit = codes.append
-    started_s = time.monotonic()
-    await worker_group.stop()
+    async with patience():
+        await worker_group.stop(grace_s=NEVER_S)
     assert codes == [0, 0]
-    assert time.monotonic() - started_s < 4, "well within the grace"
 
 
 async def test_crew_rank_that_diverges_stops(place: Place) -> None:
@@ -227,8 +241,8 @@ async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Pla
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,
-        behaviour=Behaviour(load_s=0.6),
-        limits=limits(rank_timeout_s=0.4, heartbeat_s=0.1),
+        behaviour=Behaviour(load_s=1.8),
+        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     await worker_group.start()
     await heard.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
@@ -242,7 +256,7 @@ async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> Non
     """A18: a rank that hears nothing for its timeout stops with a clear error."""
     heard = Heard()
     worker_group = place.worker_group(
-        heard.events, limits=limits(rank_timeout_s=0.3, heartbeat_s=0.1, step_s=60)
+        heard.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
     )
     await worker_group.start()
     worker_group.decide("generate", one_request())
@@ -253,7 +267,7 @@ async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> Non
     await heard.wait_until(lambda: heard.lost)
     reason = heard.lost[0][1]
     assert (
-        "GroupLostError: heard nothing from the engine for 0.3 s (deadlines.rank_timeout_s)"
+        "GroupLostError: heard nothing from the engine for 1.5 s (deadlines.rank_timeout_s)"
         in reason
     )
     await worker_group.stop(grace_s=0)
@@ -288,8 +302,8 @@ async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
     worker_group = place.worker_group(
         heard.events,
         groups=("encode", "generate"),
-        behaviour=Behaviour(step_s=1.0),
-        limits=limits(rank_timeout_s=0.3, heartbeat_s=0.1, step_s=10),
+        behaviour=Behaviour(step_s=2.5, slow_at=3),
+        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     await worker_group.start()
     worker_group.decide("generate", one_request())

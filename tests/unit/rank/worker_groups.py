@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
@@ -29,7 +30,8 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
-LIMITS = Deadlines(ready_s=10, step_s=10, heartbeat_s=0.2, rank_timeout_s=5)
+LIMITS = Deadlines(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
+"""A test in which a deadline passes has one of its own."""
 KV_TOKENS = 512
 
 
@@ -55,7 +57,7 @@ class Heard:
         self.changed.set()
 
     async def wait_until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with patience():
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -241,7 +243,7 @@ def generate(shell: Shell, request: Request, *, max_tokens: int) -> Generation:
 async def read(generation: Generation, *, at_least: int | None = None) -> list[int]:
     """Return the tokens of a stream, all of them or at least so many."""
     tokens: list[int] = []
-    async with asyncio.timeout(15):
+    async with patience():
         async for delta in generation:
             tokens += delta.token_ids
             if at_least is not None and len(tokens) >= at_least:

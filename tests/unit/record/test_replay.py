@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.patience import PATIENCE_S
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.record.odd_policies import Ring
 from tests.unit.record.recorded import record_run
@@ -65,7 +66,7 @@ def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=15,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

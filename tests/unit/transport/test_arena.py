@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from vsched.errors import ConfigError
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, Extent
@@ -63,7 +64,7 @@ def test_arena_is_shared_with_a_child(arena: Arena) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.strip() == "(12,) 12.0"
     assert (arena.embeddings[5, 3] == 77).all()

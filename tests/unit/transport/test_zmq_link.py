@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.patience import patience
 from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, RankLink, rank_identity, wait_readable
 
 Frame = tuple[bytes, bytes]
@@ -34,7 +35,7 @@ class Leading:
         self._changed.set()
 
     async def hear(self, count: int) -> list[Frame]:
-        async with asyncio.timeout(10):
+        async with patience():
             while len(self.heard) < count:
                 await self._changed.wait()
                 self._changed.clear()
@@ -132,7 +133,7 @@ async def test_link_tells_that_a_rank_is_gone(
     link.send(b"hello")
     await leading.hear(1)
     link.close()
-    async with asyncio.timeout(5):
+    async with patience():
         while leading.link.send(0, b"decision"):  # noqa: ASYNC110 - sending tells
             await asyncio.sleep(0)
 
@@ -147,11 +148,9 @@ async def test_link_never_waits_for_a_peer_that_never_reads(
     await leading.hear(2)
     sent = 0
     frame = bytes(4096)
-    started_s = asyncio.get_running_loop().time()
     while leading.link.send(0, frame):
         sent += 1
         assert sent < 20 * QUEUE_MAX, "the queue to a rank has no bound"
-    assert asyncio.get_running_loop().time() - started_s < 5
     assert sent >= QUEUE_MAX
     assert leading.link.send(1, b"still here")
     assert receive(good, 1) == [b"still here"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import (
     host_available,
@@ -22,7 +23,11 @@ from vsched.worker.memory import (
 def in_process(script: str) -> str:
     """Run a script in a process of its own; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert not done.returncode, done.stderr
     return done.stdout.strip()

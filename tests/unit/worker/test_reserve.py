@@ -11,6 +11,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.worker.device_fakes import MIB, SimulatedEncoder, model_info
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
@@ -153,7 +154,7 @@ def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> No
     """B9: either can be imported first, and reservation code never pulls a model in."""
     lines = [f"import {name}" for name in modules]
     lines += ["import sys", "assert 'torch' not in sys.modules, 'torch came along'"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,6 @@ def _bytes(part: Any) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, PLAN)
     with DrawnAhead(partial(_maker_with_built_in_font, PLAN, tmp_path)) as ahead:
@@ -265,7 +264,6 @@ def _maker_that_dies() -> Callable[[int], Batch]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_training_says_when_the_process_that_draws_has_ended() -> None:
     with (
         DrawnAhead(_maker_that_dies) as ahead,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from vsched.errors import DeviceOutOfMemory
 from vsched_workers.memory.device_memory import (
     open_device_memory,
@@ -130,7 +131,7 @@ def test_host_memory_counts_what_the_limit_counts() -> None:
         [sys.executable, "-c", UNDER_A_LIMIT],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert not done.returncode, done.stderr

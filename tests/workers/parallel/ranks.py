@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.patience import PATIENCE_S
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import can_pause
@@ -20,8 +21,6 @@ from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.parallel.rank_group import RankGroup
 
 T = TypeVar("T")
-
-ANSWER_S = 80
 
 
 class Ranks:
@@ -42,7 +41,7 @@ class Ranks:
         """Call `function(settings, *arguments)` as each rank; return the results in order."""
         started = self.start(function, *arguments, size=size)
         # A rank that raises is told of at once: the others may wait for it.
-        done, _ = wait(started, timeout=ANSWER_S, return_when=FIRST_EXCEPTION)
+        done, _ = wait(started, timeout=PATIENCE_S, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()
         return [each.result(timeout=0) for each in started]

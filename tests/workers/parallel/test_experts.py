@@ -153,7 +153,6 @@ def balanced_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_experts_move_and_the_tokens_stay(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Stage]
 ) -> None:

@@ -18,7 +18,7 @@ from tests.workers.parallel.ranks import Ranks
 from vsched.types import SamplingParams
 from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 QUESTIONS = [
     Question("What is in the image?", [drawn_image(1, 90, 60)]),

@@ -33,7 +33,6 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
     pytest.mark.slow,
-    pytest.mark.timeout(300),  # Triton compiles
 ]
 DEVICE = "cuda:0"
 SETTINGS = WorkerSettings(device=DEVICE)

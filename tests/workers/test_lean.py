@@ -1,0 +1,40 @@
+"""A server's own process loads its preprocessor without torch, and it is the same one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+from vsched_workers.plugin import plugin
+if sys.argv[2] == "lean":
+    plugin.forgo_models()
+made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
+print(made.settings_digest.hex(), made._levels.tobytes().hex(), hash(made._backend.to_str()))
+print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
+print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
+print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_plugin_that_forgoes_models_has_the_same_preprocessor(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    found = {}
+    for way in ("lean", "whole"):
+        found[way] = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(checkpoints("nano25")), way],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"PYTHONHASHSEED": "0", "PYTHONPATH": ":".join(sys.path)},
+        )
+    assert found["lean"].stdout == found["whole"].stdout
+    assert "torch: False" in found["lean"].stderr
+    assert "torch: True" in found["whole"].stderr
