@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from tests.patience import patience
 from vsched import Engine, SamplingParams
 from vsched.aio.streams.stream import Generation, OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
-WAIT_S = 30.0
 
 SIZES = [(90, 60), (33, 33), (140, 100), (60, 170), (200, 70), (112, 112), (64, 40)]
 TEXTS = [
@@ -113,7 +112,7 @@ async def begin(
 ) -> Generation:
     """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
-    async with asyncio.timeout(WAIT_S):
+    async with patience():
         return await engine.generate(
             prompt=engine.preprocessor.render(ask.messages),
             images=[data_url(image) for image in ask.images],
@@ -124,7 +123,7 @@ async def begin(
 
 async def read(generation: Generation) -> Answer:
     """Read a generation to its end."""
-    async with asyncio.timeout(WAIT_S):
+    async with patience():
         return Answer([delta async for delta in generation])
 
 
@@ -146,14 +145,6 @@ async def answers(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(ask)) for ask in asks]
     return [task.result() for task in tasks]
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Let the engine work until a condition holds; fail when it does not come true."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"in vain for {WAIT_S:g} s: {what}"
-        await asyncio.sleep(0.001)
 
 
 def held(engine: Engine) -> dict[str, int]:

@@ -16,7 +16,8 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.asking import Ask, crowd, held, in_flight, until  # noqa: E402
+from tests.e2e.asking import Ask, crowd, held, in_flight  # noqa: E402
+from tests.patience import until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
@@ -117,8 +118,9 @@ def shared_engine(server: RunningServer) -> Engine:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def together_engine(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
-    """An engine with both stages in one rank process, whose steps may take three seconds and no more."""
-    async with Engine(configure("nano3", "placement=together", "deadlines.step_s=3")) as engine:
+    """An engine with both stages in one rank process, which may be silent for four seconds and no more."""
+    config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
+    async with Engine(config) as engine:
         yield engine
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tests.e2e.asking import TEXTS, WAIT_S, Ask, data_url, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read
 from tests.e2e.combinations import (
     FACTORS,
     FAMILIES,
@@ -29,6 +29,7 @@ from tests.e2e.combinations import (
 from tests.e2e.conftest import assert_idle
 from tests.e2e.in_process import InProcessEngine
 from tests.e2e.tower import Tower
+from tests.patience import patience
 from tests.workers.reference import Reference
 from vsched import Config, Engine, SamplingParams
 from vsched.media import ImageReference
@@ -184,7 +185,7 @@ async def check_answers(engine: Engine, model: Model, *, brought: bool) -> None:
             )
             assert (await read(generation)).token_ids == sent.answer, (number, turn)
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+    async with patience(), asyncio.TaskGroup() as group:
         for number, client in enumerate(model.clients):
             group.create_task(ask(number, client))
 

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, held, in_flight, read, until
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, held, in_flight, read
+from tests.patience import until
 from vsched import Engine
 from vsched.errors import RequestFailed
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read, until
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
 from tests.e2e.conftest import assert_idle
+from tests.patience import until
 from vsched import Engine, SamplingParams
 
 pytestmark = [

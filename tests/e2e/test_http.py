@@ -20,9 +20,9 @@ from tests.e2e.asking import (  # noqa: E402
     drawn_image,
     held,
     in_flight,
-    until,
 )
 from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS, WAITING_MAX  # noqa: E402
+from tests.patience import PATIENCE_S, until  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
 from vsched.api import ApiSettings, create_app  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
     """A client that does not try again; `engine` sees that nothing is held after the test."""
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30.0
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 

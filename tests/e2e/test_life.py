@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read, until
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.traces import is_alive, parent, running, traces
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused

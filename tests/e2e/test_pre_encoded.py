@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.e2e.asking import GREEDY, TEXTS, WAIT_S, Ask, answer, data_url, drawn_image, read
+from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import assert_idle
 from tests.e2e.tower import Tower, packed
+from tests.patience import PATIENCE_S, patience
 from vsched import Config, Engine, RequestRefused
 from vsched.api.server import RunningServer, running_server
 from vsched.media import ImageReference
@@ -48,7 +49,7 @@ async def served(
 async def ask(engine: Engine, images: Sequence[ImageReference], text: str = TEXTS[0]) -> list[int]:
     """Return the tokens of a question about images, however they are given."""
     placeholders = Ask(text, IMAGES[:1] * len(images)).messages
-    async with asyncio.timeout(WAIT_S):
+    async with patience():
         generation = await engine.generate(
             prompt=engine.preprocessor.render(placeholders),
             images=images,
@@ -164,7 +165,7 @@ async def test_embeddings_over_http(served: Served) -> None:
     engine, brought = served.engine, served.tower.embed(IMAGES[0])
     urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in IMAGES]
     embeds = {"type": "image_embeds", "image_embeds": {"data": brought.data}}
-    async with httpx.AsyncClient(base_url=served.running.url, timeout=WAIT_S) as client:
+    async with httpx.AsyncClient(base_url=served.running.url, timeout=PATIENCE_S) as client:
         texts = []
         for content in (urls, [embeds, urls[1]]):
             text = {"type": "text", "text": TEXTS[0]}

@@ -268,6 +268,59 @@ def test_tidy_no_assertion_is_commented_out() -> None:
     assert not silenced
 
 
+CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time")
+WAITS = ("timeout", "wait_for", "patience")
+
+
+def hurried(tree: ast.Module) -> list[int]:
+    """Return the lines that read a clock, or that wait for a number of seconds written there."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            if any(alias.name.removesuffix("_ns") in CLOCKS for alias in node.names):
+                found.add(node.lineno)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "time" and node.attr.removesuffix("_ns") in CLOCKS:
+                found.add(node.lineno)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            limits = [each.value for each in node.keywords if each.arg == "timeout"]
+            limits += node.args[-1:] if name in WAITS else []
+            if any(isinstance(limit, ast.Constant) and limit.value for limit in limits):
+                found.add(node.lineno)
+    return sorted(found)
+
+
+def test_tidy_tests_measure_no_time() -> None:
+    """How fast a machine is says nothing of the code; `tests/patience.py` says how a test waits instead."""
+    virtual = ROOT / "tests" / "unit" / "sim"  # there, seconds are those of a simulation
+    excepted = {ROOT / "tests" / "patience.py", *(ROOT / "tests" / "bench").rglob("*.py")}
+    found = [
+        f"{shown(path)}:{line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path not in excepted and virtual not in path.parents
+        for line in hurried(parse(path))
+    ]
+    assert not found, "no test asks for the time, or waits for less than its patience"
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("import time\nstarted_s = time.perf_counter()", [2]),
+        ("from time import monotonic_ns", [1]),
+        ("async with asyncio.timeout(5):\n    await loop.time()", [1]),
+        ("await asyncio.wait_for(task, 1)", [1]),
+        ("subprocess.run(words,\n    timeout=20)", [1]),
+        ("subprocess.run(words, timeout=PATIENCE_S)", []),
+        ("async with patience():\n    time.sleep(0.1)", []),
+        ("each.result(timeout=0)", []),
+    ],
+)
+def test_tidy_time_check_finds_clocks(code: str, lines: list[int]) -> None:
+    assert hurried(ast.parse(code)) == lines
+
+
 def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
     """E14: models are made on the spot, hubs are switched off, and no test asks for CUDA without a guard."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()

@@ -47,7 +47,6 @@ print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     checkpoints: Callable[[str], Path],
 ) -> None:

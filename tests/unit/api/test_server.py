@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.patience import patience, until
+from tests.patience import PATIENCE_S, patience, until
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer, running_server, serve
@@ -191,7 +191,7 @@ async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> N
         assert running.on_every_address == (host in {"0.0.0.0", "::"})
         port = int(running.url.rpartition(":")[2])
         for reached in {"::": ("::1", "127.0.0.1")}.get(host, (host.strip("[]"),)):
-            socket.create_connection((reached, port), timeout=5).close()
+            socket.create_connection((reached, port), timeout=PATIENCE_S).close()
 
 
 @pytest.mark.parametrize(

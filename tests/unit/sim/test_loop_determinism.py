@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.sim.virtual import play
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +28,7 @@ def run_in_process(hash_seed: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=PATIENCE_S,
     )
     return done.stdout.split()
 

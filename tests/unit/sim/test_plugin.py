@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytest_plugins = "pytester"
 pytestmark = pytest.mark.slow
 
@@ -44,7 +46,7 @@ def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
     """It is loaded into every run of pytest, before coverage is measured."""
     code = "import sys, vsched.testing.plugin; print(*(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=15
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     loaded = done.stdout.split()
     own = [name for name in loaded if name.partition(".")[0].startswith("vsched")]
