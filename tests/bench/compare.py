@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.bench import page, plots, sides, tables
-from tests.bench.options import IMAGES, PAGE, settings_text, sizes_of
+from tests.bench.options import IMAGES, PAGES, settings_text, sizes_of
 from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import Spec
@@ -256,5 +256,5 @@ def publish(
     if options.write_docs:
         for file in pictures:
             shutil.copyfile(options.out / file, IMAGES / file)
-        shown = [f"![{caption}](images/{file})" for file, caption in pictures.items()]
-        page.write(PAGE, name, "\n\n".join([*parts, *shown]))
+        shown = [f"![{caption}](../images/{file})" for file, caption in pictures.items()]
+        page.write(page.holding(PAGES, name), name, "\n\n".join([*parts, *shown]))

@@ -12,7 +12,7 @@ from vsched.bench.load.shapes import Case
 CASES = tuple(case.value for case in Case)
 CHECKPOINTS = ("tiny25", "mid25")
 PEERS = ("vllm", "transformers")
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
 
@@ -73,7 +73,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--idle-s", type=float, default=30.0, help="how long each idle server is watched")
     add("--timeout-s", type=float, default=1800.0, help="deadline for a request")
     add("--report-only", action="store_true", help="make no runs, write tables of those there are")
-    add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks.md")
+    add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks/")
 
 
 def _peer(parser: argparse.ArgumentParser) -> None:

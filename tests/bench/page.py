@@ -23,6 +23,21 @@ def replaced(page: str, name: str, text: str) -> str:
     return pattern.sub(lambda _: f"\n{text.strip()}\n\n", page)
 
 
+def holding(folder: Path, name: str) -> Path:
+    """Return the page of a folder that has a place for a name.
+
+    Raises:
+        ConfigError: When none has, or several have.
+    """
+    begin = f"<!-- bench: {name} -->"
+    found = [path for path in sorted(folder.glob("*.md")) if begin in path.read_text()]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{len(found)} pages of {folder} have a place for {name}. Remedy: write {begin} into one of them"
+        )
+    return found[0]
+
+
 def write(path: Path, name: str, text: str) -> None:
     """Replace a part of a page on disk."""
     path.write_text(replaced(path.read_text(), name, text))

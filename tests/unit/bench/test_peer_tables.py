@@ -9,8 +9,7 @@ import pytest
 
 from tests.bench import page, tables
 from tests.bench.compare import context_line
-from tests.bench.options import CHECKPOINTS, PEERS
-from tests.bench.options import PAGE as BENCHMARKS
+from tests.bench.options import CHECKPOINTS, PAGES, PEERS
 from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, SchedulerRow, Started
 from vsched.bench.load.client import Sample
@@ -315,7 +314,16 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
     ],
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
-    assert "\nfound\n" in page.replaced(BENCHMARKS.read_text(), name, "found")
+    assert "\nfound\n" in page.replaced(page.holding(PAGES, name).read_text(), name, "found")
+
+
+def test_page_of_a_name_is_the_one_that_holds_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="0 pages .* have a place for one"):
+        page.holding(tmp_path, "one")
+    for file in ("a.md", "b.md"):
+        (tmp_path / file).write_text(PAGE)
+    with pytest.raises(ConfigError, match="2 pages .* have a place for one"):
+        page.holding(tmp_path, "one")
 
 
 @pytest.mark.parametrize("text", ["", PAGE + PAGE, "<!-- end: one -->\n<!-- bench: one -->\n"])
