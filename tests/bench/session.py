@@ -22,7 +22,7 @@ from tests.bench.servers import IDLE_CORES_MAX, Server, ServerError, Spec, servi
 from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import DrawnLoad, LoadPlan, draw, run
-from vsched.bench.report.machine import Others
+from vsched.bench.report.machine import OtherLoad
 from vsched.bench.report.summary import Figures
 
 SETTLE_S = 1.0
@@ -164,7 +164,7 @@ class Session:
         _let_go_on(server)
         server.check_alive()
         everyone = [server, *others]
-        watch = Others(lambda: [pid for one in everyone for pid in one.pids()])
+        watch = OtherLoad(lambda: [pid for one in everyone for pid in one.pids()])
         waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
         client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
         work = run(client, drawn, server.spec.body, finished=advance)

@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 from vsched.bench.accuracy import measure as accuracy
 from vsched.bench.accuracy.command import conclusions
 from vsched.bench.accuracy.exam import CHAINED, Question, draw_questions
-from vsched.bench.accuracy.measure import Answer, Outcome, Report, measure_accuracy, offenders
+from vsched.bench.accuracy.measure import (
+    AccuracyReport,
+    ExamAnswer,
+    VariantResult,
+    measure_accuracy,
+    offenders,
+)
 from vsched.bench.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
 from vsched.cli import app
 from vsched.cli.main import COMMANDS
@@ -85,9 +91,9 @@ def test_exam_chains_turns_of_several_tasks_with_an_image_each() -> None:
 # --- grading and comparing ---
 
 
-def answered(asked: Sequence[Question], **wrong: str) -> list[Answer]:
+def answered(asked: Sequence[Question], **wrong: str) -> list[ExamAnswer]:
     texts = [wrong.get(question.task, question.expected) for question in asked]
-    return [Answer(text=text, prompt_tokens=9) for text in texts]
+    return [ExamAnswer(text=text, prompt_tokens=9) for text in texts]
 
 
 def flat(count: int = 2) -> list[Question]:
@@ -104,8 +110,8 @@ def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
         CHAINED: (6, 6),
     }
     assert graded["colour"].low == pytest.approx(0.3424, abs=1e-4)
-    assert accuracy.is_right(asked[0], Answer(text=" number\n"))
-    assert not accuracy.is_right(asked[0], Answer(text="number", error="lost"))
+    assert accuracy.is_right(asked[0], ExamAnswer(text=" number\n"))
+    assert not accuracy.is_right(asked[0], ExamAnswer(text="number", error="lost"))
 
 
 def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
@@ -113,7 +119,7 @@ def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
     before = answered(asked)
     after = list(before)
     after[1] = msgspec.structs.replace(before[1], text=before[1].text + " ")
-    after[2] = Answer(error="refused")
+    after[2] = ExamAnswer(error="refused")
     found = accuracy.compare(asked, before, [before, after])
     assert [(one.task, one.conversation, one.pass_number) for one in found] == [
         ("number", 1, 2),
@@ -123,7 +129,7 @@ def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
 
 
 def test_offenders_are_changed_and_no_clamp() -> None:
-    item = accuracy.compare(flat(1)[:1], answered(flat(1)[:1]), [[Answer()]])
+    item = accuracy.compare(flat(1)[:1], answered(flat(1)[:1]), [[ExamAnswer()]])
     outcomes = [
         outcome("default"),
         outcome("chunk-16", changed=item),
@@ -153,13 +159,13 @@ def test_conclusions_say_when_nothing_was_preempted() -> None:
     assert len(conclusions(report(ran))) == len(conclusions(report(impossible))) == 1
 
 
-def outcome(name: str, **fields: Any) -> Outcome:
+def outcome(name: str, **fields: Any) -> VariantResult:
     given: dict[str, Any] = {"summary": "", "sets": [], "clamp": 0, "starved": False}
-    return Outcome(name=name, **(given | fields))
+    return VariantResult(name=name, **(given | fields))
 
 
-def report(outcomes: list[Outcome]) -> Report:
-    return Report(
+def report(outcomes: list[VariantResult]) -> AccuracyReport:
+    return AccuracyReport(
         model="m", dtype="float32", created="", load=0.0, clients=1, questions=1, outcomes=outcomes
     )
 

@@ -8,16 +8,16 @@ import pytest
 from vsched.bench.fidelity.calibration import (
     CROWD_DECODES,
     ROUND_COST_MIN,
-    Ask,
-    Limits,
-    Trial,
+    CalibrationLimits,
+    CalibrationTrial,
+    PlannedRequest,
     plan_round,
 )
-from vsched.bench.report.machine import Others, describe_machine
+from vsched.bench.report.machine import OtherLoad, describe_machine
 from vsched.config import load_config
 from vsched.sim.cost.model import COST_MODELS
 
-LARGE = Limits(
+LARGE = CalibrationLimits(
     slots=64,
     kv_tokens=65536,
     context_tokens=32768,
@@ -28,8 +28,10 @@ LARGE = Limits(
 PLENTY = 1e9
 
 
-def limits(**changes: int) -> Limits:
-    return Limits(**{**{name: getattr(LARGE, name) for name in LARGE.__slots__}, **changes})
+def limits(**changes: int) -> CalibrationLimits:
+    return CalibrationLimits(
+        **{**{name: getattr(LARGE, name) for name in LARGE.__slots__}, **changes}
+    )
 
 
 def test_round_has_everything_that_has_a_price() -> None:
@@ -54,7 +56,7 @@ def test_round_has_everything_that_has_a_price() -> None:
         limits(images=0, item_tokens=0),
     ],
 )
-def test_round_stays_within_limits(tight: Limits) -> None:
+def test_round_stays_within_limits(tight: CalibrationLimits) -> None:
     trials = plan_round(tight, PLENTY)
     assert 3 < len(trials) < len(plan_round(LARGE, PLENTY))
     for trial in trials:
@@ -76,9 +78,12 @@ def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
 
 
 def test_cost_of_a_trial_counts_images_and_steps() -> None:
-    text, image = Trial((Ask(100),)), Trial((Ask(100, (100,)),))
+    text, image = (
+        CalibrationTrial((PlannedRequest(100),)),
+        CalibrationTrial((PlannedRequest(100, (100,)),)),
+    )
     assert image.cost > text.cost + 200
-    assert Trial((Ask(100, outputs=10),)).cost > text.cost
+    assert CalibrationTrial((PlannedRequest(100, outputs=10),)).cost > text.cost
     assert len(CROWD_DECODES) == 2
 
 
@@ -97,6 +102,6 @@ def test_machine_is_described() -> None:
 
 def test_others_are_counted_without_oneself() -> None:
     """What this process does itself, and what ended processes did, is no other's work."""
-    others = Others(lambda: [2**22 + 1])
+    others = OtherLoad(lambda: [2**22 + 1])
     sum(range(10**6))
     assert 0 <= others.cores() < 1000

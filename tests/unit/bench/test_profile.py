@@ -1,4 +1,4 @@
-"""`vsched bench profile`: clocks at seams, floors, and a real server with ranks that have no model."""
+"""`vsched bench profile`: clocks at probe points, floors, and a real server with ranks that have no model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.bench import idle_plugin
 from vsched.bench.load.shapes import Case
-from vsched.bench.profile.floors import MachineRates, Work, floors
+from vsched.bench.profile.floors import LoadWork, MachineRates, floors
 from vsched.bench.profile.load_process import LoadOrder
-from vsched.bench.profile.measure import Profile, Row, profile
-from vsched.bench.profile.meter import OUTSIDE, Meter, Seam, read_cells
+from vsched.bench.profile.measure import Profile, ProfileRow, profile
+from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, read_cells
 from vsched.config import load_config
 
 MACHINE = MachineRates(bytes_s=1e9, operations_s=1e12, message_s=1e-5)
@@ -61,10 +61,10 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return found
 
 
-def _meter(clocks: Clocks) -> tuple[Meter, list[Seam]]:
+def _meter(clocks: Clocks) -> tuple[Meter, list[ProbePoint]]:
     names = ("outer", "inner", "task")
     meter = Meter(names, cpu_clock=lambda: clocks.cpu_ns)
-    return meter, [Seam(Parts, name, name) for name in names]
+    return meter, [ProbePoint(Parts, name, name) for name in names]
 
 
 def _spent_ms(meter: Meter) -> dict[str, tuple[int, float, float]]:
@@ -75,8 +75,8 @@ def _spent_ms(meter: Meter) -> dict[str, tuple[int, float, float]]:
 
 def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back(clocks: Clocks) -> None:
     plain = Parts.outer, Parts.inner, Parts.task
-    meter, seams = _meter(clocks)
-    with meter.at(seams):
+    meter, probe_points = _meter(clocks)
+    with meter.at(probe_points):
         assert Parts(clocks).outer() == 2
     assert (Parts.outer, Parts.inner, Parts.task) == plain
     nothing = (0, 0.0, 0.0)
@@ -86,8 +86,8 @@ def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back(clocks:
 
 async def test_meter_counts_a_coroutine_while_it_runs(clocks: Clocks) -> None:
     """Not while it waits; what is raised into it arrives."""
-    meter, seams = _meter(clocks)
-    with meter.at(seams):
+    meter, probe_points = _meter(clocks)
+    with meter.at(probe_points):
         assert await Parts(clocks).task() == 1
         task = asyncio.ensure_future(Parts(clocks).task())
         asyncio.get_running_loop().call_soon(clocks.wait, 20)
@@ -103,7 +103,7 @@ async def test_meter_counts_a_coroutine_while_it_runs(clocks: Clocks) -> None:
 
 
 def test_floors_are_bytes_over_bandwidth_and_operations_over_the_rate() -> None:
-    work = Work(
+    work = LoadWork(
         body_bytes=10**9,
         pixel_bytes=0,
         chunks=100,
@@ -121,7 +121,7 @@ def test_floors_are_bytes_over_bandwidth_and_operations_over_the_rate() -> None:
     assert found["writing"] == pytest.approx(1e-3)
     assert found["model"] == 10, "ten steps read the weights"
     assert floors(work, MACHINE)["vision"] == 0
-    long = Work(
+    long = LoadWork(
         **{name: getattr(work, name) for name in work.__struct_fields__} | {"prompt_tokens": 10**6}
     )
     assert floors(long, MACHINE)["model"] == pytest.approx(1e15 / 1e12, rel=1e-3)
@@ -139,7 +139,7 @@ async def test_profile_shows_every_component_of_server_and_ranks() -> None:
     assert (found.requests, found.output_tokens) == (4, 32)
     assert found.steps >= 8
     assert 0 < found.model_ms < found.step_ms
-    rows: dict[tuple[str, str], Row] = {(row.side, row.component): row for row in found.rows}
+    rows: dict[tuple[str, str], ProfileRow] = {(row.side, row.component): row for row in found.rows}
     for component in ("http", "api", "kernel", "transport", "detokenising", "streaming", "writing"):
         assert rows["server", component].token_us > 0
     for component in ("decoding", "rows", "model", "reporting"):

@@ -9,14 +9,24 @@ import pytest
 
 from tests.unit.bench import idle_plugin
 from vsched.bench.load.shapes import Case
-from vsched.bench.tune.measure import Placement, Trial, choose, orders_of, placements, shares, trial
+from vsched.bench.tune.measure import (
+    Placement,
+    PlacementTrial,
+    choose,
+    measure_placement,
+    orders_of,
+    placements,
+    shares,
+)
 from vsched.config import load_config
 
 
-def _trial(replicas: int, text: float, image: float) -> Trial:
+def _trial(replicas: int, text: float, image: float) -> PlacementTrial:
     placement = Placement(replicas=replicas, threads=1, encode_threads=1)
     rates = {"text": text, "image": image}
-    return Trial(placement=placement, requests_s=rates, runs={k: [v] for k, v in rates.items()})
+    return PlacementTrial(
+        placement=placement, requests_s=rates, runs={k: [v] for k, v in rates.items()}
+    )
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 8])
@@ -65,7 +75,7 @@ async def test_trial_serves_every_load_as_often_as_asked() -> None:
     sets += ["generate.memory.use=pinned", "generate.memory.tokens=65536"]
     config = load_config(None, sets=[*sets, *placement.assignments()], environ={}).config
     done: list[int] = []
-    found = await trial(
+    found = await measure_placement(
         placement,
         config,
         orders_of([Case.TEXT], 2),

@@ -42,14 +42,14 @@ def requests(count: int) -> Workload:
 
 async def calibrated(seconds: float = 20.0) -> tuple[CostModel, list[int]]:
     advances = []
-    async with watched_engine() as (engine, dresser):
-        model = await measure(engine, dresser, seconds, lambda done, _: advances.append(done))
+    async with watched_engine() as (engine, texts):
+        model = await measure(engine, texts, seconds, lambda done, _: advances.append(done))
     return model, advances
 
 
 async def compared(model: CostModel) -> list[Run]:
-    async with watched_engine() as (engine, dresser):
-        comparison = Comparison(engine, model, dresser=dresser)
+    async with watched_engine() as (engine, texts):
+        comparison = Comparison(engine, model, texts=texts)
         await comparison.warm_up(requests(40))
         flood = await comparison.run(comparison.flood_of(requests(40), 5), FLOOD)
         rate = 0.6 * flood.real.requests_s

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from tests.unit.sim.virtual import current
 from vsched.aio.environment import Environment
-from vsched.bench.fidelity.arrivals import Dresser
-from vsched.bench.fidelity.observed_engine import WatchedEngine
+from vsched.bench.fidelity.arrivals import RequestTexts
+from vsched.bench.fidelity.observed_engine import ObservedEngine
 from vsched.config import Config
 from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.kernel.commands import Accept, Command
@@ -51,7 +51,7 @@ def settings() -> Config:
     )
 
 
-class SimulatedDresser(Dresser):
+class SimulatedDresser(RequestTexts):
     """Draws the pictures that simulated encoders know."""
 
     def __init__(self, preprocessor: Preprocessor, world: World) -> None:
@@ -86,7 +86,7 @@ class Accepted:
 @contextlib.asynccontextmanager
 async def watched_engine(
     delays: Delays | None = None, costs: CostModel = COSTS
-) -> AsyncIterator[tuple[WatchedEngine, SimulatedDresser]]:
+) -> AsyncIterator[tuple[ObservedEngine, SimulatedDresser]]:
     """Start an engine whose ranks take the time that a cost model says."""
     loop = current()
     calm = delays or Delays(noise=0.0)
@@ -100,5 +100,5 @@ async def watched_engine(
         open_record=lambda _config, _kernel: Accepted(world),
         now_ns=loop.now_ns,
     )
-    async with WatchedEngine(settings(), environment=around) as engine:
+    async with ObservedEngine(settings(), environment=around) as engine:
         yield engine, SimulatedDresser(engine.preprocessor, world)

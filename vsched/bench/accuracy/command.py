@@ -14,7 +14,7 @@ from vsched.terminal.options import JsonOption, PlotOption, SetOption, new_figur
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vsched.bench.accuracy.measure import Outcome, Report
+    from vsched.bench.accuracy.measure import AccuracyReport, VariantResult
     from vsched.bench.accuracy.variants import Variant
     from vsched.worker.capabilities import Examiner
 
@@ -130,7 +130,7 @@ async def _measure(
     count: int,
     clients: int,
     console: Console,
-) -> Report:
+) -> AccuracyReport:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -171,7 +171,7 @@ async def _measure(
         )
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: AccuracyReport, console: Console) -> None:
     from rich.table import Table
 
     first = report.outcomes[0]
@@ -199,7 +199,7 @@ def _show(report: Report, console: Console) -> None:
         console.print(line)
 
 
-def _cells(one: Outcome) -> list[str]:
+def _cells(one: VariantResult) -> list[str]:
     if one.impossible:
         return [one.name, "not possible"]
     return [
@@ -218,7 +218,7 @@ def _cells(one: Outcome) -> list[str]:
     ]
 
 
-def _show_changes(one: Outcome, console: Console) -> None:
+def _show_changes(one: VariantResult, console: Console) -> None:
     if one.impossible:
         console.print(f"{one.name}: {one.impossible}", markup=False)
     for item in one.changed[:CHANGES_SHOWN]:
@@ -236,7 +236,7 @@ def _brief(answer: str) -> str:
     return repr(answer if len(answer) <= SHOWN_CHARACTERS else answer[:SHOWN_CHARACTERS] + "…")
 
 
-def conclusions(report: Report) -> list[str]:
+def conclusions(report: AccuracyReport) -> list[str]:
     """Return what the figures say, and what they cannot say."""
     from vsched.bench.accuracy.measure import undisturbed
 
@@ -260,7 +260,7 @@ def conclusions(report: Report) -> list[str]:
     return lines
 
 
-def _plot(report: Report, path: Path) -> None:
+def _plot(report: AccuracyReport, path: Path) -> None:
     """Draw accuracy against the most tokens of an image; without a clamp the largest image tells how many."""
     first = report.outcomes[0]
     shown = [first, *(one for one in report.outcomes if one.clamp and not one.impossible)]
@@ -291,5 +291,5 @@ def _plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _most_tokens(one: Outcome) -> int:
+def _most_tokens(one: VariantResult) -> int:
     return one.clamp or one.image_tokens[1]

@@ -32,7 +32,7 @@ ANSWER_S = 600.0
 Advance = Callable[[int], None]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ExamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What came back; `error` says why nothing did."""
 
     text: str = ""
@@ -63,7 +63,7 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
     """An exam under one setting.
 
     Attributes:
@@ -99,7 +99,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return Share(sum(one.right for one in self.tasks), sum(one.total for one in self.tasks))
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AccuracyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` writes."""
 
     model: str
@@ -108,24 +108,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     clients: int
     questions: int
-    outcomes: list[Outcome]
+    outcomes: list[VariantResult]
 
 
 class _Sitting(msgspec.Struct):
     """What one engine gave: answers by pass, in the order of the questions, and its counters after it all."""
 
-    answers: list[list[Answer]]
+    answers: list[list[ExamAnswer]]
     image_tokens: list[int]
     statistics: dict[str, Any]
     seconds: float
 
 
-def is_right(question: Question, answer: Answer) -> bool:
+def is_right(question: Question, answer: ExamAnswer) -> bool:
     """Return whether an answer is the expected one; only white space around it is forgiven."""
     return not answer.error and is_answer(answer.text, question.expected)
 
 
-def grade(questions: Sequence[Question], answers: Sequence[Answer]) -> list[TaskAccuracy]:
+def grade(questions: Sequence[Question], answers: Sequence[ExamAnswer]) -> list[TaskAccuracy]:
     """Return the accuracy of each task, in the order in which they come."""
     marks: dict[str, list[bool]] = {}
     for question, answer in zip(questions, answers, strict=True):
@@ -142,8 +142,8 @@ def grade(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Task
 
 def compare(
     questions: Sequence[Question],
-    reference: Sequence[Answer],
-    passes: Sequence[Sequence[Answer]],
+    reference: Sequence[ExamAnswer],
+    passes: Sequence[Sequence[ExamAnswer]],
 ) -> list[Item]:
     """Return every question that some pass answered other than the reference, to the letter."""
     return [
@@ -154,7 +154,7 @@ def compare(
     ]
 
 
-def _item(question: Question, before: Answer, after: Answer, number: int = 1) -> Item:
+def _item(question: Question, before: ExamAnswer, after: ExamAnswer, number: int = 1) -> Item:
     return Item(
         task=question.task,
         conversation=question.conversation,
@@ -167,12 +167,12 @@ def _item(question: Question, before: Answer, after: Answer, number: int = 1) ->
     )
 
 
-def offenders(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def offenders(outcomes: Sequence[VariantResult]) -> list[VariantResult]:
     """Return the settings that left a question without an answer, or changed one and are no clamp."""
     return [one for one in outcomes if one.failed or (one.changed and not one.clamp)]
 
 
-def undisturbed(report: Report) -> list[Outcome]:
+def undisturbed(report: AccuracyReport) -> list[VariantResult]:
     """Return the settings that should have preempted requests and preempted none: they show nothing."""
     return [
         one for one in report.outcomes if one.starved and not one.impossible and not one.preemptions
@@ -187,7 +187,7 @@ async def measure_accuracy(
     own: Sequence[str] = (),
     clients: int,
     begun: Callable[[Variant, int], Advance],
-) -> Report:
+) -> AccuracyReport:
     """Sit the exam under each setting, over HTTP; the first is what the others are compared with.
 
     `begun` is told each setting and how many answers it will take, and returns what is told of answers that came.
@@ -197,8 +197,8 @@ async def measure_accuracy(
             the model can be shared by, is reported as impossible.
     """
     questions = list(itertools.chain.from_iterable(conversations))
-    outcomes: list[Outcome] = []
-    reference: list[Answer] = []
+    outcomes: list[VariantResult] = []
+    reference: list[ExamAnswer] = []
     longest_tokens = 0
     for variant in variants:
         sets = merged_sets(variant, own, path=path, longest_tokens=longest_tokens)
@@ -215,7 +215,7 @@ async def measure_accuracy(
         except VschedError as error:
             if not reference:
                 raise
-            outcomes.append(Outcome(**facts, impossible=str(error)))
+            outcomes.append(VariantResult(**facts, impossible=str(error)))
             continue
         if not reference:
             reference = sitting.answers[0]
@@ -224,7 +224,7 @@ async def measure_accuracy(
     config = load_config(
         None, sets=merged_sets(variants[0], own, path=path, longest_tokens=0), environ={}
     ).config
-    return Report(
+    return AccuracyReport(
         model=config.model.served_name,
         dtype=config.model.dtype,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -238,12 +238,12 @@ async def measure_accuracy(
 def _outcome(
     facts: dict[str, Any],
     questions: Sequence[Question],
-    reference: Sequence[Answer],
+    reference: Sequence[ExamAnswer],
     sitting: _Sitting,
-) -> Outcome:
+) -> VariantResult:
     first, tokens = sitting.answers[0], sitting.image_tokens
     generate, passes = sitting.statistics["generate"], len(sitting.answers)
-    return Outcome(
+    return VariantResult(
         **facts,
         tasks=grade(questions, first),
         changed=compare(questions, reference, sitting.answers),
@@ -289,9 +289,9 @@ async def _ask_all(
     conversations: Sequence[Sequence[Question]],
     clients: int,
     advance: Advance,
-) -> list[Answer]:
+) -> list[ExamAnswer]:
     """Hold so many conversations at a time, the turns of each in order; return all answers in order."""
-    answers: list[list[Answer]] = [[] for _ in conversations]
+    answers: list[list[ExamAnswer]] = [[] for _ in conversations]
     waiting = iter(zip(conversations, answers, strict=True))
 
     async def hold() -> None:
@@ -313,7 +313,7 @@ class _Desk:
         self._client = client
         self._model = model
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ExamAnswer:
         """Return the answer, or why there is none."""
         body = {
             "model": self._model,
@@ -325,8 +325,8 @@ class _Desk:
         }
         sample = await self._client.chat(msgspec.json.encode(body))
         if sample.error is not None:
-            return Answer(error=sample.error)
-        return Answer(text=sample.text, prompt_tokens=sample.prompt_tokens)
+            return ExamAnswer(error=sample.error)
+        return ExamAnswer(text=sample.text, prompt_tokens=sample.prompt_tokens)
 
 
 def _image_tokens(engine: Engine, conversations: Sequence[Sequence[Question]]) -> list[int]:

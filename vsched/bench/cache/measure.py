@@ -27,7 +27,7 @@ ENCODINGS = ("combined", "chunk-aware")
 ANSWER_TOKENS = 8
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn, medians over the repeats; milliseconds."""
 
     turn: int
@@ -42,11 +42,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     encoding: str
     image_pixels: int
     image_tokens: int
-    turns: list[Turn]
+    turns: list[ConversationTurn]
     answers: list[list[int]]
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityProbe(msgspec.Struct, frozen=True, kw_only=True):
     """How many images a conversation could hold before it was refused, or the most that was tried."""
 
     encoding: str
@@ -55,7 +55,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     served_after: bool
 
 
-class Mixed(msgspec.Struct, frozen=True, kw_only=True):
+class GapsBesideImages(msgspec.Struct, frozen=True, kw_only=True):
     """Inter-token gaps of decoders while another client sends large images; milliseconds."""
 
     decoders: int
@@ -153,7 +153,7 @@ async def measure_conversations(
             image_pixels=image_pixels,
             image_tokens=tokens,
             turns=[
-                Turn(
+                ConversationTurn(
                     turn=turn + 1,
                     images=turn + 1,
                     encode_ms=round(statistics.median(run[turn][0] for run in runs), 2),
@@ -169,7 +169,7 @@ async def measure_conversations(
 
 async def measure_probe(
     settings: Sequence[str], *, encoding: str, image_pixels: int, images_max: int, room: int
-) -> Probe:
+) -> CapacityProbe:
     """Grow a conversation image by image until it is refused, with room for so many embeddings."""
     sets = [*settings, f"encode.encoding.use={encoding}"]
     async with _engine(sets) as engine:
@@ -189,7 +189,7 @@ async def measure_probe(
                 break
             held = count
         asked = await _ask(engine, _prompt(engine, 1), [draw_image(0, image_pixels)], tokens=2)
-    return Probe(
+    return CapacityProbe(
         encoding=encoding, images=held, refusal=refusal, served_after=len(asked.token_ids) == 2
     )
 
@@ -207,7 +207,7 @@ async def measure_same_image(settings: Sequence[str], *, clients: int, image_pix
 
 async def measure_mixed(
     settings: Sequence[str], *, decoders: int, images: int, image_pixels: int, tokens: int
-) -> Mixed:
+) -> GapsBesideImages:
     """Let decoders run while one client sends a request of large images."""
     pictures = [draw_image(index, image_pixels) for index in range(images)]
     async with _engine(settings) as engine:
@@ -227,7 +227,7 @@ async def measure_mixed(
         asked = await asyncio.gather(*running)
         await large
     gaps = sorted(gap for one in asked for gap in one.gaps_ms)
-    return Mixed(
+    return GapsBesideImages(
         decoders=decoders,
         images=images,
         image_tokens=plan.tokens,

@@ -39,7 +39,7 @@ def draw_picture(seed: int, width: int, height: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-class Dresser:
+class RequestTexts:
     """Makes real prompts and pictures for a checkpoint.
 
     Attributes:

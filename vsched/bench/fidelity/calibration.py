@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from vsched.aio.streams.stream import Generation
-from vsched.bench.fidelity.arrivals import Dresser
+from vsched.bench.fidelity.arrivals import RequestTexts
 from vsched.bench.fidelity.measure import Comparison, at_rate, small_requests
-from vsched.bench.fidelity.observed_engine import WatchedEngine
-from vsched.bench.report.machine import Others, describe_machine
+from vsched.bench.fidelity.observed_engine import ObservedEngine
+from vsched.bench.report.machine import OtherLoad, describe_machine
 from vsched.config import Config
 from vsched.engine import Progress
 from vsched.sim.cost.calibration import calibrate, rehearsed
@@ -62,7 +62,7 @@ REHEARSAL_SEED = 4711
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedRequest:
     """A request: tokens of text, tokens of each image, tokens to answer with."""
 
     text: int
@@ -76,12 +76,12 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CalibrationTrial:
     """Requests that are sent at once, or one after the other, while others decode beside them."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[PlannedRequest, ...]
     at_once: bool = True
-    beside: tuple[Ask, ...] = ()
+    beside: tuple[PlannedRequest, ...] = ()
 
     @property
     def cost(self) -> int:
@@ -92,7 +92,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CalibrationLimits:
     """What an engine can take.
 
     Attributes:
@@ -110,7 +110,7 @@ class Limits:
     images: int
     pixel_tokens: int
 
-    def fit(self, asks: Sequence[Ask]) -> bool:
+    def fit(self, asks: Sequence[PlannedRequest]) -> bool:
         """Return whether requests fit, all at once."""
         images = [tokens for ask in asks for tokens in ask.images]
         return (
@@ -123,12 +123,12 @@ class Limits:
         )
 
 
-def limits_of(engine: WatchedEngine, dresser: Dresser) -> Limits:
+def limits_of(engine: ObservedEngine, texts: RequestTexts) -> CalibrationLimits:
     """Return what a started engine can take."""
     config, info = engine.config, engine.info
     generate = engine.statistics()["generate"]
-    pixel_bytes = 4 * info.patch_values * dresser.patches_per_token
-    return Limits(
+    pixel_bytes = 4 * info.patch_values * texts.patches_per_token
+    return CalibrationLimits(
         slots=generate["slots_total"],
         kv_tokens=generate["blocks_total"] * config.generate.block_size,
         context_tokens=info.context_tokens,
@@ -138,16 +138,22 @@ def limits_of(engine: WatchedEngine, dresser: Dresser) -> Limits:
     )
 
 
-def plan_round(limits: Limits, cost_max: float) -> list[Trial]:
+def plan_round(limits: CalibrationLimits, cost_max: float) -> list[CalibrationTrial]:
     """Return the trials of a round, the cheapest first, that cost so much together at most."""
     trials = [
-        Trial((Ask(context, outputs=DECODE_STEPS),) * count)
+        CalibrationTrial((PlannedRequest(context, outputs=DECODE_STEPS),) * count)
         for count in DECODES
         for context in CONTEXTS
     ]
-    trials += [Trial((Ask(length),), at_once=False) for length in PROMPTS]
-    trials += [Trial((Ask(QUESTION, (tokens,)),) * 2, at_once=False) for tokens in IMAGES]
-    trials += [Trial((Ask(QUESTION, (tokens,) * count),)) for count, tokens in BATCHES]
+    trials += [CalibrationTrial((PlannedRequest(length),), at_once=False) for length in PROMPTS]
+    trials += [
+        CalibrationTrial((PlannedRequest(QUESTION, (tokens,)),) * 2, at_once=False)
+        for tokens in IMAGES
+    ]
+    trials += [
+        CalibrationTrial((PlannedRequest(QUESTION, (tokens,) * count),))
+        for count, tokens in BATCHES
+    ]
     chosen, spent = [], 0
     for trial in sorted(trials, key=lambda trial: trial.cost):
         if limits.fit(trial.asks):
@@ -158,32 +164,38 @@ def plan_round(limits: Limits, cost_max: float) -> list[Trial]:
     return chosen + _plan_crowds(limits, chosen)
 
 
-def _plan_crowds(limits: Limits, chosen: Sequence[Trial]) -> list[Trial]:
+def _plan_crowds(
+    limits: CalibrationLimits, chosen: Sequence[CalibrationTrial]
+) -> list[CalibrationTrial]:
     """Return trials in which all images that the others have are prepared and encoded while requests decode."""
     images = {ask.images for trial in chosen for ask in trial.asks if len(ask.images) == 1}
-    asks = tuple(Ask(QUESTION, one) for one in sorted(images) if one[0] >= CROWD_TOKENS_MIN)
+    asks = tuple(
+        PlannedRequest(QUESTION, one) for one in sorted(images) if one[0] >= CROWD_TOKENS_MIN
+    )
     most = min(limits.context_tokens, limits.kv_tokens // 2)
     crowds = []
     for count in CROWD_DECODES:
-        beside = (Ask(QUESTION, outputs=most // count - 2 * QUESTION),) * count
-        crowds += [Trial(asks, at_once=at_once, beside=beside) for at_once in (False, True)]
+        beside = (PlannedRequest(QUESTION, outputs=most // count - 2 * QUESTION),) * count
+        crowds += [
+            CalibrationTrial(asks, at_once=at_once, beside=beside) for at_once in (False, True)
+        ]
     return [crowd for crowd in crowds if crowd.asks and limits.fit((*crowd.asks, *crowd.beside))]
 
 
-class Driver:
+class CalibrationDriver:
     """Sends requests to an engine that is watched.
 
     Attributes:
         requests: How the preparation of those went that came alone.
     """
 
-    def __init__(self, engine: WatchedEngine, dresser: Dresser) -> None:
+    def __init__(self, engine: ObservedEngine, texts: RequestTexts) -> None:
         self.requests: list[ObservedRequest] = []
         self._engine = engine
-        self._dresser = dresser
+        self._dresser = texts
         self._numbers = itertools.count()
 
-    async def run(self, trial: Trial) -> None:
+    async def run(self, trial: CalibrationTrial) -> None:
         """Carry out a trial."""
         calls = [self._dress(ask) for ask in trial.asks]  # which takes a while, so it comes first
         async with self._decoding(trial.beside):
@@ -204,7 +216,7 @@ class Driver:
                     self.requests.append(seen)
 
     @contextlib.asynccontextmanager
-    async def _decoding(self, asks: Sequence[Ask]) -> AsyncIterator[None]:
+    async def _decoding(self, asks: Sequence[PlannedRequest]) -> AsyncIterator[None]:
         """Let requests decode until all is done that happens meanwhile."""
         generations = [await self._engine.generate(**self._dress(ask)) for ask in asks]
         began = [asyncio.Event() for _ in generations]
@@ -226,7 +238,7 @@ class Driver:
         await _read(generation, asyncio.Event())
         return generation
 
-    def _dress(self, ask: Ask) -> dict[str, Any]:
+    def _dress(self, ask: PlannedRequest) -> dict[str, Any]:
         """Return what to call `Engine.generate` with; no two requests have anything in common."""
         number = next(self._numbers)
         name = f"calibration {number}"
@@ -262,24 +274,26 @@ async def run_calibration(
         ConfigError: When what was seen does not tell a cost, as where there are no images.
         GroupLostError: When ranks were lost meanwhile.
     """
-    async with WatchedEngine(config, on_progress=on_progress) as engine:
-        return await measure(engine, Dresser(engine.preprocessor), seconds, advanced)
+    async with ObservedEngine(config, on_progress=on_progress) as engine:
+        return await measure(engine, RequestTexts(engine.preprocessor), seconds, advanced)
 
 
 async def measure(
-    engine: WatchedEngine, dresser: Dresser, seconds: float, advanced: Advanced
+    engine: ObservedEngine, texts: RequestTexts, seconds: float, advanced: Advanced
 ) -> CostModel:
     """Do what `run_calibration` does with an engine that has started, and is idle."""
-    watch, limits, driver = engine.watch, limits_of(engine, dresser), Driver(engine, dresser)
+    watch, limits, driver = engine.watch, limits_of(engine, texts), CalibrationDriver(engine, texts)
     per_second = 0.0
     for _ in range(WARM_UP):
         began_ns = watch.now_ns()
-        warm_up = Trial((Ask(QUESTION, (min(64, limits.item_tokens),), 8),) * 2)
+        warm_up = CalibrationTrial(
+            (PlannedRequest(QUESTION, (min(64, limits.item_tokens),), 8),) * 2
+        )
         await driver.run(warm_up)
         per_second = max(per_second, warm_up.cost * 1e9 / (watch.now_ns() - began_ns + 1))
     rounds_s = seconds * (1 - REHEARSAL_SHARE)
     trials = plan_round(limits, rounds_s / ROUNDS * per_second)
-    others = Others(lambda: engine.rank_pids)
+    others = OtherLoad(lambda: engine.rank_pids)
     rounds_ns = []
     for round_number in range(ROUNDS):
         rounds_ns.append(watch.now_ns())
@@ -291,24 +305,24 @@ async def measure(
         watch.observation(rounds_ns, driver.requests),
         name=engine.model_name,
         source=f"measured at {machine.measured} on {machine.processor}, {machine.cores} cores",
-        pixels_per_patch=dresser.pixels_per_patch,
-        patches_per_token=dresser.patches_per_token,
+        pixels_per_patch=texts.pixels_per_patch,
+        patches_per_token=texts.patches_per_token,
         shape=msgspec.structs.replace(engine.info, path=""),
         kv_tokens=limits.kv_tokens,
         machine=machine,
         cores=machine.cores,
     )
-    return await rehearse(engine, dresser, model, seconds * REHEARSAL_SHARE)
+    return await rehearse(engine, texts, model, seconds * REHEARSAL_SHARE)
 
 
 async def rehearse(
-    engine: WatchedEngine, dresser: Dresser, model: CostModel, seconds: float
+    engine: ObservedEngine, texts: RequestTexts, model: CostModel, seconds: float
 ) -> CostModel:
     """Serve requests of all kinds for so long; return the model with steps that take as long as they did there.
 
     Its first half does not count: whatever comes in a new size then is compiled first.
     """
-    comparison = Comparison(engine, model, dresser=dresser)
+    comparison = Comparison(engine, model, texts=texts)
     requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
     load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
     counts_ns = engine.watch.now_ns() + int(seconds / 2 * 1e9)

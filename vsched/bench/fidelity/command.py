@@ -146,7 +146,7 @@ async def _measure(
     from rich.progress import Progress
 
     from vsched.bench.fidelity.measure import FLOOD, Comparison, at_rate
-    from vsched.bench.fidelity.observed_engine import WatchedEngine
+    from vsched.bench.fidelity.observed_engine import ObservedEngine
 
     runs: list[Run] = []
     with Progress(console=console, transient=True, refresh_per_second=REFRESH_HZ) as progress:
@@ -155,7 +155,7 @@ async def _measure(
         def begin(what: str, load_of: Workload) -> None:
             progress.reset(task, description=what, total=load_of.requests)
 
-        async with WatchedEngine(settings) as engine:
+        async with ObservedEngine(settings) as engine:
             comparison = Comparison(engine, costs, seed=seed)
             await comparison.warm_up(requests)
             capacity = 1.0

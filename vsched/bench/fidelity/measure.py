@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vsched.bench.fidelity.arrivals import Dresser
-from vsched.bench.fidelity.observed_engine import WatchedEngine
-from vsched.bench.report.machine import Others
+from vsched.bench.fidelity.arrivals import RequestTexts
+from vsched.bench.fidelity.observed_engine import ObservedEngine
+from vsched.bench.report.machine import OtherLoad
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.sim.cost.calibration import slower, slowness
@@ -41,7 +41,7 @@ FIRST_TEXT = 1 << 41
 """Numbers of texts that nobody else has."""
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class FidelityRun(msgspec.Struct, frozen=True, kw_only=True):
     """What clients saw, for real or simulated; milliseconds, and requests a second.
 
     `ttft` holds the percentiles from 0 to 100.
@@ -77,10 +77,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     rate: float
     requests: int
-    real: Side
-    simulated: Side
+    real: FidelityRun
+    simulated: FidelityRun
     slowness: dict[str, float]
-    adjusted: Side
+    adjusted: FidelityRun
     others: float
     late_ms: float
 
@@ -89,12 +89,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """Whether all requests were sent at once."""
         return self.load == FLOOD
 
-    def errors(self, side: Side) -> dict[str, float]:
+    def errors(self, side: FidelityRun) -> dict[str, float]:
         """Return how far the figures of a simulation are from the real ones: -0.1 for 10 % too low."""
         real = {name: getattr(self.real, name) for name in LIMITS}
         return {name: getattr(side, name) / one - 1 if one else 0.0 for name, one in real.items()}
 
-    def missed(self, side: Side) -> list[str]:
+    def missed(self, side: FidelityRun) -> list[str]:
         """Return the figures of a simulation that are off by more than they may be."""
         return [name for name, one in self.errors(side).items() if abs(one) > LIMITS[name]]
 
@@ -109,7 +109,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int
 
 
-class Client:
+class TraceClient:
     """Sends a workload to an engine in real time."""
 
     def __init__(self, engine: Engine, now_ns: Callable[[], int]) -> None:
@@ -119,24 +119,26 @@ class Client:
         self._now_ns = now_ns
         self._began_ns = 0
 
-    async def run(self, dresser: Dresser, workload: Workload, advanced: Callable[[], None]) -> None:
+    async def run(
+        self, texts: RequestTexts, workload: Workload, advanced: Callable[[], None]
+    ) -> None:
         """Send all requests and read the answers; turns of a conversation go one after the other."""
         talks: dict[str, list[Arrival]] = {}
         for arrival in workload:
             talks.setdefault(arrival.conversation or arrival.request_id, []).append(arrival)
         pictures = {
-            arrival.request_id: dresser.pictures(arrival)
+            arrival.request_id: texts.pictures(arrival)
             for turns in talks.values()
             for arrival in turns
         }
         self._began_ns = self._now_ns()
         async with asyncio.TaskGroup() as group:
             for turns in talks.values():
-                group.create_task(self._talk(dresser, turns, pictures, advanced))
+                group.create_task(self._talk(texts, turns, pictures, advanced))
 
     async def _talk(
         self,
-        dresser: Dresser,
+        texts: RequestTexts,
         turns: Sequence[Arrival],
         pictures: dict[str, list[str]],
         advanced: Callable[[], None],
@@ -148,7 +150,7 @@ class Client:
             if replies:
                 due_ns = max(due_ns, ended_ns + arrival.think_ns)
             await asyncio.sleep((due_ns - self._since_ns()) / 1e9)
-            call = dresser.call(arrival, pictures[arrival.request_id], replies)
+            call = texts.call(arrival, pictures[arrival.request_id], replies)
             replies.append(await self._ask(call, due_ns))
             ended_ns = self._since_ns()
             advanced()
@@ -176,7 +178,7 @@ class Client:
         )
         return token_ids
 
-    def side(self) -> Side:
+    def side(self) -> FidelityRun:
         """Return the figures."""
         seen = self.seen
         ttft = [(one.first_ns - one.planned_ns) / 1e6 for one in seen]
@@ -186,7 +188,7 @@ class Client:
             if one.outputs > 1
         ]
         first_ns = min(one.planned_ns for one in seen)
-        return Side(
+        return FidelityRun(
             finished=len(seen),
             failed=dict(self.failed),
             ttft_p50=_share(ttft, 50),
@@ -202,12 +204,12 @@ def _share(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else 0.0
 
 
-def side_of(outcome: SimulationOutcome) -> Side:
+def side_of(outcome: SimulationOutcome) -> FidelityRun:
     """Return the figures of a simulation."""
     figures = outcome.figures
     points = outcome.cdf["ttft"]
     shares = [share * 100 for _, share in points]
-    return Side(
+    return FidelityRun(
         finished=figures.finished,
         failed=figures.failed,
         ttft_p50=figures.ttft_ms.p50,
@@ -224,24 +226,24 @@ class Comparison:
 
     def __init__(
         self,
-        engine: WatchedEngine,
+        engine: ObservedEngine,
         cost: CostModel,
         *,
         seed: int = 0,
-        dresser: Dresser | None = None,
+        texts: RequestTexts | None = None,
     ) -> None:
         self._engine = engine
         self._cost = cost
         self._seed = seed
         self._now_ns = engine.watch.now_ns
-        self._dresser = dresser or Dresser(engine.preprocessor)
+        self._dresser = texts or RequestTexts(engine.preprocessor)
         blocks: int = engine.statistics()["generate"]["blocks_total"]
         self._kv_tokens = blocks * engine.config.generate.block_size
         self._runs = 0
 
     async def warm_up(self, workload: Workload) -> None:
         """Send the first requests of a workload once, one after the other."""
-        client = Client(self._engine, self._now_ns)
+        client = TraceClient(self._engine, self._now_ns)
         for arrival in self._own(workload.first(WARM_UP)):
             await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
 
@@ -280,7 +282,10 @@ class Comparison:
         """Run a workload for real, then simulate it."""
         own = self._own(workload)
         fitted = workload_of(workload.name, own)
-        client, others = Client(self._engine, self._now_ns), Others(lambda: self._engine.rank_pids)
+        client, others = (
+            TraceClient(self._engine, self._now_ns),
+            OtherLoad(lambda: self._engine.rank_pids),
+        )
         began_ns = self._now_ns()
         await client.run(self._dresser, fitted, advanced)
         busy = others.cores()

@@ -35,7 +35,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Watch:
+class EngineObserver:
     """Notes what happens in an engine, as it happens.
 
     Attributes:
@@ -151,10 +151,10 @@ def _generate_sample(
     )
 
 
-class WatchedThreads(ThreadPoolExecutor):
+class ObservedThreads(ThreadPoolExecutor):
     """Threads that note when they are at work."""
 
-    def __init__(self, threads: int, watch: Watch) -> None:
+    def __init__(self, threads: int, watch: EngineObserver) -> None:
         super().__init__(threads, thread_name_prefix="media")
         self._watch = watch
 
@@ -177,7 +177,7 @@ class WatchedThreads(ThreadPoolExecutor):
         return super().submit(run)
 
 
-class WatchedEngine(Engine):
+class ObservedEngine(Engine):
     """Serves as `Engine` does; `watch` knows what its ranks and threads did."""
 
     def __init__(
@@ -188,7 +188,7 @@ class WatchedEngine(Engine):
         environment: Environment | None = None,
     ) -> None:
         around = environment or Environment()
-        watch = self.watch = Watch(around.now_ns)
+        watch = self.watch = EngineObserver(around.now_ns)
 
         def open_record(config: Config, kernel: Scheduler) -> Recorder:
             watch.recorder = around.open_record(config, kernel)
@@ -197,7 +197,7 @@ class WatchedEngine(Engine):
         def make_media(
             preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
         ) -> MediaPipeline:
-            threads = WatchedThreads(settings.threads, watch)
+            threads = ObservedThreads(settings.threads, watch)
             return MediaPipeline(preprocessor, store, settings, executor=threads)
 
         watched = dataclasses.replace(around, open_record=open_record)

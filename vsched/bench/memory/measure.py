@@ -29,7 +29,7 @@ OUTPUT_TOKENS = 8
 FILLER_TOKENS = 64
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class MemorySample(msgspec.Struct, frozen=True, array_like=True):
     """Private memory of the rank that holds most, after so many seconds; bytes."""
 
     seconds: float
@@ -52,7 +52,7 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
     refusals: dict[str, int] = {}
     lost: dict[str, int] = {}
     losses: int = 0
-    samples: list[Sample] = []
+    samples: list[MemorySample] = []
 
     @property
     def kept_its_promise(self) -> bool:
@@ -76,7 +76,7 @@ async def measure_memory(
     outcomes: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
-    samples: list[Sample] = []
+    samples: list[MemorySample] = []
     try:
         async with engine:
             start_s = time.perf_counter() - started_s
@@ -215,7 +215,7 @@ def _with_images(images: Sequence[str]) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def _sampled(engine: Engine, samples: list[Sample]) -> AsyncIterator[set[int]]:
+async def _sampled(engine: Engine, samples: list[MemorySample]) -> AsyncIterator[set[int]]:
     """Sample the memory of the ranks; yields the ids of all rank processes seen."""
     started_s = time.perf_counter()
     pids: set[int] = set()
@@ -224,7 +224,7 @@ async def _sampled(engine: Engine, samples: list[Sample]) -> AsyncIterator[set[i
         while True:
             pids.update(engine.rank_pids)
             held = max((_private_bytes(pid) for pid in engine.rank_pids), default=0)
-            samples.append(Sample(round(time.perf_counter() - started_s, 2), held))
+            samples.append(MemorySample(round(time.perf_counter() - started_s, 2), held))
             await asyncio.sleep(SAMPLE_S)
 
     task = asyncio.create_task(sample())

@@ -23,7 +23,7 @@ from vsched.terminal.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vsched.bench.profile.measure import Profile, Row
+    from vsched.bench.profile.measure import Profile, ProfileRow
 
 REQUESTS_EACH = 2
 LABELLED_SHARE = 0.05
@@ -110,12 +110,12 @@ def _show(found: Profile, console: Console) -> None:
         f"One core moves {machine.bytes_s / 1e9:.1f} GB/s, multiplies at {machine.operations_s / 1e9:.0f} "
         f"GFLOP/s and sends a message in {machine.message_s * 1e6:.1f} µs. "
         f"The server has {found.server_resident_bytes / (1 << 20):.0f} MiB resident. "
-        f"Others kept {found.others:.1f} cores busy.",
+        f"OtherLoad kept {found.others:.1f} cores busy.",
         highlight=False,
     )
 
 
-def _gap(row: Row) -> str:
+def _gap(row: ProfileRow) -> str:
     if row.floor_us is None or row.floor_us <= 0 or row.token_us <= 0:
         return ""
     return f"{row.token_us / row.floor_us:,.1f} x"

@@ -39,7 +39,7 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     message_s: float
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class LoadWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a load asked for, in all; what its components have to move and to compute at least.
 
     Attributes:
@@ -71,7 +71,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     tower_bytes: int = 0
 
 
-def floors(work: Work, machine: MachineRates) -> dict[str, float]:
+def floors(work: LoadWork, machine: MachineRates) -> dict[str, float]:
     """Return the least seconds that each component needs for the whole load; those without a bound are left out."""
     parameters = work.weight_bytes / work.itemsize
     tokens = work.prompt_tokens + work.output_tokens

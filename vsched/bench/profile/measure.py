@@ -1,8 +1,8 @@
 """Where the time of a served load goes, component by component, next to what each cannot cost less than.
 
-The real server runs in this process, its ranks and the clients in their own. Clocks stand at the seams between
-components while it runs (see `profile_meter`); CPU time is the system's. A clock costs 0.2 µs at a seam within another
-and two at an outermost one, so what is entered for every token is shown a little dearer than it is.
+The real server runs in this process, its ranks and the clients in their own. Clocks stand at the probe points between
+components while it runs (see `profile_meter`); CPU time is the system's. A clock costs 0.2 µs at a probe point within
+another and two at an outermost one, so what is entered for every token is shown a little dearer than it is.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vsched.api.server import running_server
 from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
 from vsched.bench.load.generator import draw
 from vsched.bench.profile import rank as profile_rank
-from vsched.bench.profile.floors import MachineRates, Work, floors, measure_machine
+from vsched.bench.profile.floors import LoadWork, MachineRates, floors, measure_machine
 from vsched.bench.profile.load_process import LoadOrder
-from vsched.bench.profile.meter import OUTSIDE, Meter, Seam, Spent, read_cells
-from vsched.bench.report.machine import TICK_S, Others
+from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, TimeSpent, read_cells
+from vsched.bench.report.machine import TICK_S, OtherLoad
 from vsched.bench.report.summary import Figures
 from vsched.config import Config
 from vsched.engine import Engine, Progress
@@ -53,20 +53,20 @@ COMPONENTS = (
     "writing",
 )
 SEAMS = (
-    Seam(HttpToolsProtocol, "data_received", "http"),
-    Seam(RequestResponseCycle, "run_asgi", "http"),
-    Seam(CompletionEndpoint, "__call__", "api"),
-    Seam(Measurer, "measure", "preprocessing"),
-    Seam(fills, "process", "preprocessing"),
-    Seam(Scheduler, "handle", "kernel"),
-    Seam(Shell, "handle", "shell"),
-    Seam(WorkerGroup, "decide", "transport"),
-    Seam(LeaderLink, "read", "transport"),
-    Seam(StreamTable, "emit", "detokenising"),
-    Seam(StreamTable, "finish", "detokenising"),
-    Seam(StreamTable, "_deliver", "streaming"),
-    Seam(CompletionEndpoint, "_stream", "streaming"),
-    Seam(Exchange, "send_event_nowait", "writing"),
+    ProbePoint(HttpToolsProtocol, "data_received", "http"),
+    ProbePoint(RequestResponseCycle, "run_asgi", "http"),
+    ProbePoint(CompletionEndpoint, "__call__", "api"),
+    ProbePoint(Measurer, "measure", "preprocessing"),
+    ProbePoint(fills, "process", "preprocessing"),
+    ProbePoint(Scheduler, "handle", "kernel"),
+    ProbePoint(Shell, "handle", "shell"),
+    ProbePoint(WorkerGroup, "decide", "transport"),
+    ProbePoint(LeaderLink, "read", "transport"),
+    ProbePoint(StreamTable, "emit", "detokenising"),
+    ProbePoint(StreamTable, "finish", "detokenising"),
+    ProbePoint(StreamTable, "_deliver", "streaming"),
+    ProbePoint(CompletionEndpoint, "_stream", "streaming"),
+    ProbePoint(Exchange, "send_event_nowait", "writing"),
 )
 PREPROCESSOR_METHODS = ("render", "tokenize", "expand")
 EVENT_LOOP = "event loop"
@@ -74,7 +74,7 @@ OTHER_THREADS = "other threads"
 _START_POLL_S = 0.005
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileRow(msgspec.Struct, frozen=True, kw_only=True):
     """One component of one side: `server` or `ranks`. CPU time, in microseconds.
 
     `share` is that of a core; `floor_us` is for a token, None where nothing bounds it from below.
@@ -110,7 +110,7 @@ class Profile(msgspec.Struct, kw_only=True):
     server_resident_bytes: int
     others: float
     machine: MachineRates
-    rows: list[Row]
+    rows: list[ProfileRow]
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -123,12 +123,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     threads_s: float
 
 
-class Window(msgspec.Struct, frozen=True):
+class ProfileWindow(msgspec.Struct, frozen=True):
     """What was spent between two snapshots."""
 
     wall_s: float
-    server: dict[str, Spent]
-    ranks: dict[str, Spent]
+    server: dict[str, TimeSpent]
+    ranks: dict[str, TimeSpent]
     loop_s: float
     threads_s: float
     others: float
@@ -152,12 +152,12 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
                 config, on_progress=on_progress, environment=around
             ) as running:
                 engine = running.engine
-                seams = [
-                    Seam(type(engine.preprocessor), method, "preprocessing")
+                probe_points = [
+                    ProbePoint(type(engine.preprocessor), method, "preprocessing")
                     for method in PREPROCESSOR_METHODS
                 ]
                 sent = msgspec.structs.replace(order, url=running.url, model=engine.model_name)
-                with meter.at(seams):
+                with meter.at(probe_points):
                     window, figures = await _measure(sent, meter, engine, folder)
                 work = _work(order, engine, figures, window)
                 resident = int(engine.statistics()["memory"]["engine_resident"])
@@ -166,14 +166,14 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
 
 async def _measure(
     order: LoadOrder, meter: Meter, engine: Engine, folder: Path
-) -> tuple[Window, Figures]:
+) -> tuple[ProfileWindow, Figures]:
     async with ready_clients(order) as process:
         begun = _http_calls(meter)
         begin_clients(process)
         while _http_calls(meter) == begun:  # noqa: ASYNC110 - a server that is measured tells nobody
             await asyncio.sleep(_START_POLL_S)
         before = _snapshot(meter, engine, folder)
-        others = Others(lambda: [*engine.rank_pids, process.pid])
+        others = OtherLoad(lambda: [*engine.rank_pids, process.pid])
         figures = await figures_of(process)
         after = _snapshot(meter, engine, folder)
         cores = others.cores()
@@ -196,12 +196,12 @@ def _snapshot(meter: Meter, engine: Engine, folder: Path) -> Snapshot:
     )
 
 
-def _window(meter: Meter, before: Snapshot, after: Snapshot, others: float) -> Window:
+def _window(meter: Meter, before: Snapshot, after: Snapshot, others: float) -> ProfileWindow:
     server, ranks = (
         [late - early for late, early in zip(ends, starts, strict=True)]
         for ends, starts in ((after.server, before.server), (after.ranks, before.ranks))
     )
-    return Window(
+    return ProfileWindow(
         wall_s=after.at_s - before.at_s,
         server=read_cells(meter.names, server),
         ranks=read_cells(profile_rank.NAMES, ranks),
@@ -217,7 +217,7 @@ def _other_threads_s() -> float:
     return max(own.user + own.system - time.thread_time(), 0.0) // TICK_S * TICK_S
 
 
-def _work(order: LoadOrder, engine: Engine, figures: Figures, window: Window) -> Work:
+def _work(order: LoadOrder, engine: Engine, figures: Figures, window: ProfileWindow) -> LoadWork:
     info, plan = engine.info, order.plan()
     # Bodies of other seeds are as long.
     (messages,) = draw(replace(plan, sessions=1)).sessions[0]
@@ -231,7 +231,7 @@ def _work(order: LoadOrder, engine: Engine, figures: Figures, window: Window) ->
         group.partition("-")[0]: sum(rank.get("weights", 0) for rank in ranks.values())
         for group, ranks in engine.statistics()["ranks"].items()
     }
-    return Work(
+    return LoadWork(
         body_bytes=body_bytes,
         pixel_bytes=decoded_bytes + patches * info.patch_values * 4,
         chunks=window.server["writing"].calls,
@@ -249,9 +249,9 @@ def _work(order: LoadOrder, engine: Engine, figures: Figures, window: Window) ->
 
 
 def _profile(
-    window: Window,
+    window: ProfileWindow,
     figures: Figures,
-    work: Work,
+    work: LoadWork,
     machine: MachineRates,
     resident: int,
 ) -> Profile:
@@ -261,7 +261,7 @@ def _profile(
     server = _server_s(window)
     ranks = {name: one.cpu_ns / 1e9 for name, one in spent.items() if one.cpu_ns > 0}
     rows = [
-        Row(
+        ProfileRow(
             side=side,
             component=component,
             request_us=seconds / requests * 1e6,
@@ -291,7 +291,7 @@ def _profile(
     )
 
 
-def _server_s(window: Window) -> Mapping[str, float]:
+def _server_s(window: ProfileWindow) -> Mapping[str, float]:
     """Return the seconds of each component; what no clock saw is the event loop's, or that of other threads."""
     seconds = {name: one.cpu_ns / 1e9 for name, one in window.server.items() if name != OUTSIDE}
     # Threads are there for preprocessing, whose clocks count them; the rest of their time is ZeroMQ's.

@@ -1,8 +1,8 @@
-"""Where the time of a process goes, by component: clocks at the seams between them.
+"""Where the time of a process goes, by component: clocks at the probe points between them.
 
-A seam is a function or method that is wrapped while a profile runs and put back afterwards, so that nothing is left in
-the code that serves. Time belongs to the innermost seam: entering one stops the clock of the one around it. A coroutine
-counts while it runs, not while it waits. What lies in no seam is counted as `outside`.
+A probe point is a function or method that is wrapped while a profile runs and put back afterwards, so that nothing is
+left in the code that serves. Time belongs to the innermost probe point: entering one stops the clock of the one
+around it. A coroutine counts while it runs, not while it waits. What lies in no probe point is counted as `outside`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 OUTSIDE = "outside"
 
 
-class Seam(NamedTuple):
+class ProbePoint(NamedTuple):
     """A function of a class or module, by its name there, and the component that it is the way into."""
 
     owner: Any
@@ -26,7 +26,7 @@ class Seam(NamedTuple):
     component: str
 
 
-class Spent(NamedTuple):
+class TimeSpent(NamedTuple):
     """What one component has cost."""
 
     calls: int
@@ -54,7 +54,7 @@ class _Laps:
         self.cells[self.outer_row + before] += wall - self.wall_at
         self.wall_at, self.now = wall, place
         if not (before and place):
-            # Into the first seam, or out of the last: the system's clock is dear, and only read here.
+            # Into the first probe point, or out of the last: the system's clock is dear, and only read here.
             cpu = self.cpu_clock()
             self.cells[self.width + self.outer] += cpu - self.cpu_at
             self.cpu_at, self.outer = cpu, place
@@ -127,11 +127,13 @@ class Meter:
         return timed
 
     @contextmanager
-    def at(self, seams: Sequence[Seam]) -> Iterator[None]:
-        """Count at these seams until the context ends."""
-        kept = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in seams]
+    def at(self, probe_points: Sequence[ProbePoint]) -> Iterator[None]:
+        """Count at these probe points until the context ends."""
+        kept = [
+            (owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in probe_points
+        ]
         try:
-            for owner, name, component in seams:
+            for owner, name, component in probe_points:
                 self.install(owner, name, component)
             yield
         finally:
@@ -139,7 +141,7 @@ class Meter:
                 setattr(owner, name, function)
 
     def install(self, owner: Any, name: str, component: str) -> None:
-        """Count at this seam from now on."""
+        """Count at this probe point from now on."""
         setattr(owner, name, self.wrap(getattr(owner, name), component))
 
 
@@ -177,7 +179,7 @@ def cell_count(width: int) -> int:
     return width * (2 + width)
 
 
-def read_cells(names: Sequence[str], cells: Sequence[int]) -> dict[str, Spent]:
+def read_cells(names: Sequence[str], cells: Sequence[int]) -> dict[str, TimeSpent]:
     """Return what each component has cost.
 
     The cells are the calls of each component; the CPU time of each while it was the outermost; and then, for each as
@@ -193,5 +195,5 @@ def read_cells(names: Sequence[str], cells: Sequence[int]) -> dict[str, Spent]:
             if total > 0:
                 cpus[place] += cells[width + outer] * wall / total
     return {
-        name: Spent(cells[place], walls[place], cpus[place]) for place, name in enumerate(names)
+        name: TimeSpent(cells[place], walls[place], cpus[place]) for place, name in enumerate(names)
     }

@@ -1,7 +1,7 @@
 """A rank that shows where its time goes: `python -m vsched.bench.profile.rank FOLDER`.
 
-It is a rank like any other, with clocks at its seams. They lie in a file of the folder, named by the process id, which
-whoever takes the profile may read at any time.
+It is a rank like any other, with clocks at its probe points. They lie in a file of the folder, named by the process
+id, which whoever takes the profile may read at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vsched import rank
-from vsched.bench.profile.meter import OUTSIDE, Meter, Seam, cell_count
+from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, cell_count
 from vsched.transport.zmq_link import RankLink
 from vsched.wire import FollowerLog
 from vsched.worker.encode_rank import EncodeRank
@@ -26,13 +26,13 @@ from vsched.worker.member import Member
 COMPONENTS = ("waiting", "decoding", "rows", "model", "sampling", "vision", "reporting")
 NAMES = (OUTSIDE, *COMPONENTS)
 SEAMS = (
-    Seam(RankLink, "receive", "waiting"),
-    Seam(rank, "wait_readable", "waiting"),
-    Seam(FollowerLog, "accept", "decoding"),
-    Seam(Member, "report", "reporting"),
-    Seam(GenerateRank, "apply", "rows"),
-    Seam(EncodeRank, "apply", "rows"),
-    Seam(EncodeRank, "go_on", "rows"),
+    ProbePoint(RankLink, "receive", "waiting"),
+    ProbePoint(rank, "wait_readable", "waiting"),
+    ProbePoint(FollowerLog, "accept", "decoding"),
+    ProbePoint(Member, "report", "reporting"),
+    ProbePoint(GenerateRank, "apply", "rows"),
+    ProbePoint(EncodeRank, "apply", "rows"),
+    ProbePoint(EncodeRank, "go_on", "rows"),
 )
 _ITEM_BYTES = 8
 

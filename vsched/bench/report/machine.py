@@ -21,7 +21,7 @@ PROCESSOR = Path("/proc/cpuinfo")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Others:
+class OtherLoad:
     """Tells how many cores other programs, and the host of a virtual machine, have kept busy since it was made."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:

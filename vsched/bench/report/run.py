@@ -22,7 +22,7 @@ PIPE_COLUMNS = 160
 _CLIENT_CPU_MAX = 0.7
 
 
-class Report(msgspec.Struct, kw_only=True):
+class LoadReport(msgspec.Struct, kw_only=True):
     """What `--json` writes."""
 
     label: str
@@ -45,7 +45,7 @@ async def measure(
     model: str,
     label: str,
     fixed_length: bool,
-) -> Report:
+) -> LoadReport:
     """Run the plans against a model, the server's first where none is named.
 
     Raises:
@@ -60,7 +60,7 @@ async def measure(
 
     results = await run_plans(client, plans, body)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(label=label, url=url, model=name, created=created, results=results)
+    return LoadReport(label=label, url=url, model=name, created=created, results=results)
 
 
 async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) -> list[Figures]:
@@ -80,7 +80,7 @@ async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) 
     return results
 
 
-def write_report(report: Report, path: Path | None) -> None:
+def write_report(report: LoadReport, path: Path | None) -> None:
     """Print the tables and write the figures to `path`; `-` is standard output, and tables then go to the other."""
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     to_stdout = path is not None and str(path) == "-"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vsched.bench.tune.measure import Trial
+    from vsched.bench.tune.measure import PlacementTrial
 
 CASES = (Case.TEXT, Case.IMAGE)
 
@@ -52,14 +52,14 @@ def tune(
     configs = [load(config, [*base, *way.assignments()]).config for way in ways]
     forgo_models(configs[0])
     total = repeats * len(orders)
-    trials: list[Trial] = []
+    trials: list[PlacementTrial] = []
     for way, settings in zip(ways, configs, strict=True):
         console.print(f"{len(trials) + 1} of {len(ways)}: {' '.join(way.assignments())}")
         with (
             loading_progress(console) as report,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            running = bench.trial(
+            running = bench.measure_placement(
                 way,
                 settings,
                 orders,
@@ -78,7 +78,7 @@ def tune(
         console.print(f"JSON: {out}")
 
 
-def _show(trials: Sequence[Trial], best: Trial, console: Console) -> None:
+def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Console) -> None:
     from rich.table import Table
 
     from vsched.bench.tune.measure import shares

@@ -63,7 +63,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
         )
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementTrial(msgspec.Struct, frozen=True, kw_only=True):
     """What a way of sharing has served: by case the requests a second, a median of the runs, and each run's."""
 
     placement: Placement
@@ -92,7 +92,7 @@ def placements(cores: int, *, together: bool) -> list[Placement]:
     return sorted(found)
 
 
-async def trial(
+async def measure_placement(
     placement: Placement,
     config: Config,
     orders: Sequence[LoadOrder],
@@ -100,7 +100,7 @@ async def trial(
     repeats: int,
     on_progress: Progress,
     on_run: Callable[[int], None],
-) -> Trial:
+) -> PlacementTrial:
     """Serve all loads with one placement, which `config` has; their addresses are filled in.
 
     `on_run` is told after each run how many there were.
@@ -122,10 +122,10 @@ async def trial(
                 runs[order.case.value].append(figures.requests_s)
                 on_run(sum(map(len, runs.values())))
     medians = {case: statistics.median(rates) for case, rates in runs.items()}
-    return Trial(placement=placement, requests_s=medians, runs=runs)
+    return PlacementTrial(placement=placement, requests_s=medians, runs=runs)
 
 
-def shares(trials: Sequence[Trial]) -> list[float]:
+def shares(trials: Sequence[PlacementTrial]) -> list[float]:
     """Return what each has served as a share of the best of each case, a geometric mean over cases."""
     best = {case: max(one.requests_s[case] for one in trials) for case in trials[0].requests_s}
     return [_share(one.requests_s, best) for one in trials]
@@ -136,7 +136,7 @@ def _share(rates: Mapping[str, float], best: Mapping[str, float]) -> float:
     return math.exp(statistics.fmean(logs))
 
 
-def choose(trials: Sequence[Trial]) -> Trial:
+def choose(trials: Sequence[PlacementTrial]) -> PlacementTrial:
     """Return the best, or one that is as good but for noise: with fewer replicas or threads, or separate."""
     found = shares(trials)
     enough = max(found) * (1 - CLOSE)
