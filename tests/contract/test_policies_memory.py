@@ -16,7 +16,7 @@ from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import AcceptBuild, Attempt, Build, Fail, MemoryPolicy, Probe
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 

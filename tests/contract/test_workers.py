@@ -13,9 +13,9 @@ import pytest
 from tests.unit.rank import fake_plugin
 from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
 from vsched.errors import DeviceOutOfMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from vsched.sim.cluster.images import Appearance
-from vsched.sim.cluster.model import ROOT
 from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
-from vsched.sim.cluster.workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.symbolic_model import ROOT
+from vsched.sim.ranks.symbolic_workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
+from vsched.sim.workload.images import Appearance
+from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage, sample_images
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
 from vsched.types import MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.sim.cluster import SimulationFailed, draw_scenario
+from vsched.sim.cluster import draw_scenario
 from vsched.sim.cluster.scenario import play
+from vsched.sim.invariants import SimulationFailed
 from vsched.testing.plugin import SimCase
 
 

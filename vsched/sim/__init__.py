@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     )
     from vsched.sim.fast.fault_plans import troubles_of
     from vsched.sim.fast.faults import EncodeFault, Outage, Pause, Slowness
-    from vsched.sim.fast.outcome import SimulationOutcome
+    from vsched.sim.fast.metrics import SimulationOutcome, Targets
     from vsched.sim.fast.run import simulate
-    from vsched.sim.fast.simulation import SimulationFailed
     from vsched.sim.faults.injection import Injector
     from vsched.sim.faults.plan import FaultPlan, random_plan
+    from vsched.sim.invariants import SimulationFailed
     from vsched.sim.loop.deadlock import VirtualDeadlock
     from vsched.sim.loop.virtual_loop import VirtualLoop
     from vsched.sim.network.asgi_client import AsgiClient
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vsched.sim.network.links import Network
     from vsched.sim.report.comparison import comparison, write_csv, write_json
     from vsched.sim.report.html import render_html
-    from vsched.sim.report.metrics import Targets
     from vsched.sim.workload.generators import generate_workload
     from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
     from vsched.sim.workload.traces import TraceError, load_trace, save_trace
@@ -98,13 +97,13 @@ _MODULES = {
     "LinkProfile": "vsched.sim.network.channel",
     "Network": "vsched.sim.network.links",
     "Outage": "vsched.sim.fast.faults",
-    "SimulationOutcome": "vsched.sim.fast.outcome",
+    "SimulationOutcome": "vsched.sim.fast.metrics",
     "Pause": "vsched.sim.fast.faults",
     "Reply": "vsched.sim.workload.requests",
     "SimEngine": "vsched.sim.cluster",
-    "SimulationFailed": "vsched.sim.fast.simulation",
+    "SimulationFailed": "vsched.sim.invariants",
     "Slowness": "vsched.sim.fast.faults",
-    "Targets": "vsched.sim.report.metrics",
+    "Targets": "vsched.sim.fast.metrics",
     "Text": "vsched.sim.workload.requests",
     "TraceError": "vsched.sim.workload.traces",
     "VirtualDeadlock": "vsched.sim.loop.deadlock",

@@ -2,12 +2,12 @@
 
 When such a test fails, its report says what repeats it: the seed, the commit, the plan of its faults, and the command.
 
-Every run of pytest in an environment with vsched imports this module, so it imports nothing that takes time.
+Every run of pytest in an environment with vsched imports this module. So it imports pytest and what pytest has
+imported already; the rest is imported when a test uses a fixture or the marker.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import random
@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import asyncio
+
     from vsched.config import Config
     from vsched.sim.cluster import SimEngine
     from vsched.sim.faults.plan import FaultPlan
     from vsched.sim.loop.virtual_loop import VirtualLoop
     from vsched.sim.workload.requests import Arrival
 
-LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
+    LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
 
 _MARKER = (
     "sim(seeds=...): run the test on a virtual clock, with seeds (a number of them, or which) once for each, in which "
@@ -159,7 +161,11 @@ def pytest_asyncio_loop_factories(
     cases = _cases(config, item)
     if cases is not None:
         return {f"seed{one.seed}": one for one in cases}
-    return usual or {"asyncio": asyncio.new_event_loop}
+    if usual:
+        return usual
+    import asyncio
+
+    return {"asyncio": asyncio.new_event_loop}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

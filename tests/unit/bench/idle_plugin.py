@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,

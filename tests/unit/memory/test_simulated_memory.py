@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 
 if TYPE_CHECKING:
     from vsched.worker.memory import DeviceMemory

@@ -12,7 +12,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.wire import Entry, FollowerLog
 from vsched.worker.contract import (

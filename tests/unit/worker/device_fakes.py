@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
 from vsched.worker.profiling_run import Load

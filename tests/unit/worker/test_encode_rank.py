@@ -11,7 +11,7 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import Extent
 from vsched.wire import EncodeResult, Paused
 from vsched.worker.contract import EncodeJob

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.worker.device_fakes import MIB, SimulatedEncoder, model_info
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker import kv_sizing as sizing
 from vsched.worker import memory

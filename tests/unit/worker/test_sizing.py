@@ -11,7 +11,7 @@ from tests.unit.worker.device_fakes import (
     SimulatedGenerator,
     model_info,
 )
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
 from vsched.worker.kv_sizing import KvSizing
 

@@ -15,7 +15,7 @@ from tests.unit.worker.device_fakes import (
     model_info,
 )
 from vsched.kernel.limits import SchedulerLimits
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
 from vsched.worker.profiling_run import Load, beside_decodes, heap, image_for, spread, stress

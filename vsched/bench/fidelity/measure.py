@@ -23,7 +23,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.sim.cost.calibration import slower, slowness
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.workload.generators import independent, poisson
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vsched.config import Config, LoadedConfig
     from vsched.sim.cost.model import CostModel
     from vsched.sim.fast.faults import Outage, Trouble
-    from vsched.sim.fast.outcome import SimulationOutcome
+    from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.simulation import EventObserver, OnRequests
     from vsched.sim.workload.requests import Workload
 
@@ -60,7 +60,7 @@ def simulate(
         run_swarm(swarm, seed=seed, faults=faults)
         return
     from vsched.sim.cost.model import load_cost_model
-    from vsched.sim.report.metrics import Targets
+    from vsched.sim.fast.metrics import Targets
     from vsched.sim.setup import inspect_checkpoint
 
     named = _configs(config, assignments)

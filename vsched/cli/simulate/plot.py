@@ -10,7 +10,7 @@ from vsched.sim.report.svg import colour
 from vsched.terminal.options import new_figure
 
 if TYPE_CHECKING:
-    from vsched.sim.fast.outcome import SimulationOutcome
+    from vsched.sim.fast.metrics import SimulationOutcome
 
 QUANTILES = ("p50", "p95", "p99")
 

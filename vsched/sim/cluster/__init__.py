@@ -3,8 +3,7 @@
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
-from vsched.sim.cluster.world import Delays, World
-from vsched.sim.fast.simulation import SimulationFailed
+from vsched.sim.world import Delays, World
 
 __all__ = [
     "ClientBehaviour",
@@ -13,7 +12,6 @@ __all__ = [
     "Scenario",
     "ScenarioReport",
     "SimEngine",
-    "SimulationFailed",
     "World",
     "draw_scenario",
     "groups_of",

@@ -13,12 +13,12 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
-from vsched.sim.cluster import images
-from vsched.sim.cluster.model import IMAGE_TOKEN, answer
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.plan import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
+from vsched.sim.ranks.symbolic_model import IMAGE_TOKEN, answer
+from vsched.sim.workload import images
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, text_tokens
+from vsched.sim.world import World
 from vsched.types import MediaItem, Request, SamplingParams
 
 PHASES: dict[KernelPhase, RequestPhase] = {

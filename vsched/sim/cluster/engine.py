@@ -27,21 +27,21 @@ from vsched.config.sections import (
 )
 from vsched.engine import Engine
 from vsched.kernel import Scheduler
-from vsched.sim.checks import whole_run as checks
+from vsched.sim.cluster import run_checks
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.model import FIRST_TOKEN, TOKENS
 from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
-from vsched.sim.cluster.process import SimulatedLauncher
-from vsched.sim.cluster.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
-from vsched.sim.fast.simulation import SimulationFailed
 from vsched.sim.faults.plan import Disconnect, FaultPlan, ReplicaRestart
+from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.channel import LinkProfile
+from vsched.sim.ranks.rank_process import SimulatedLauncher
+from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS
 from vsched.sim.workload.requests import Arrival
+from vsched.sim.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
 from vsched.types import Request, group_names, stage_of
 
 SHUT_DOWN_S = 60.0
@@ -190,7 +190,7 @@ class SimEngine:
         self.was_shut_down = True
         await self._wait_for_ends(SHUT_DOWN_S)
         if self.observer is not None:
-            checks.check_ends(self)
+            run_checks.check_ends(self)
         self.check_violations()
 
     async def _resume_groups(self) -> None:
@@ -207,7 +207,7 @@ class SimEngine:
                 drained = row["state"] == "draining" and stage_of(row["name"]) not in serving
                 if drained and self.engine.state in ("ready", "degraded"):
                     self.engine.resume_group(row["name"])
-            await asyncio.sleep(checks.POLL_S)
+            await asyncio.sleep(run_checks.POLL_S)
 
     async def _wait_for_ends(self, within_s: float) -> None:
         try:
@@ -303,7 +303,7 @@ class SimEngine:
         resuming = self.world.loop.create_task(self._resume_groups())
         try:
             await self._wait_for_ends(within_s)
-            await checks.check_healed(self)
+            await run_checks.check_healed(self)
         finally:
             resuming.cancel()
         self.check_violations()

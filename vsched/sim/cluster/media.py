@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.allocator import return_freed_memory
-from vsched.sim.cluster.images import encoded, image_at
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.plan import DecodeError, FetchStall
+from vsched.sim.workload.images import encoded, image_at
+from vsched.sim.world import World
 from vsched.worker.contract import Preprocessor
 
 P = ParamSpec("P")

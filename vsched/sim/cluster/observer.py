@@ -11,9 +11,9 @@ from vsched.config import Config, resolve_policies
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
 from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
-from vsched.sim.checks.invariants import Oracles
-from vsched.sim.cluster.world import World
+from vsched.sim.invariants import Oracles
 from vsched.sim.setup import Setup
+from vsched.sim.world import World
 from vsched.types import ModelInfo, Request
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from vsched.sim.cluster.world import World
 from vsched.sim.network.asgi_client import AsgiClient
+from vsched.sim.world import World
 
 Action = Literal["drain", "restart", "resume", "clear", "look"]
 LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")

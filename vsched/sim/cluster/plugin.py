@@ -13,8 +13,8 @@ import numpy.typing as npt
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
-from vsched.sim.cluster.images import SETTINGS_DIGEST, SIDE
-from vsched.sim.cluster.model import END_TOKEN, IMAGE_TOKEN, VOCABULARY
+from vsched.sim.ranks.symbolic_model import END_TOKEN, IMAGE_TOKEN, VOCABULARY
+from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     EncodeWorker,

@@ -14,9 +14,7 @@ from vsched.config import Config
 from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_operations
-from vsched.sim.cluster.world import QUICK
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.simulation import SimulationFailed
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
     KINDS,
@@ -27,9 +25,11 @@ from vsched.sim.faults.plan import (
     WorkerCrash,
     random_plan,
 )
+from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
+from vsched.sim.world import QUICK
 
 SPAN_NS = 3_000_000_000
 """How long faults may begin, and last."""

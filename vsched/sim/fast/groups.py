@@ -17,7 +17,7 @@ from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision, 
 from vsched.kernel.events import Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.kernel.generate.step_budget import pairs_of
 from vsched.sim.cost.model import CostModel
-from vsched.sim.report.metrics import LiveRequest, Sketch
+from vsched.sim.fast.metrics import LiveRequest, Sketch
 from vsched.sim.workload.requests import OUTPUT_TOKEN
 from vsched.types import FinishReason
 

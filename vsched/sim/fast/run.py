@@ -16,12 +16,11 @@ import msgspec
 from vsched.config import Config, LoadedConfig
 from vsched.policy import Policy
 from vsched.record.entries import SegmentHeader
-from vsched.sim.checks.invariants import Oracles
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.faults import Trouble
-from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import EventObserver, OnRequests, Simulation
-from vsched.sim.report.metrics import Targets
+from vsched.sim.invariants import Oracles
 from vsched.sim.setup import prepare
 from vsched.sim.workload.requests import Workload
 from vsched.types import ModelInfo

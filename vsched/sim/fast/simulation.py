@@ -26,8 +26,15 @@ from vsched.sim.fast.groups import (
     make_devices,
 )
 from vsched.sim.fast.ingress import ImageJob, IncomingRequest, Ingress
-from vsched.sim.fast.outcome import SimulationOutcome
-from vsched.sim.report.metrics import Collector, LiveRequest, Sampler, Targets, figures_of
+from vsched.sim.fast.metrics import (
+    Collector,
+    LiveRequest,
+    Sampler,
+    SimulationOutcome,
+    Targets,
+    figures_of,
+)
+from vsched.sim.invariants import SimulationFailed
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import group_names
@@ -39,10 +46,6 @@ STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB = range(7)
 """Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 OnRequests = Callable[[int], None]
 """Told how many requests have ended."""
-
-
-class SimulationFailed(VschedError):
-    """Something that must never happen did; the message says at which event, and how to see it again."""
 
 
 class EventObserver(Protocol):

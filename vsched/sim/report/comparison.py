@@ -10,8 +10,7 @@ from typing import NamedTuple
 import msgspec
 from rich.table import Table
 
-from vsched.sim.fast.outcome import SimulationOutcome
-from vsched.sim.report.metrics import SimulationFigures, TimeSpread
+from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TimeSpread
 
 
 class Measure(NamedTuple):

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 
-from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.metrics import Series, SimulationOutcome
 from vsched.sim.report.comparison import MEASURES, best, differences, failures
-from vsched.sim.report.metrics import Series
 from vsched.sim.report.svg import Chart, Points, colour
 
 STYLE = """

@@ -15,7 +15,7 @@ import msgspec
 from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import AttemptOutcome, Build, MemoryView, Probe, RankMemory
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
 
 _LAYERS = 4
 

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from tests.unit.sim.cost.observed_engine import COSTS, watched_engine
 from tests.unit.sim.virtual import play
-from tests.unit.sim.watched import COSTS, watched_engine
 from vsched.bench.fidelity.calibration import measure
 from vsched.bench.fidelity.measure import FLOOD, Comparison, Run, at_rate
 from vsched.sim.cost.calibration import predict

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
-from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.report.comparison import (
     MEASURES,

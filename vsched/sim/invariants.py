@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from vsched.errors import VschedError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision, Join
@@ -24,6 +25,10 @@ BLOCKS_AN_EVENT = 64
 ROUTINE = (Stepped, Submitted, Encoded)
 WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
 """Nobody may wait for a day, even where the configuration has no limit."""
+
+
+class SimulationFailed(VschedError):
+    """Something that must never happen did; the message says at which event, and how to see it again."""
 
 
 class _Generator:

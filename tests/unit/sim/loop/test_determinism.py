@@ -15,14 +15,14 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.unit.sim.virtual import play
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def run_in_process(hash_seed: str) -> list[str]:
     """Return the digest that a process printed, and its hash of a string."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.sim.repeated_run", "4"],
+        [sys.executable, "-m", "tests.unit.sim.loop.repeated_run", "4"],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

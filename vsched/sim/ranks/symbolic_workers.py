@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import DeviceOutOfMemory
-from vsched.sim.cluster.model import Content, embedding_rows, extend, next_token
-from vsched.sim.cluster.world import World
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.symbolic_model import Content, embedding_rows, extend, next_token
+from vsched.sim.world import World
 from vsched.types import MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.plan import OutOfMemory
+from vsched.sim.world import World
 
 
 class Collective:

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
-from vsched.sim.cluster.collective import Collective
-from vsched.sim.cluster.model import ROOT
-from vsched.sim.cluster.workers import RankPlugin
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import LeaderEnd, RankEnd, wait_readable
-from vsched.testing.model_ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.collective import Collective
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.symbolic_model import ROOT
+from vsched.sim.ranks.symbolic_workers import RankPlugin
+from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
 from vsched.types import stage_of

@@ -15,10 +15,9 @@ from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.fast.outcome import SimulationOutcome
+from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
-from vsched.sim.report.metrics import Targets
 from vsched.sim.setup import prepare
 from vsched.sim.workload.generators import conversations
 from vsched.sim.workload.requests import Image, Text, Workload, workload_of

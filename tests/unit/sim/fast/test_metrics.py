@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from vsched.sim.report.metrics import SAMPLE_NS, SAMPLES_MAX, SUMS, Sampler, Sketch, spread_of
+from vsched.sim.fast.metrics import SAMPLE_NS, SAMPLES_MAX, SUMS, Sampler, Sketch, spread_of
 
 
 def filled(values: list[int]) -> Sketch:

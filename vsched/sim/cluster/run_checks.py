@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
 from vsched.sim.cluster.observer import EngineObserver
-from vsched.sim.cluster.world import World
 from vsched.sim.faults.injection import Struck
 from vsched.sim.faults.plan import (
     DecodeError,
@@ -24,11 +23,17 @@ from vsched.sim.faults.plan import (
     TiePermutation,
     WorkerCrash,
 )
+from vsched.sim.world import World
 from vsched.types import stage_of
 
 if TYPE_CHECKING:
+    from vsched.config import Config
     from vsched.config.sections import DeadlinesConfig
-    from vsched.sim.cluster.engine import SimEngine
+    from vsched.engine import Engine
+    from vsched.sim.cluster.client_sessions import ClientSession
+    from vsched.sim.cluster.operators import Operation
+    from vsched.sim.faults.plan import FaultPlan
+    from vsched.sim.ranks.rank_process import SimulatedLauncher
 
 SECOND_NS = 1_000_000_000
 AT_ONCE_S = 0.05
@@ -47,6 +52,20 @@ ALWAYS_REFUSED = ("queue_full", "context_exceeded", "images_exceed_cache")
 POLL_S = 0.5
 RECOVERY_S = 60.0
 """All pauses between restarts, and as many starts."""
+
+
+class CheckedRun(Protocol):
+    """The run of one simulated engine, as far as these checks read it; see `vsched.sim.cluster.engine.SimEngine`."""
+
+    config: Config
+    plan: FaultPlan
+    world: World
+    observer: EngineObserver | None
+    engine: Engine
+    launcher: SimulatedLauncher
+    sessions: list[ClientSession]
+    operations: list[Operation]
+    was_shut_down: bool
 
 
 def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
@@ -103,10 +122,10 @@ def check_causes(world: World, observer: EngineObserver) -> None:
         world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
 
 
-def check_ends(engine: SimEngine) -> None:
+def check_ends(run: CheckedRun) -> None:
     """Requests end well but for a reason."""
-    kinds = {type(fault) for fault in engine.plan.faults}
-    losses = engine.observer.losses if engine.observer is not None else []
+    kinds = {type(fault) for fault in run.plan.faults}
+    losses = run.observer.losses if run.observer is not None else []
     allowed = set(ALWAYS_REFUSED)
     if FetchStall in kinds:
         allowed |= {"image_fetch_failed", "prepare_timeout"}
@@ -116,59 +135,59 @@ def check_ends(engine: SimEngine) -> None:
         allowed |= {"encode_failed"}
     if losses:
         allowed |= {"group_lost", "given_up", "failed", "not_ready", "prepare_timeout"}
-    if losses or engine.config.deadlines.waiting_s:
+    if losses or run.config.deadlines.waiting_s:
         allowed |= {"expired"}
-    if any(operation.action == "clear" for operation in engine.operations):
+    if any(operation.action == "clear" for operation in run.operations):
         allowed |= {"cleared"}
-    if engine.was_shut_down:
+    if run.was_shut_down:
         allowed |= {"stopping", "stopped", "not_ready"}
-    for session in engine.sessions:
+    for session in run.sessions:
         if session.outcome in ("refused", "failed"):
-            engine.world.expect(
+            run.world.expect(
                 session.code in allowed,
                 f"{session}: {session.outcome} with {session.code!r}: {session.message}",
             )
 
 
-async def check_healed(engine: SimEngine) -> None:
+async def check_healed(run: CheckedRun) -> None:
     """After the last fault: all groups are back, or rightly given up, and nothing is held by anybody."""
-    world, observer, served = engine.world, engine.observer, engine.engine
+    world, observer, served = run.world, run.observer, run.engine
     if observer is None:
         return
-    limits = engine.config.deadlines
+    limits = run.config.deadlines
     try:
         async with asyncio.timeout(RECOVERY_S):
             rests_s = 0.0
             while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # nobody is lost late
                 await asyncio.sleep(POLL_S)
-                rests_s = rests_s + POLL_S if _rests(engine, observer) else 0.0
+                rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
     except TimeoutError:
         world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
-    check_detection(world, observer, engine.config.deadlines)
-    _check_given_up(engine)
+    check_detection(world, observer, run.config.deadlines)
+    _check_given_up(run)
     check_causes(world, observer)
-    check_ends(engine)
+    check_ends(run)
     if served.state in ("ready", "degraded"):
-        _check_nothing_held(engine, observer)
+        _check_nothing_held(run, observer)
 
 
-def _check_given_up(engine: SimEngine) -> None:
+def _check_given_up(run: CheckedRun) -> None:
     """A group is given up after as many attempts as there are to be."""
-    for row in engine.engine.groups():
-        launches = engine.world.launches[row["name"]]
+    for row in run.engine.groups():
+        launches = run.world.launches[row["name"]]
         given_up = row["state"] == "retired"
-        engine.world.expect(
+        run.world.expect(
             not given_up or launches > len(RESTART_DELAYS_S),
             f"{row['name']} was given up after {launches} starts",
         )
 
 
-def _rests(engine: SimEngine, observer: EngineObserver) -> bool:
+def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
     """Return whether all groups are back, and nothing is out that somebody waits for."""
-    if engine.engine.state not in ("ready", "degraded"):
+    if run.engine.state not in ("ready", "degraded"):
         return True
     kernel = observer.kernel
-    back = all(group["state"] in ("up", "retired") for group in engine.engine.groups())
+    back = all(group["state"] in ("up", "retired") for group in run.engine.groups())
     return (
         back
         and not kernel.encode.in_flight
@@ -176,10 +195,10 @@ def _rests(engine: SimEngine, observer: EngineObserver) -> bool:
     )
 
 
-def _check_nothing_held(engine: SimEngine, observer: EngineObserver) -> None:
-    expect = engine.world.expect
+def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
+    expect = run.world.expect
     kernel = observer.kernel
-    statistics = engine.engine.statistics()
+    statistics = run.engine.statistics()
     media = statistics["media"]
     held = {
         "requests": statistics["running"] + statistics["waiting"],
@@ -198,7 +217,7 @@ def _check_nothing_held(engine: SimEngine, observer: EngineObserver) -> None:
     for what, count in held.items():
         expect(not count, f"in the end, {what} are held by nobody: {count}")
     for stage in kernel.generators:
-        for rank in engine.launcher.ranks:
+        for rank in run.launcher.ranks:
             kept = rank.sequences(stage.name) if rank.alive else None
             expect(
                 kept is None or kept == stage.running.untold,

@@ -20,9 +20,8 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.waiting_queue import OrderedQueue
-from vsched.sim.checks.invariants import Oracles
 from vsched.sim.fast.run import simulate
-from vsched.sim.fast.simulation import SimulationFailed
+from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.setup import prepare
 
 Break = Callable[[pytest.MonkeyPatch], None]

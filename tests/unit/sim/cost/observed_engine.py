@@ -13,14 +13,14 @@ from vsched.config import Config
 from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted
-from vsched.sim.cluster.images import appearance_of, data_url, key_of
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.plugin import NAME
-from vsched.sim.cluster.process import SimulatedLauncher
-from vsched.sim.cluster.world import ORIGIN_NS, Delays, World
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
 from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.ranks.rank_process import SimulatedLauncher
+from vsched.sim.workload.images import appearance_of, data_url, key_of
 from vsched.sim.workload.requests import Arrival, Image
+from vsched.sim.world import ORIGIN_NS, Delays, World
 from vsched.worker.contract import Preprocessor
 
 COSTS = CostModel(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
+from vsched.sim.fast import metrics
 from vsched.sim.fast.run import simulate
-from vsched.sim.report import metrics
 from vsched.sim.workload.requests import Arrival, Image, Text, Workload
 
 PROGRAM = """
@@ -48,7 +48,7 @@ def test_run_with_an_observer_is_the_same() -> None:
 
 @pytest.mark.slow
 def test_run_is_the_same_under_other_hash_seeds() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     digests = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM],

@@ -1,1 +1,0 @@
-"""What must hold of a simulation: invariants after every event, and conditions on the whole run."""
