@@ -122,43 +122,50 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     ] = 256 << 20
 
 
-Replicas = Annotated[
-    int,
-    Meta(ge=1, le=64, description="Replicas of the stage, each with its own copy of the model."),
-]
-TensorParallel = Annotated[
-    int, Meta(ge=1, le=64, description="Ranks that share the model of a replica (tensor parallel).")
-]
-Plugin = Annotated[str, Meta(description="Worker plug-in that runs the model.")]
-Device = Annotated[
-    str,
-    Meta(
-        description="Device of the stage; from `cuda:N` on, every rank of every replica takes the next."
-    ),
-]
 Size = int | str
 """Bytes: a number, or text such as `4GiB`."""
-Threads = Annotated[int, Meta(ge=1)] | None
-MEMORY_LIMIT = (
-    "Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is none but on `cpu`: there it is an "
-    "eighth of what the host has available at start, or 2 GiB where that is more; at most a quarter, and at most the "
-    "share of one rank where that of one more is left over."
-)
-THREADS = (
-    "Threads that a rank computes with; by default the machine's, shared out among the processes of all ranks, "
-    "at least 1."
-)
 
 
-class EncodeConfig(Section, frozen=True, kw_only=True):
+class StageConfig(Section, frozen=True, kw_only=True):
+    """The keys that both stages have: their processes, and what these may take of the machine."""
+
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1, le=64, description="Replicas of the stage, each with its own copy of the model."
+        ),
+    ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Ranks that share the model of a replica (tensor parallel)."),
+    ] = 1
+    plugin: Annotated[str, Meta(description="Worker plug-in that runs the model.")] = "transformers"
+    device: Annotated[
+        str,
+        Meta(
+            description="Device of the stage; from `cuda:N` on, every rank of every replica takes the next."
+        ),
+    ] = "cpu"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Threads that a rank computes with; by default the machine's, shared out among the processes "
+            "of all ranks, at least 1."
+        ),
+    ] = None
+    memory_limit: Annotated[
+        Size,
+        Meta(
+            description="Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is none but on "
+            "`cpu`: there it is an eighth of what the host has available at start, or 2 GiB where that is more; at "
+            "most a quarter, and at most the share of one rank where that of one more is left over."
+        ),
+    ] = "auto"
+
+
+class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     """The encode stage: images to embeddings."""
 
-    replicas: Replicas = 1
-    tensor_parallel: TensorParallel = 1
-    plugin: Plugin = "transformers"
-    device: Device = "cpu"
-    threads: Annotated[Threads, Meta(description=THREADS)] = None
-    memory_limit: Annotated[Size, Meta(description=MEMORY_LIMIT)] = "auto"
     reserved: Annotated[
         Size,
         Meta(
@@ -182,15 +189,9 @@ class EncodeConfig(Section, frozen=True, kw_only=True):
     )
 
 
-class GenerateConfig(Section, frozen=True, kw_only=True):
+class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     """The generate stage: prefill and decode."""
 
-    replicas: Replicas = 1
-    tensor_parallel: TensorParallel = 1
-    plugin: Plugin = "transformers"
-    device: Device = "cpu"
-    threads: Annotated[Threads, Meta(description=THREADS)] = None
-    memory_limit: Annotated[Size, Meta(description=MEMORY_LIMIT)] = "auto"
     attention: Annotated[
         str,
         Meta(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vsched.config import Config, resolve_policies
-from vsched.config.sections import EncodeConfig, GenerateConfig
+from vsched.config.sections import StageConfig
 from vsched.sim.cost.model import Machine
 from vsched.types import ModelInfo
 
@@ -85,7 +85,7 @@ def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machi
     )
 
 
-def _stage(name: str, section: EncodeConfig | GenerateConfig, threads: int) -> dict[str, Any]:
+def _stage(name: str, section: StageConfig, threads: int) -> dict[str, Any]:
     return {
         f"{name}_device": section.device,
         f"{name}_threads": threads,
