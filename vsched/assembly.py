@@ -23,7 +23,7 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, group_names
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 PAGE_ROWS = 64
@@ -163,7 +163,7 @@ def check_parallel(config: Config, info: ModelInfo) -> None:
             plugin.check_parallel(info, stage=stage, ranks=section.tensor_parallel)
 
 
-class CrewPlan(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerGroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of one replica of one stage, or of both: their groups and roles; addresses come later."""
 
     groups: list[str]
@@ -172,7 +172,9 @@ class CrewPlan(msgspec.Struct, frozen=True, kw_only=True):
     generate: GenerateRole | None = None
 
 
-def crew_plans(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> list[CrewPlan]:
+def worker_group_plans(
+    config: Config, info: ModelInfo, policies: ConfiguredPolicies
+) -> list[WorkerGroupPlan]:
     """Return what each worker group does, the encoders first."""
     encoders = group_names("encode", config.encode.replicas)
     generators = group_names("generate", config.generate.replicas)
@@ -181,18 +183,18 @@ def crew_plans(config: Config, info: ModelInfo, policies: ConfiguredPolicies) ->
     if config.placement == "together":
         ranks = config.generate.tensor_parallel
         return [
-            CrewPlan(groups=list(names), ranks=ranks, encode=encoder, generate=generator)
+            WorkerGroupPlan(groups=list(names), ranks=ranks, encode=encoder, generate=generator)
             for names, encoder, generator in zip(
                 zip(encoders, generators, strict=True), encode, generate, strict=True
             )
         ]
     return [
         *(
-            CrewPlan(groups=[name], ranks=config.encode.tensor_parallel, encode=role)
+            WorkerGroupPlan(groups=[name], ranks=config.encode.tensor_parallel, encode=role)
             for name, role in zip(encoders, encode, strict=True)
         ),
         *(
-            CrewPlan(groups=[name], ranks=config.generate.tensor_parallel, generate=role)
+            WorkerGroupPlan(groups=[name], ranks=config.generate.tensor_parallel, generate=role)
             for name, role in zip(generators, generate, strict=True)
         ),
     ]
@@ -223,7 +225,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             threads=config.threads("generate"),
             attention=section.attention,
         ),
-        load=Load(
+        limits=StepLimits(
             slots=section.slots,
             batch_tokens=section.max_batch_tokens,
             chunk_tokens=section.chunk_tokens,
@@ -244,7 +246,7 @@ def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
 
 
 def rank_spec(
-    config: Config, info: ModelInfo, plan: CrewPlan, *, arena: Arena, run_dir: str
+    config: Config, info: ModelInfo, plan: WorkerGroupPlan, *, arena: Arena, run_dir: str
 ) -> RankSpec:
     """Return what the ranks of a worker group are told; what differs between ranks comes with each start."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
@@ -262,9 +264,9 @@ def rank_spec(
     )
 
 
-def make_crews(
+def make_worker_groups(
     config: Config,
-    plans: Sequence[CrewPlan],
+    plans: Sequence[WorkerGroupPlan],
     specs: Sequence[RankSpec],
     *,
     launcher: Launcher,
@@ -286,7 +288,7 @@ def make_crews(
     ]
 
 
-def memory_limit(config: Config, plan: CrewPlan) -> int:
+def memory_limit(config: Config, plan: WorkerGroupPlan) -> int:
     """Return the limit on the memory of a process with these roles, in bytes; 0 for none."""
     limits = []
     for role, section, path in (

@@ -22,25 +22,25 @@ from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.request_bounds import check_numbers, check_stop_tokens
 from vsched.aio.shell import Shell
-from vsched.aio.streams.stream import Generation
-from vsched.aio.streams.timing import Timeline, timeline_of
+from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
     arena_layout,
-    crew_plans,
     engine_memory,
     inspect_checkpoint,
     kernel_policies,
     kv_sizing,
-    make_crews,
+    make_worker_groups,
     media_settings,
     memory_in_use,
     rank_spec,
     scheduler_limits,
+    worker_group_plans,
 )
 from vsched.config import Config, resolve_policies
 from vsched.errors import RequestRefused
 from vsched.media import ImageReference
-from vsched.media.pipeline import MediaPipeline, Prepared
+from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.plugins import load_worker
@@ -69,11 +69,11 @@ class Engine:
         environment: Environment | None = None,
     ) -> None:
         self.config = config
-        self._surroundings = environment or Environment()
+        self._environment = environment or Environment()
         self._policies = resolve_policies(config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
-        self._recent: deque[Timeline] = deque(maxlen=RECENT_MAX)
+        self._recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
         self._shell: Shell | None = None
         self._media: MediaPipeline | None = None
         self._arena: Arena | None = None
@@ -114,7 +114,7 @@ class Engine:
     async def _start_parts(self, load_preprocessor: Callable[[ModelInfo], Preprocessor]) -> None:
         layout = arena_layout(self.config, self.info)
         self._arena = Arena.create(layout)
-        around = self._surroundings
+        around = self._environment
         self._launcher = around.make_launcher(self.config)
         shell = self._shell = Shell(
             self._crews,
@@ -186,7 +186,7 @@ class Engine:
         priority: int = 0,
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
-    ) -> Generation:
+    ) -> TokenStream:
         """Prepare the images, submit the request, and return once it is accepted.
 
         `max_tokens` of 0 means as many as the context leaves after the prompt. Cancelling this call undoes everything.
@@ -215,7 +215,7 @@ class Engine:
 
     def _submit(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         sampling: SamplingParams,
         *,
         request_id: str,
@@ -223,7 +223,7 @@ class Engine:
         ttft_target_ms: int | None,
         cache_salt: str,
         preprocess_ms: float,
-    ) -> Generation:
+    ) -> TokenStream:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
         shell = self._shell
         assert shell is not None, "only a started engine is serving"
@@ -248,7 +248,7 @@ class Engine:
             prepared.lease.release()
             self._recent.append(timeline_of(generation, preprocess_ms))
 
-        generation = Generation(
+        generation = TokenStream(
             request_id,
             prompt_tokens=prompt_tokens,
             detokenizer=self.preprocessor.detokenizer(),
@@ -380,10 +380,10 @@ class Engine:
         assert self._launcher is not None
         config, info, arena, launcher = self.config, self.info, self._arena, self._launcher
         self._sizing = kv_sizing(config, info, self._policies)
-        plans = crew_plans(config, info, self._policies)
+        plans = worker_group_plans(config, info, self._policies)
         specs = [
             rank_spec(config, info, plan, arena=arena, run_dir=launcher.run_dir) for plan in plans
         ]
-        return make_crews(
+        return make_worker_groups(
             config, plans, specs, launcher=launcher, events=events, sizing=self._sizing
         )

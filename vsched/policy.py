@@ -270,17 +270,17 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Build a KV cache of so many tokens, run the stress, measure, and tear it down again."""
+    """Build a KV cache of so many tokens, do the profiling run, measure, and tear it down again."""
 
     tokens: int
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Build a KV cache of so many tokens; run the stress on it while a canary of so many bytes is held."""
+    """Build a KV cache of so many tokens; do the profiling run on it while headroom of so many bytes is held."""
 
     tokens: int
-    stress: bool = True
-    canary_bytes: int = 0
+    profile: bool = True
+    headroom_bytes: int = 0
 
 
 class AcceptBuild(msgspec.Struct, frozen=True):

@@ -40,15 +40,15 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
-    """Drop the KV cache that stands, build one of so many tokens, and run the stress while a canary is held.
+    """Drop the KV cache that stands, build one of so many tokens, and do the profiling run while headroom is held.
 
-    The stress of a probe runs sequences of any length; that of another size those that the cache could hold. With
-    `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone (C18).
+    A probe profiles sequences of any length; another order those that the cache could hold. With
+    `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone.
     """
 
     tokens: int
-    stress: bool
-    canary_bytes: int
+    profile: bool
+    headroom_bytes: int
     probe: bool = False
     renew: bool = False
 
@@ -72,7 +72,7 @@ class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     name: str
 
 
-Entry = (
+LogEntry = (
     GenerateDecision | EncodeDecision | Continue | Heartbeat | Stop | SizeKv | AcceptKv | RunHook
 )
 
@@ -124,7 +124,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     hooks: dict[str, float] = {}
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class SlotLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of the token in a slot, and the best alternatives."""
 
     slot: int
@@ -143,7 +143,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes
     numbers: bytes
     finished: list[Finished]
-    logprobs: list[TokenLogprob]
+    logprobs: list[SlotLogprob]
     busy_ns: int
     wanted: list[str] = []
 
@@ -190,7 +190,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Report = (
+RankReport = (
     Hello
     | Loading
     | Reserved
@@ -207,17 +207,17 @@ Report = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_entry_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
-_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+_entry_decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
+_report_decoder: msgspec.msgpack.Decoder[RankReport] = msgspec.msgpack.Decoder(RankReport)
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: RankReport) -> bytes:
     """Return the frame of a rank's report: a checksum, and the body."""
     body = _encoder.encode(report)
     return crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body
 
 
-def decode_report(frame: bytes) -> Report:
+def decode_report(frame: bytes) -> RankReport:
     """Read a rank's report.
 
     Raises:
@@ -254,7 +254,7 @@ class LeaderLog:
         self.digest = bytes(16)
         self._turns = turns or Turns()
 
-    def append(self, entry: Entry) -> bytes:
+    def append(self, entry: LogEntry) -> bytes:
         """Return the frame of the next entry, the same for every rank."""
         body = _encoder.encode(entry)
         turn = 0
@@ -277,7 +277,7 @@ class FollowerLog:
         self.turn = 0
         self.digest = bytes(16)
 
-    def accept(self, frame: bytes) -> Entry:
+    def accept(self, frame: bytes) -> LogEntry:
         """Return the entry of this frame.
 
         Raises:

@@ -23,7 +23,7 @@ from vsched_policies.memory import AutoProfile, Fraction, Pinned
 MIB = 1 << 20
 REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
-PLAIN = AutoProfile(mem_fraction=1.0, canary_bytes=0)
+PLAIN = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
 """Keeps nothing back, so that sums can be read off."""
 
 
@@ -77,8 +77,8 @@ def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
     assert AutoProfile().plan(view) == Probe(8192)
     probed = memory_view(attempted("probe", 8192), context_tokens=60_000)
     assert PLAIN.plan(probed) == Build(65_000 // 16 * 16)
-    message = refused(AutoProfile(canary_bytes=100_000).plan(probed))
-    assert "value 52240 tokens (510.2 KiB) beside a canary of 97.7 KiB" in message
+    message = refused(AutoProfile(headroom_bytes=100_000).plan(probed))
+    assert "value 52240 tokens (510.2 KiB) beside headroom of 97.7 KiB" in message
     assert "limit at least 60000 tokens" in message
     assert in_order(
         message,
@@ -105,10 +105,10 @@ def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
 
 
 def test_auto_profile_builds_what_is_left() -> None:
-    """C4: 1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of canary, times 0.9."""
-    policy = AutoProfile(mem_fraction=0.9, canary_bytes=50_000)
+    """C4: 1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
+    policy = AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
     assert policy.plan(memory_view(attempted("probe", 8192))) == Build(
-        54_000 // 16 * 16, stress=True, canary_bytes=50_000
+        54_000 // 16 * 16, profile=True, headroom_bytes=50_000
     )
 
 
@@ -165,7 +165,7 @@ def test_auto_profile_target_is_at_least_one_token() -> None:
     """C4: on a device that is overdrawn, with a block of one token, the answer is one token, not none or less."""
     probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
     view = memory_view(probe, block_size=1, tokens_min=1, context_tokens=1)
-    assert AutoProfile().plan(view) == Build(1, canary_bytes=256 * MIB)
+    assert AutoProfile().plan(view) == Build(1, headroom_bytes=256 * MIB)
 
 
 @REPEATABLE
@@ -179,7 +179,7 @@ def test_auto_profile_has_one_safety_margin(
     total: int, shares: tuple[int, int, int, int], fraction: float, bytes_per_token: int
 ) -> None:
     """C4, C6: the target is the formula's, whatever the numbers; nothing else is subtracted on the way."""
-    non_kv, canary, peers, unheld = (total * share // 1000 for share in shares)
+    non_kv, headroom, peers, unheld = (total * share // 1000 for share in shares)
     probe_bytes = 64 * bytes_per_token
     ranks = [
         rank_memory(
@@ -200,10 +200,10 @@ def test_auto_profile_has_one_safety_margin(
         tokens_min=1,
         context_tokens=1,
     )
-    left = max(total - non_kv - canary - peers - unheld, 0)
+    left = max(total - non_kv - headroom - peers - unheld, 0)
     wanted = max(math.floor(fraction * left) // bytes_per_token, 1)
-    policy = AutoProfile(mem_fraction=fraction, canary_bytes=canary)
-    assert policy.plan(view) == Build(wanted, canary_bytes=canary)
+    policy = AutoProfile(mem_fraction=fraction, headroom_bytes=headroom)
+    assert policy.plan(view) == Build(wanted, headroom_bytes=headroom)
 
 
 @pytest.mark.parametrize("name", REGISTERED)
@@ -217,9 +217,9 @@ def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) 
 
 
 def test_mem_fraction_defaults() -> None:
-    """C5, C12: 0.95 of the measured budget beside a canary of 256 MiB."""
+    """C5, C12: 0.95 of the measured budget beside headroom of 256 MiB."""
     assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
-    assert AutoProfile().canary_bytes == 256 * MIB
+    assert AutoProfile().headroom_bytes == 256 * MIB
 
 
 # --- after a build ---
@@ -247,17 +247,19 @@ def test_auto_profile_shrinks_by_a_block_at_least() -> None:
     """C13: a retry of the same size would be none."""
     view = memory_view(attempted("probe", 8192), attempted("build", 160, "out_of_memory"))
     view = msgspec.structs.replace(view, context_tokens=16)
-    assert AutoProfile(canary_bytes=0, shrink=0.01).plan(view) == Build(144)
+    assert AutoProfile(headroom_bytes=0, shrink=0.01).plan(view) == Build(144)
 
 
 def test_auto_profile_says_all_when_it_gives_up() -> None:
-    """C13: initial, final, peak, total, canary, and the knobs in the order to try."""
+    """C13: initial, final, peak, total, headroom, and the knobs in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
-    policy = AutoProfile(canary_bytes=1024, mem_fraction=0.9)
+    policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
     message = refused(policy.plan(memory_view(attempted("probe", 8192), *builds)))
     assert "in every one of 4 attempts (rank 0: out_of_memory)" in message
     assert "value initial 4096 tokens (40.0 KiB), final 3488 tokens (34.1 KiB)" in message
-    assert "peak 284.1 KiB, canary 1.0 KiB, limit total 976.6 KiB, other processes 97.7" in message
+    assert (
+        "peak 284.1 KiB, headroom 1.0 KiB, limit total 976.6 KiB, other processes 97.7" in message
+    )
     assert in_order(
         message,
         "lower generate.memory.mem_fraction (now 0.9)",
@@ -273,7 +275,7 @@ def test_auto_profile_stops_shrinking_below_one_request() -> None:
     view = memory_view(
         attempted("probe", 8192), attempted("build", 1040, "out_of_memory"), context_tokens=1024
     )
-    message = refused(AutoProfile(canary_bytes=0).plan(view))
+    message = refused(AutoProfile(headroom_bytes=0).plan(view))
     assert "value 976 tokens" in message
     assert "limit at least 1024 tokens" in message
 
@@ -300,11 +302,11 @@ def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
 
 
 def test_pinned_builds_once_and_proves_it() -> None:
-    """C2: no probe, no rebuild, one stress pass."""
+    """C2: no probe, no rebuild, one profiling run."""
     ranks = [KvSizingRank(SimulatedMemory(256 * MIB))]
     negotiation = KvNegotiation(Pinned(tokens=4096), load_view(ranks))
-    assert negotiation.start() == Build(4096, stress=True)
-    report = ranks[0].carry_out(Build(4096, stress=True))
+    assert negotiation.start() == Build(4096, profile=True)
+    report = ranks[0].carry_out(Build(4096, profile=True))
     assert negotiation.take([report]) == Accepted(4096, 256)
     assert [attempt.action for attempt in negotiation.view.attempts] == ["build"]
 
@@ -312,13 +314,13 @@ def test_pinned_builds_once_and_proves_it() -> None:
 def test_pinned_takes_tokens_or_bytes() -> None:
     assert Pinned(tokens=100).plan(memory_view()) == Build(100)
     assert Pinned(bytes=1_009).plan(memory_view()) == Build(100)
-    assert Pinned(tokens=100, canary_bytes=9).plan(memory_view()) == Build(100, canary_bytes=9)
+    assert Pinned(tokens=100, headroom_bytes=9).plan(memory_view()) == Build(100, headroom_bytes=9)
 
 
 def test_pinned_refuses_what_did_not_hold() -> None:
     """C2, C13: the operator's size is not shrunk behind his back."""
     message = refused(Pinned(bytes=640).plan(memory_view(attempted("build", 64, "out_of_memory"))))
-    assert "value 64 tokens (640 bytes), peak 244.8 KiB, canary 0 bytes" in message
+    assert "value 64 tokens (640 bytes), peak 244.8 KiB, headroom 0 bytes" in message
     assert in_order(message, "lower generate.memory.bytes", "generate.max_batch_tokens")
 
 
@@ -353,10 +355,10 @@ def test_pinned_needs_the_size_once() -> None:
 
 
 def test_fraction_takes_a_share_and_hopes() -> None:
-    """The way to compare with: of 700,000 free bytes, whatever encoders reserve, without a stress."""
+    """The way to compare with: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
     view = memory_view(reservations=[reserved(650_000)])
-    assert Fraction().plan(view) == Build(63_000, stress=False)
-    assert Fraction(mem_fraction=0.5).plan(view) == Build(35_000, stress=False)
+    assert Fraction().plan(view) == Build(63_000, profile=False)
+    assert Fraction(mem_fraction=0.5).plan(view) == Build(35_000, profile=False)
     assert Fraction().plan(memory_view(attempted("build", 63_000))) == AcceptBuild()
     ran_out = attempted("build", 63_000, "out_of_memory")
     assert "auto-profile" in refused(Fraction().plan(memory_view(ran_out)))

@@ -153,7 +153,7 @@ class Boasting(FakeGenerator):
 
 
 class Tight(FakeGenerator):
-    """Does not know how to say that a canary finds no room."""
+    """Does not know how to say that headroom finds no room."""
 
     def device_memory(self) -> SimulatedMemory:
         memory = super().device_memory()

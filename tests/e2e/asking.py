@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.patience import patience
 from vsched import Engine, SamplingParams
-from vsched.aio.streams.stream import Generation, OutputDelta, TokenLogprob
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob, TokenStream
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
@@ -109,7 +109,7 @@ _numbers = iter(range(1 << 30))
 
 async def begin(
     engine: Engine, ask: Ask, sampling: SamplingParams | None = None, request_id: str = ""
-) -> Generation:
+) -> TokenStream:
     """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
     async with patience():
@@ -121,7 +121,7 @@ async def begin(
         )
 
 
-async def read(generation: Generation) -> Answer:
+async def read(generation: TokenStream) -> Answer:
     """Read a generation to its end."""
     async with patience():
         return Answer([delta async for delta in generation])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.types import ModelInfo
-from vsched.wire import Entry, FollowerLog
+from vsched.wire import FollowerLog, LogEntry
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
@@ -52,7 +52,7 @@ wanted = Wanted()
 _accept = FollowerLog.accept
 
 
-def _accept_another(log: FollowerLog, frame: bytes) -> Entry:
+def _accept_another(log: FollowerLog, frame: bytes) -> LogEntry:
     if OTHER_LOG in wanted.signals:
         log.digest = bytes(reversed(log.digest))
     return _accept(log, frame)

@@ -11,7 +11,7 @@ from collections import deque
 
 from vsched import Engine
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
-from vsched.assembly import crew_plans
+from vsched.assembly import worker_group_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.transport.arena import Arena
@@ -53,22 +53,22 @@ class InProcessCrew(WorkerGroup):
 
     async def start(self) -> dict[str, list[Ready]]:
         info, embeddings = self._info, self._arena.embeddings
-        plans = crew_plans(self._config, info, resolve_policies(self._config))
+        plans = worker_group_plans(self._config, info, resolve_policies(self._config))
         encode = next(plan.encode for plan in plans if plan.encode is not None)
         generate = next(plan.generate for plan in plans if plan.generate is not None)
         encoder = plugin.load_encoder(info, encode.settings, lambda _what, _fraction: None)
         generator = plugin.load_generator(info, generate.settings, lambda _what, _fraction: None)
-        blocks = self._config.generate.memory["tokens"] // generate.load.block_size
-        generator.build_kv(blocks=blocks, block_size=generate.load.block_size)
+        blocks = self._config.generate.memory["tokens"] // generate.limits.block_size
+        generator.build_kv(blocks=blocks, block_size=generate.limits.block_size)
         self._encoder = EncodeRank(
             encoder, embeddings, self._arena.read, patch_values=info.patch_values
         )
         self._generator = GenerateRank(
             generator,
             embeddings,
-            slots=generate.load.slots,
-            context_tokens=generate.load.context_tokens,
-            block_size=generate.load.block_size,
+            slots=generate.limits.slots,
+            context_tokens=generate.limits.context_tokens,
+            block_size=generate.limits.block_size,
         )
         return {"encode": [Ready(0, {})], "generate": [Ready(blocks, {})]}
 

@@ -67,7 +67,7 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
         await engine.start()
     message = str(caught.value)
     assert all(word in message for word in ("value ", "limit ", "Remedy: "))
-    assert "headroom" in message
+    assert "unclaimed" in message
     assert engine.state == "stopped"
     assert engine.rank_pids == []
 

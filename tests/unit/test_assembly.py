@@ -9,12 +9,12 @@ import pytest
 from tests.unit.rank.fake_plugin import LAYOUT, model_info
 from vsched.assembly import (
     check_parallel,
-    crew_plans,
     kv_sizing,
     leader_deadlines,
     memory_in_use,
     rank_spec,
     scheduler_limits,
+    worker_group_plans,
 )
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import CheckpointError
@@ -55,7 +55,7 @@ def test_crews_follow_replicas_and_placement(
 ) -> None:
     """A11: worker group i of two stages together serves encode-i and generate-i."""
     config = config_of(*sets)
-    plans = crew_plans(config, INFO, resolve_policies(config))
+    plans = worker_group_plans(config, INFO, resolve_policies(config))
     assert [(plan.groups, plan.ranks) for plan in plans] == expected
 
 
@@ -66,7 +66,7 @@ def test_crews_follow_replicas_and_placement(
 def test_replicas_take_the_devices_behind_each_other(device: str, first_devices: list[str]) -> None:
     """Rank r of replica i takes device N + i * tensor_parallel + r; the worker group adds r."""
     config = config_of(*TWO_BY_TWO, f"generate.device={device}")
-    plans = crew_plans(config, INFO, resolve_policies(config))
+    plans = worker_group_plans(config, INFO, resolve_policies(config))
     roles = [plan.generate for plan in plans if plan.generate is not None]
     assert [role.settings.device for role in roles] == first_devices
 
@@ -75,7 +75,7 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     """A11: batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
     config = config_of("encode.replicas=2", "encode.admission.max_items=8")
     policies = resolve_policies(config)
-    plans = crew_plans(config, INFO, policies)
+    plans = worker_group_plans(config, INFO, policies)
     assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]
     limits = scheduler_limits(config, INFO, policies, blocks=7)
     assert (limits.encode_items, limits.encoders, limits.generators) == (4, 2, 1)
@@ -107,7 +107,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     try:
         specs = [
             rank_spec(config, INFO, plan, arena=arena, run_dir="")
-            for plan in crew_plans(config, INFO, policies)
+            for plan in worker_group_plans(config, INFO, policies)
         ]
     finally:
         arena.close()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
-from vsched.assembly import CrewPlan, crew_plans, default_limit, memory_limit
+from vsched.assembly import WorkerGroupPlan, default_limit, memory_limit, worker_group_plans
 from vsched.config import Config, load_config, resolve_policies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError
@@ -20,8 +20,8 @@ def config_of(*sets: str) -> Config:
     return load_config(None, sets=sets, environ={}).config
 
 
-def plans(config: Config) -> list[CrewPlan]:
-    return crew_plans(config, INFO, resolve_policies(config))
+def plans(config: Config) -> list[WorkerGroupPlan]:
+    return worker_group_plans(config, INFO, resolve_policies(config))
 
 
 def limits(*sets: str) -> list[int]:

@@ -16,14 +16,14 @@ from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.kv_sizing import KvSizing
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-LOAD = Load(slots=8, batch_tokens=256, chunk_tokens=64, context_tokens=512, block_size=16)
+LOAD = StepLimits(slots=8, batch_tokens=256, chunk_tokens=64, context_tokens=512, block_size=16)
 IMAGE = ImagePlan(grid=(1, 8, 8), tokens=16)
 
 
@@ -44,9 +44,9 @@ def test_carry_out_returns_the_memory_and_proves_it(
     """C8, C11: what is dropped is no longer resident; the next cache takes its place."""
     worker, info = load_language(checkpoints(size))
     sizing = KvSizing(worker, info, LOAD, image=IMAGE)
-    order = SizeKv(tokens_of(info, 64 * MIB), stress=True, canary_bytes=0, probe=True)
+    order = SizeKv(tokens_of(info, 64 * MIB), profile=True, headroom_bytes=0, probe=True)
     first = sizing.carry_out(order)
-    second = sizing.carry_out(SizeKv(16, stress=True, canary_bytes=0))
+    second = sizing.carry_out(SizeKv(16, profile=True, headroom_bytes=0))
     assert (first.outcome, second.outcome) == ("fits", "fits")
     assert abs(second.memory.released_bytes - first.memory.kv_bytes) < 4 * MIB
     assert first.memory.reserved_bytes - second.memory.reserved_bytes > 56 * MIB
@@ -56,12 +56,12 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str]
     """C11, C17: one layer of it is enough."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
-    sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), stress=False, canary_bytes=0))
+    sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), profile=False, headroom_bytes=0))
     cache = worker._cache
     assert cache is not None
     view = cache.keys[0][:1]
     del cache
-    order = SizeKv(16, stress=False, canary_bytes=0)
+    order = SizeKv(16, profile=False, headroom_bytes=0)
     assert sizing.carry_out(order).outcome == "leak"
     del view
 
@@ -72,7 +72,7 @@ def test_carry_out_holds_the_canary_over_real_steps(
     """C12: resident while the steps run."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
-    sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=0))
+    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0))
     seen = []
     step = worker.step
 
@@ -83,7 +83,7 @@ def test_carry_out_holds_the_canary_over_real_steps(
     monkeypatch.setattr(worker, "step", watched)
     memory = worker.device_memory()
     before = memory.allocated()
-    sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=64 * MIB))
+    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=64 * MIB))
     assert min(seen) - before > 56 * MIB
     assert memory.allocated() - before < 16 * MIB
 
@@ -95,17 +95,17 @@ limit_process_memory(4 << 30)
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.profiling_run import Load, stress
+from vsched.worker.profiling_run import StepLimits, run_profile
 info = plugin.inspect(sys.argv[1], dtype="float32", item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
-load = Load(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
+load = StepLimits(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
 worker.build_kv(blocks=64, block_size=16)
 memory = worker.device_memory()
 for frugal in (True, True, False):
     LanguageWorker.frugal = property(lambda _: frugal)
     before = memory.reserved()
     memory.reset_peak()
-    stress(worker, info, load, blocks=64, image=ImagePlan(grid=(1, 8, 8), tokens=16))
+    run_profile(worker, info, load, blocks=64, image=ImagePlan(grid=(1, 8, 8), tokens=16))
     print(memory.peak() - before)
 """
 
@@ -113,7 +113,7 @@ for frugal in (True, True, False):
 def in_process(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env=rank_environment(threads=1, crowded=True),
+        env=rank_environment(threads=1, oversubscribed=True),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -123,12 +123,12 @@ def in_process(script: str, *arguments: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_stress_is_frugal_without_missing_the_peak(
+def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
     """C3: two layers and one long chunk reach what all layers and all chunks at the longest context reach.
 
-    What was reached is kept, and kept in pieces, so the whole stress takes a little on top; the canary of a build,
+    What was reached is kept, and kept in pieces, so the whole run takes a little on top; the headroom of a build,
     which is free when it serves, is many times that.
     """
     frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size))))
@@ -144,26 +144,26 @@ from vsched_workers.plugin import plugin
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.kv_sizing import KvSizing
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 MIB = 1 << 20
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
-load = Load(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
+load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
 sizing = KvSizing(worker, info, load, image=ImagePlan(grid=(1, 8, 8), tokens=16))
 tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
 # A first, small run: what compiles itself when it is first called does not survive a lack of memory.
-small = Load(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)
-KvSizing(worker, info, small).carry_out(SizeKv(64, stress=True, canary_bytes=0, probe=True))
+small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)
+KvSizing(worker, info, small).carry_out(SizeKv(64, profile=True, headroom_bytes=0, probe=True))
 worker.drop_kv()
-for room in map(int, sys.argv[3:]):  # MiB above what was held before: the stress fails, then the cache, then everything
+for room in map(int, sys.argv[3:]):  # MiB above what was held before: the run fails, then the cache, then everything
     held = status_bytes("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (held + room * MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    found = sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=8 * MIB, probe=True))
+    found = sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=8 * MIB, probe=True))
     print(found.outcome)
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
     worker.drop_kv()
     sizing.blocks = 0
-print(sizing.carry_out(SizeKv(tokens, stress=True, canary_bytes=0, probe=True)).outcome)
+print(sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=0, probe=True)).outcome)
 """
 
 
@@ -178,7 +178,7 @@ def test_kv_cache_is_touched_where_no_thread_can_start(
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert sizing.carry_out(SizeKv(1024, stress=True, canary_bytes=0)).outcome == "fits"
+    assert sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0)).outcome == "fits"
 
 
 @pytest.mark.parametrize(

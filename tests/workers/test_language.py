@@ -163,7 +163,7 @@ def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> No
 
 
 def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
-    """C3: a stress runs a few layers; what is served after it runs them all."""
+    """C3: a profiling run takes a few layers; what is served after it runs them all."""
     stage = stages(size)
     model = stage.generator._model  # type: ignore[attr-defined]
     layers = len(model.layers)

@@ -18,7 +18,7 @@ from vsched.worker.contract import Preprocessor
 
 def local_launcher(config: Config, *, command: Sequence[str] = RANK_COMMAND) -> LocalLauncher:
     """Return what starts ranks as processes of this host; `command` is what makes the interpreter one."""
-    return LocalLauncher(crowded=config.crowded, command=command)
+    return LocalLauncher(oversubscribed=config.oversubscribed, command=command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,13 +151,15 @@ class Sizing:
         try:
             order = negotiation.start()
             while not isinstance(order, Accepted):
-                stress, canary_bytes = True, 0
+                profile, headroom_bytes = True, 0
                 probe = isinstance(order, Probe)
                 if isinstance(order, Build):
-                    stress, canary_bytes = order.stress, order.canary_bytes
+                    profile, headroom_bytes = order.profile, order.headroom_bytes
                     # In place of a batch that waits: so the steps beside it are proved, not only reckoned with.
-                    canary_bytes += paused_bytes if stress else 0
-                votes = await generate.size(SizeKv(order.tokens, stress, canary_bytes, probe=probe))
+                    headroom_bytes += paused_bytes if profile else 0
+                votes = await generate.size(
+                    SizeKv(order.tokens, profile, headroom_bytes, probe=probe)
+                )
                 beside_bytes = paused_bytes if probe else 0
                 covered = [
                     _covering_encoder(one, loaded[one.memory.rank], growth, beside_bytes)
@@ -251,7 +253,7 @@ def _smaller(memory: RankMemory, left: Mapping[str, int]) -> RankMemory:
 def _whole(ledger: Ledger, left: Mapping[str, int]) -> Ledger:
     """Return a ledger with what was left to others among what nobody claims."""
     totals = {pool: total + left.get(pool, 0) for pool, total in ledger.totals.items()}
-    return Ledger.balanced(totals, [line for line in ledger.lines if line.line != "headroom"])
+    return Ledger.balanced(totals, [line for line in ledger.lines if line.line != "unclaimed"])
 
 
 def _covering_encoder(

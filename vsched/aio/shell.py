@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from vsched.aio.replicas.admin import GroupAdministration
+from vsched.aio.replicas.administration import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.replicas.worker_groups import WorkerGroups, smallest_cache
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, limit_message
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
@@ -53,7 +53,7 @@ from vsched.wire import EncodeResult, GenerateResult
 logger = logging.getLogger(__name__)
 LIVE_SHOWN_MAX = 100
 """Live requests that statistics explain, oldest first."""
-CrewFactory = Callable[[WorkerGroupEvents], list[WorkerGroup]]
+WorkerGroupFactory = Callable[[WorkerGroupEvents], list[WorkerGroup]]
 
 
 class Recorder(Protocol):
@@ -78,7 +78,7 @@ class Shell:
 
     def __init__(
         self,
-        worker_groups: CrewFactory,
+        worker_groups: WorkerGroupFactory,
         *,
         size: Callable[[int], SchedulerLimits],
         policies: KernelPolicies,
@@ -100,8 +100,8 @@ class Shell:
             on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
         )
         self._crews = WorkerGroups(worker_groups(events))
-        self._revivals = [self._revival(worker_group) for worker_group in self._crews]
-        self._groups = ServedGroups(self._revivals)
+        self._supervisors = [self._make_supervisor(worker_group) for worker_group in self._crews]
+        self._groups = ServedGroups(self._supervisors)
         self.administration = GroupAdministration(self._groups, self.handle, drain_s=drain_s)
         self._loop = asyncio.get_running_loop()
         self._kernel: Scheduler | None = None
@@ -110,13 +110,13 @@ class Shell:
         self._handling = False
         self._result: GenerateResult | None = None
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
-        self._arriving: Generation | None = None
+        self._arriving: TokenStream | None = None
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
         self.given_up = ""
 
-    def _revival(self, worker_group: WorkerGroup) -> Supervisor:
+    def _make_supervisor(self, worker_group: WorkerGroup) -> Supervisor:
         supervisor = Supervisor(
             worker_group,
             check=self._check_size,
@@ -147,7 +147,7 @@ class Shell:
         Blocks: at most the grace; then ranks are killed.
         """
         self._stopping = True
-        await self._end_revivals()
+        await self._end_supervisors()
         try:
             if self._kernel is not None:
                 self.handle(Cleared("the server is stopping", "stopping"))
@@ -159,7 +159,7 @@ class Shell:
     # --- requests ---
 
     def submit(
-        self, request: Request, stop_token_ids: tuple[int, ...], generation: Generation
+        self, request: Request, stop_token_ids: tuple[int, ...], generation: TokenStream
     ) -> None:
         """Hand a request to the kernel; its tokens and its end go to `generation`.
 
@@ -244,13 +244,13 @@ class Shell:
         self.given_up = reason
         self._streams.fail_all(reason, code="given_up")
         if not self._stopping:
-            self._ending = self._loop.create_task(self._end_crews())
+            self._ending = self._loop.create_task(self._end_worker_groups())
 
-    async def _end_revivals(self) -> None:
-        await asyncio.gather(*(supervisor.end() for supervisor in self._revivals))
+    async def _end_supervisors(self) -> None:
+        await asyncio.gather(*(supervisor.end() for supervisor in self._supervisors))
 
-    async def _end_crews(self) -> None:
-        await self._end_revivals()  # or one would bring ranks back that nobody uses
+    async def _end_worker_groups(self) -> None:
+        await self._end_supervisors()  # or one would bring ranks back that nobody uses
         await self._crews.stop(grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -327,7 +327,7 @@ class Shell:
 
     def _on_back(self, supervisor: Supervisor) -> None:
         """The ranks of a lost worker group are up again; its requests go on where they were."""
-        groups = self._groups.of_crew(supervisor)
+        groups = self._groups.supervised_by(supervisor)
         for group in groups:
             group.down = False
         for group in groups:
@@ -337,7 +337,7 @@ class Shell:
 
     def _retire(self, supervisor: Supervisor, reason: str) -> None:
         """A worker group will not come back: others of its stages take its requests, if there are any."""
-        groups = self._groups.of_crew(supervisor)
+        groups = self._groups.supervised_by(supervisor)
         for group in groups:
             group.retired = reason
         if self._groups.gone_stage():

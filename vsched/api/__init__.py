@@ -1,13 +1,6 @@
 """The OpenAI-compatible HTTP layer over an engine."""
 
 from vsched.api.app import create_app
-from vsched.api.contract import ApiSettings, EngineContract, Generation, OutputDelta, TokenLogprob
+from vsched.api.contract import ApiSettings, EngineContract, Generation
 
-__all__ = [
-    "ApiSettings",
-    "EngineContract",
-    "Generation",
-    "OutputDelta",
-    "TokenLogprob",
-    "create_app",
-]
+__all__ = ["ApiSettings", "EngineContract", "Generation", "create_app"]

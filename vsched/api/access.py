@@ -7,7 +7,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vsched.api.exchange import Exchange
+from vsched.api.http_exchange import HttpExchange
 from vsched.errors import RequestRefused
 
 _OPEN_PATHS = frozenset({"/health"})
@@ -34,14 +34,14 @@ class RequireKey:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         if scope["path"] in _OPEN_PATHS or self._is_authorised(exchange):
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or wrong. Remedy: send Authorization: Bearer <key>."
         await exchange.send_error(RequestRefused(message, code="invalid_api_key", status=401))
 
-    def _is_authorised(self, exchange: Exchange) -> bool:
+    def _is_authorised(self, exchange: HttpExchange) -> bool:
         scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
         matches = hmac.compare_digest(_digest(key.strip()), self._expected)
         return matches and scheme.lower() == b"bearer"

@@ -14,8 +14,7 @@ from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ErrorBody, ErrorEnvelope
 from vsched.api.metrics import ApiMetrics
-from vsched.api.operations import Operations, TokenizeEndpoint, json_response
-from vsched.api.replicas import ReplicasEndpoint
+from vsched.api.operations import Operations, ReplicasEndpoint, TokenizeEndpoint, json_response
 
 
 def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:

@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
-from vsched.api.contract import ApiSettings, EngineContract, Generation, OutputDelta
+from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
-from vsched.api.exchange import Exchange
+from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
-from vsched.api.relay import Relay
 from vsched.api.schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.writers import ChatWriter, CompletionWriter, Writer, usage_of
+from vsched.api.sse_writer import SseWriter
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference
 from vsched.types import SamplingParams
@@ -31,7 +32,7 @@ _INLINE_CHARACTERS_MAX = 16_384
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine."""
 
     prompt: str | list[int]
@@ -98,7 +99,7 @@ class CompletionEndpoint:
 
     name = "completions"
     id_prefix = "cmpl"
-    writer: type[ChatWriter | CompletionWriter] = CompletionWriter
+    formatter: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
     def __init__(self, engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics) -> None:
         self._engine = engine
@@ -107,7 +108,7 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every end is counted once and answered once."""
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         record = self._metrics.begin(self.name)
         outcome = "cancelled"
         try:
@@ -127,7 +128,7 @@ class CompletionEndpoint:
         finally:
             record.end(outcome)
 
-    async def job(self, body: bytes, request_id: str) -> Job:
+    async def job(self, body: bytes, request_id: str) -> CheckedRequest:
         """Decode and check a body.
 
         Raises:
@@ -154,7 +155,7 @@ class CompletionEndpoint:
         images: Sequence[ImageReference],
         max_tokens: int | None,
         logprobs: int | None,
-    ) -> Job:
+    ) -> CheckedRequest:
         parameters.refuse_unsupported(request)
         sampling = parameters.sampling_params(
             request,
@@ -164,7 +165,7 @@ class CompletionEndpoint:
             settings=self._settings,
         )
         options = request.stream_options
-        return Job(
+        return CheckedRequest(
             prompt=prompt,
             images=images,
             sampling=sampling,
@@ -176,7 +177,7 @@ class CompletionEndpoint:
             include_usage=options is not None and options.include_usage,
         )
 
-    async def _serve(self, exchange: Exchange, record: RequestRecord) -> str:
+    async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
         check_ready(self._engine)
         body = await exchange.read_body(self._settings.body_bytes_max)
         request_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
@@ -190,7 +191,9 @@ class CompletionEndpoint:
         await exchange.until_disconnect(work)
         return outcome
 
-    async def _generate(self, exchange: Exchange, record: RequestRecord, job: Job) -> str:
+    async def _generate(
+        self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
+    ) -> str:
         generation = await self._engine.generate(
             prompt=job.prompt,
             images=job.images,
@@ -200,7 +203,7 @@ class CompletionEndpoint:
             ttft_target_ms=job.ttft_target_ms,
             cache_salt=job.cache_salt,
         )
-        writer = self.writer(
+        formatter = self.formatter(
             job.request_id,
             created=int(time.time()),
             model=self._engine.model_name,
@@ -208,8 +211,8 @@ class CompletionEndpoint:
         )
         try:
             if job.stream:
-                return await self._stream(exchange, record, generation, writer, job)
-            return await self._whole(exchange, record, generation, writer, job)
+                return await self._stream(exchange, record, generation, formatter, job)
+            return await self._whole(exchange, record, generation, formatter, job)
         finally:
             generation.abort()
             record.tokens(
@@ -220,37 +223,37 @@ class CompletionEndpoint:
 
     async def _stream(
         self,
-        exchange: Exchange,
+        exchange: HttpExchange,
         record: RequestRecord,
         generation: Generation,
-        writer: Writer,
-        job: Job,
+        formatter: Formatter,
+        job: CheckedRequest,
     ) -> str:
         await exchange.start_stream(_id_header(job))
-        outcome = await Relay(exchange, record, generation, writer).run()
+        outcome = await SseWriter(exchange, record, generation, formatter).run()
         if job.include_usage:
-            await exchange.send_event(writer.usage_chunk(usage_of(generation)))
+            await exchange.send_event(formatter.usage_chunk(usage_of(generation)))
         await exchange.end_stream()
         return outcome
 
     async def _whole(
         self,
-        exchange: Exchange,
+        exchange: HttpExchange,
         record: RequestRecord,
         generation: Generation,
-        writer: Writer,
-        job: Job,
+        formatter: Formatter,
+        job: CheckedRequest,
     ) -> str:
         deltas: list[OutputDelta] = []
         async for delta in generation:
             record.output()
             deltas.append(delta)
-        response = writer.whole(deltas, usage_of(generation))
+        response = formatter.whole(deltas, usage_of(generation))
         await exchange.send_json(response, headers=_id_header(job))
         return (deltas[-1].finish_reason if deltas else None) or "stop"
 
 
-def _id_header(job: Job) -> list[tuple[bytes, bytes]]:
+def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", job.request_id.encode("ascii"))]
 
 
@@ -259,9 +262,9 @@ class ChatEndpoint(CompletionEndpoint):
 
     name = "chat"
     id_prefix = "chatcmpl"
-    writer = ChatWriter
+    formatter = ChatFormatter
 
-    async def job(self, body: bytes, request_id: str) -> Job:
+    async def job(self, body: bytes, request_id: str) -> CheckedRequest:
         """Decode and check a body, and render its messages.
 
         Raises:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from vsched.aio.streams.stream import OutputDelta
 from vsched.media import ImageReference
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
@@ -43,34 +44,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs_max: _Positive = 20
     cache_salt_characters_max: _Positive = 256
     template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
-
-
-class TokenLogprob(Protocol):
-    """Log-probability of one sampled token, and of the most likely alternatives, best first."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-class OutputDelta(Protocol):
-    """What a generation has yielded since the last delta: several tokens when they came faster than they were read.
-
-    `logprobs`, when asked for, has one entry a token of `token_ids`. `text` lags behind `token_ids` while characters
-    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`.
-    """
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
-    @property
-    def finish_reason(self) -> str | None: ...
 
 
 class Generation(Protocol):

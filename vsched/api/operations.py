@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 
 import msgspec
@@ -14,14 +13,13 @@ from starlette.types import Receive, Scope, Send
 from vsched.api import parameters
 from vsched.api.completions import check_model, check_ready, render
 from vsched.api.contract import ApiSettings, EngineContract
-from vsched.api.errors import ClientDisconnected, ParameterRefused, envelope, unsupported
-from vsched.api.exchange import Exchange
+from vsched.api.errors import ParameterRefused, envelope, unsupported
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
-from vsched.api.responses import Model, ModelList, Tokens
-from vsched.api.schema import TokenizeRequest
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.api.responses import GroupAction, Model, ModelList, Tokens
+from vsched.api.schema import GroupRequest, TokenizeRequest
 
-logger = logging.getLogger(__name__)
+ACTIONS = ("drain", "restart", "resume")
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -90,35 +88,67 @@ class TokenizeEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        exchange = Exchange(scope, receive, send)
-        try:
-            body = await exchange.read_body(self._settings.body_bytes_max)
-            await exchange.send_json(await self._tokenize(body))
-        except ClientDisconnected:
-            return
-        except (RequestRefused, RequestFailed) as error:
-            await exchange.send_error(error)
-        except Exception:
-            logger.exception("tokenize failed")
-            await exchange.send_error(RequestFailed("the server made a mistake"))
+        await HttpExchange(scope, receive, send).answer(
+            self._settings.body_bytes_max, self._tokenize
+        )
 
     async def _tokenize(self, body: bytes) -> Tokens:
         request = parameters.decode_body(body, TokenizeRequest)
         check_model(request.model, self._engine)
         check_ready(self._engine)
-        if (request.prompt is None) == (request.messages is None):
-            message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
-            raise ParameterRefused(message, param="prompt")
-        prompt = request.prompt
-        if request.messages is not None:
-            messages, images = parameters.split_messages(request.messages, self._settings)
-            if images:
-                # Their tokens depend on their sizes; counting them means reading them within all the limits.
-                raise unsupported(
-                    "messages", remedy="send no images; a completion's usage counts them"
-                )
-            arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
-            prompt = await render(self._engine, messages, arguments)
-        assert prompt is not None
-        token_ids = await asyncio.to_thread(self._engine.preprocessor.tokenize, prompt)
+        token_ids = await asyncio.to_thread(
+            self._engine.preprocessor.tokenize, await self._prompt(request)
+        )
         return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids)
+
+    async def _prompt(self, request: TokenizeRequest) -> str:
+        match request.prompt, request.messages:
+            case str(prompt), None:
+                return prompt
+            case None, list(sent):
+                messages, images = parameters.split_messages(sent, self._settings)
+                if images:
+                    # Their tokens depend on their sizes; counting them means reading them within all the limits.
+                    remedy = "send no images; a completion's usage counts them"
+                    raise unsupported("messages", remedy=remedy)
+                arguments = parameters.template_arguments(
+                    request.chat_template_kwargs, self._settings
+                )
+                return await render(self._engine, messages, arguments)
+        message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
+        raise ParameterRefused(message, param="prompt")
+
+
+class ReplicasEndpoint:
+    """An ASGI application: one action on one group, answered once it is done or its deadline has passed.
+
+    Who disconnects meanwhile stops nothing: `GET /admin/replicas` tells how it went.
+    """
+
+    def __init__(self, engine: EngineContract, settings: ApiSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await HttpExchange(scope, receive, send).answer(self._settings.body_bytes_max, self._act)
+
+    async def _act(self, body: bytes) -> GroupAction:
+        request = parameters.decode_body(body, GroupRequest)
+        done = True
+        match request.action:
+            case "drain":
+                done = await self._engine.drain_group(request.group)
+            case "restart":
+                done = await self._engine.restart_group(request.group)
+            case "resume":
+                self._engine.resume_group(request.group)
+            case unknown:
+                message = (
+                    f"there is no action {unknown!r}. Remedy: name one of {', '.join(ACTIONS)}."
+                )
+                raise ParameterRefused(message, param="action", code="unknown_action")
+        state = next(
+            (row["state"] for row in self._engine.groups() if row["name"] == request.group), "down"
+        )
+        return GroupAction(request.group, request.action, done, state)

@@ -109,7 +109,7 @@ def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLin
     bar, legend = Text(), Text()
     drawn = [line for line in lines if line.bytes > 0]
     for index, line in enumerate(drawn):
-        is_rest = line.line == "headroom"
+        is_rest = line.line == "unclaimed"
         colour = "bright_black" if is_rest else COLOURS[index % len(COLOURS)]
         cells = max(round(BAR_CELLS * line.bytes / total), 1)
         bar.append(("░" if is_rest else "█") * cells, style=colour)
@@ -131,7 +131,7 @@ def _draw_png(ledger: Ledger, path: Path) -> None:
             if line.bytes <= 0:
                 continue
             share = 100 * line.bytes / ledger.totals[pool]
-            colour = "lightgrey" if line.line == "headroom" else None
+            colour = "lightgrey" if line.line == "unclaimed" else None
             axes.barh(row, share, left=left, color=colour, edgecolor="white")
             if share > 6:
                 label = f"{_label(line)}\n{line.bytes / (1 << 20):,.0f} MiB"

@@ -338,7 +338,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.placement == "together" and not on_gpu and self.generate.step_target_ms > 0
 
     @property
-    def crowded(self) -> bool:
+    def oversubscribed(self) -> bool:
         """Whether the ranks compute with more threads, all together, than there are cores."""
         encode, generate = self._ranks
         threads = self._all(encode * self.threads("encode"), generate * self.threads("generate"))

@@ -4,7 +4,7 @@
 """
 
 from vsched.media.embeddings import EmbeddedImage, ImageReference
-from vsched.media.pipeline import MediaPipeline, Prepared, PrepareTimings
+from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 
@@ -17,5 +17,5 @@ __all__ = [
     "PixelStatistics",
     "PixelStore",
     "PrepareTimings",
-    "Prepared",
+    "PreparedRequest",
 ]

@@ -36,7 +36,7 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ImageHeader:
     """What the header of an image tells: its upright size, and how the decoder will keep it."""
 
     width: int
@@ -45,7 +45,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class PixelLimits:
+class DecodeLimits:
     """Most pixels of any image, and of a WEBP: Pillow copies those under the interpreter's lock, 2 ms a megapixel."""
 
     image: int
@@ -74,7 +74,7 @@ def _too_many_pixels(value: str, kind: str, pixels_max: int) -> RequestRefused:
     return _refuse(message, "image_too_large", 413)
 
 
-def _open(encoded: bytes, limits: PixelLimits) -> Image.Image:
+def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
         animated = image.format != "MPO" and getattr(image, "is_animated", False)
@@ -138,7 +138,7 @@ def _storage(image: Image.Image, encoded: bytes, orientation: int) -> Storage:
     )
 
 
-def inspect(encoded: bytes, limits: PixelLimits) -> Header:
+def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
     """Return what the header of an image tells, decoding no pixels.
 
     Raises:
@@ -149,10 +149,10 @@ def inspect(encoded: bytes, limits: PixelLimits) -> Header:
     width, height = image.size
     if orientation in _SIDEWAYS:
         width, height = height, width
-    return Header(width, height, _storage(image, encoded, orientation))
+    return ImageHeader(width, height, _storage(image, encoded, orientation))
 
 
-def decode(encoded: bytes, limits: PixelLimits) -> Image.Image:
+def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     """Return the upright RGB image, transparency composited on white as transformers' processors do.
 
     Blocks: for as long as decoding takes; call it off the event loop.

@@ -71,7 +71,7 @@ class Embedding:
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[list[_Size], msgspec.Meta(max_length=4)]
     data_offsets: tuple[_Size, _Size]
@@ -126,8 +126,8 @@ def read_tensors(file: bytes) -> dict[str, Tensor]:
     }
 
 
-def _entries(header: bytes) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
+def _entries(header: bytes) -> dict[str, _TensorEntry]:
+    entries: dict[str, _TensorEntry] = {}
     try:
         if not header.startswith(b"{"):
             raise malformed("its header is no JSON object")
@@ -137,7 +137,7 @@ def _entries(header: bytes) -> dict[str, _Entry]:
                 continue
             if name not in _TENSORS:
                 raise malformed("it holds another tensor")
-            entries[name] = msgspec.json.decode(raw, type=_Entry)
+            entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # What the parser said may quote the file.
         raise malformed("its header is not valid") from None

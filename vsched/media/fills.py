@@ -13,18 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.faultpoints import fault_point
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
-from vsched.media.decode import PixelLimits
+from vsched.media.decode import DecodeLimits, decode
+from vsched.media.embeddings import Embedding, write_rows
 from vsched.media.measure import Measured, blame
 from vsched.media.pixels import PixelLease, PixelStore
-from vsched.media.process import process
 from vsched.worker.contract import Preprocessor
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ class Fills:
         store: PixelStore,
         executor: Executor,
         *,
-        limits: PixelLimits,
+        limits: DecodeLimits,
         budget_bytes: int,
     ) -> None:
         self.processed = 0
@@ -211,3 +216,27 @@ def _trim(reference: weakref.ref[Fills]) -> None:
     fills = reference()
     if fills is not None:
         fills.trim()
+
+
+def process(
+    image: Measured, extent: npt.NDArray[np.uint8], preprocessor: Preprocessor, limits: DecodeLimits
+) -> None:
+    """Fill an extent with the pixels of an image, or with the rows of its embedding.
+
+    Blocks: for as long as decoding or converting takes; call it in a thread of the pool.
+
+    Raises:
+        RequestRefused: When the image is damaged, or a value of the embedding is not finite.
+        RequestFailed: When the processor gave something else than it planned.
+    """
+    if isinstance(image.content, Embedding):
+        write_rows(image.content, preprocessor.info.dtype, extent)
+        return
+    fault_point("media.decode")
+    pixels = preprocessor.process_image(decode(image.content, limits))
+    expected = (math.prod(image.plan.grid), preprocessor.info.patch_values)
+    if pixels.shape != expected:
+        # A mismatch fails the request; nothing is trimmed into shape.
+        message = f"the image processor gave pixels of shape {pixels.shape}, expected {expected}"
+        raise RequestFailed(message, code="image_processing_failed")
+    extent.view(np.float32)[:] = pixels.reshape(-1)

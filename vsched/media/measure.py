@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.decode import PixelLimits, inspect
+from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.embeddings import (
     EmbeddedImage,
     Embedding,
@@ -64,9 +64,9 @@ def blame(error: RequestRefused, index: int) -> RequestRefused:
     )
 
 
-def pixel_limits(settings: MediaSettings) -> PixelLimits:
+def pixel_limits(settings: MediaSettings) -> DecodeLimits:
     """Return the part of the settings that the decoder keeps."""
-    return PixelLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
+    return DecodeLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
 
 
 class Measurer:

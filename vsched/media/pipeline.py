@@ -62,7 +62,7 @@ class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that is ready to submit; `lease` must be released when the request ends, however it ends."""
 
     token_ids: list[int]
@@ -124,7 +124,7 @@ class MediaPipeline:
 
     async def prepare(
         self, prompt: str | list[int], images: Sequence[ImageReference], cache_salt: str = ""
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Return token ids, items and the lease on their pixels.
 
         Blocks: up to `settings.prepare_s`. Cancelling it leaves nothing behind.
@@ -212,7 +212,7 @@ class MediaPipeline:
         images: Sequence[ImageReference],
         cache_salt: str,
         holding: Holding,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, offsets = self._preprocessor.expand(
@@ -244,7 +244,7 @@ class MediaPipeline:
             wait_ms=(acquired - read) * 1e3,
             process_ms=(time.perf_counter() - acquired) * 1e3,
         )
-        return Prepared(token_ids, items, lease, timings)
+        return PreparedRequest(token_ids, items, lease, timings)
 
     async def _read(
         self,

@@ -47,7 +47,7 @@ class PixelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PixelEntry:
     extent: Extent
     holders: int = 0
     filled: bool = False
@@ -113,7 +113,7 @@ class PixelStore:
         # The tail that is no whole cache line is not handed out.
         self._size = buffer.nbytes // ALIGNMENT * ALIGNMENT
         self._free = _FreeList(self._size)
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, _PixelEntry] = {}
         self._kept: OrderedDict[bytes, None] = OrderedDict()
         self._kept_bytes = 0
         self._waiters: deque[tuple[asyncio.Future[PixelLease], Mapping[bytes, int]]] = deque()
@@ -248,7 +248,7 @@ class PixelStore:
                 while self._kept:
                     self._evict()
                 return self._take(sizes)
-            self._entries[key] = _Entry(Extent(offset, sizes[key]), holders=1)
+            self._entries[key] = _PixelEntry(Extent(offset, sizes[key]), holders=1)
             created.append(key)
         self._hits += sum(self._entries[key].filled for key in present)
         self._misses += len(absent)

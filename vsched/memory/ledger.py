@@ -19,9 +19,9 @@ LineName = Literal[
     "image preprocessing",
     "kv",
     "captured graphs",
-    "canary",
-    "peers",
     "headroom",
+    "peers",
+    "unclaimed",
 ]
 
 
@@ -42,12 +42,12 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @classmethod
     def balanced(cls, totals: Mapping[str, int], lines: Iterable[LedgerLine]) -> Ledger:
-        """Add the headroom of each pool, which is the rest; it is negative where more is claimed than exists.
+        """Add the unclaimed of each pool, which is the rest; it is negative where more is claimed than exists.
 
         A pool whose total nobody measured counts as just large enough for its lines.
         """
         given = list(lines)
-        assert all(line.line != "headroom" for line in given), "headroom is the rest"
+        assert all(line.line != "unclaimed" for line in given), "unclaimed is the rest"
         pools = list(dict.fromkeys([*totals, *(line.pool for line in given)]))
         complete: list[LedgerLine] = []
         complete_totals: dict[str, int] = {}
@@ -55,16 +55,16 @@ class Ledger(msgspec.Struct, frozen=True):
             own = [line for line in given if line.pool == pool]
             used_bytes = sum(line.bytes for line in own)
             total_bytes = complete_totals[pool] = totals.get(pool, used_bytes)
-            complete += [*own, LedgerLine(pool, "", "headroom", total_bytes - used_bytes)]
+            complete += [*own, LedgerLine(pool, "", "unclaimed", total_bytes - used_bytes)]
         return cls(complete_totals, complete)
 
     def of_pool(self, pool: str) -> list[LedgerLine]:
         """Return the lines of one pool."""
         return [line for line in self.lines if line.pool == pool]
 
-    def headroom(self, pool: str) -> int:
+    def unclaimed(self, pool: str) -> int:
         """Return what nobody claims of a pool; negative when too much is claimed."""
-        return sum(line.bytes for line in self.of_pool(pool) if line.line == "headroom")
+        return sum(line.bytes for line in self.of_pool(pool) if line.line == "unclaimed")
 
     def render(self) -> str:
         """Draw the table."""
@@ -96,7 +96,7 @@ class Ledger(msgspec.Struct, frozen=True):
             + " + ".join(
                 f"{line.owner} {line.line} {size_text(line.bytes)}".lstrip()
                 for line in self.of_pool(pool)
-                if line.bytes or line.line in {"encoder activations", "headroom"}
+                if line.bytes or line.line in {"encoder activations", "unclaimed"}
             )
             for pool, total_bytes in self.totals.items()
         )
@@ -122,7 +122,7 @@ def group_ledger(
     view: MemoryView,
     attempt: Attempt | None = None,
     *,
-    canary_bytes: int = 0,
+    headroom_bytes: int = 0,
     encoders: Sequence[RankMemory] = (),
     together: bool = False,
     more: Iterable[LedgerLine] = (),
@@ -134,7 +134,7 @@ def group_ledger(
     Args:
         view: What was measured after loading, and what encode ranks reserve.
         attempt: Whose measurements count.
-        canary_bytes: Held during the attempt.
+        headroom_bytes: Held during the attempt.
         encoders: What encode ranks measured after loading; without it their weights are among the peers.
         together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
         more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
@@ -152,7 +152,7 @@ def group_ledger(
             if reservation.pool == pool.name and reservation.held
         )
         known_bytes = sum(rank.weights_bytes for rank in apart if rank.pool == pool.name)
-        lines += _pool_lines(pool, owner, canary_bytes, held_bytes if together else 0)
+        lines += _pool_lines(pool, owner, headroom_bytes, held_bytes if together else 0)
         peers_bytes = pool.peers_bytes - known_bytes - (0 if together else held_bytes)
         lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
     lines += [
@@ -172,18 +172,20 @@ def _names(given: Sequence[str], ranks: Sequence[RankMemory | Reservation]) -> S
     return given or [f"encode rank {one.rank}" for one in ranks]
 
 
-def _pool_lines(pool: Pool, group: str, canary_bytes: int, held_bytes: int) -> Iterator[LedgerLine]:
+def _pool_lines(
+    pool: Pool, group: str, headroom_bytes: int, held_bytes: int
+) -> Iterator[LedgerLine]:
     """Yield the lines of the group's own ranks; what an encoder holds in the first of them is a line of its own."""
     for rank in pool.ranks:
         owner = f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
-        rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - canary_bytes - held_bytes
+        rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - headroom_bytes - held_bytes
         held_bytes = 0
         yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
         yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
         yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
-        if canary_bytes:
-            yield LedgerLine(pool.name, owner, "canary", canary_bytes)
+        if headroom_bytes:
+            yield LedgerLine(pool.name, owner, "headroom", headroom_bytes)
 
 
 def merge_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
@@ -201,10 +203,12 @@ def merge_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
         for pool, total_bytes in ledger.totals.items():
             totals[pool] = max(total_bytes, totals.get(pool, 0))
             named = [
-                line for line in ledger.of_pool(pool) if line.line not in ("peers", "headroom")
+                line for line in ledger.of_pool(pool) if line.line not in ("peers", "unclaimed")
             ]
             lines.update({(pool, line.owner, line.line): line for line in named})
-            held_bytes = sum(line.bytes for line in ledger.of_pool(pool) if line.line != "headroom")
+            held_bytes = sum(
+                line.bytes for line in ledger.of_pool(pool) if line.line != "unclaimed"
+            )
             peers[pool] = max(held_bytes, peers.get(pool, 0))
     for pool, held_bytes in peers.items():
         known_bytes = sum(line.bytes for line in lines.values() if line.pool == pool)

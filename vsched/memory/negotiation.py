@@ -75,7 +75,7 @@ class KvNegotiation:
         self.view = view
         self.failure: Fail | None = None
         self._order: Order | None = None
-        self._canary_bytes = 0
+        self._headroom_bytes = 0
         self._encoders, self._together, self._more = encoders, together, more
         self._owner, self._encoder_names = owner, encoder_names
 
@@ -120,7 +120,7 @@ class KvNegotiation:
         return group_ledger(
             self.view,
             attempt,
-            canary_bytes=self._canary_bytes,
+            headroom_bytes=self._headroom_bytes,
             encoders=self._encoders,
             together=self._together,
             more=self._more,
@@ -140,7 +140,7 @@ class KvNegotiation:
                 self._fail(Fail(_gone_on(self.view.attempts[-1]), leak=True))
             case Probe() | Build():
                 self._order = self._checked(answer)
-                self._canary_bytes = answer.canary_bytes if isinstance(answer, Build) else 0
+                self._headroom_bytes = answer.headroom_bytes if isinstance(answer, Build) else 0
             case AcceptBuild():
                 self._order = self._accepted()
             case _:
@@ -152,9 +152,9 @@ class KvNegotiation:
     def _checked(self, answer: Probe | Build) -> Probe | Build:
         """Return the order in whole blocks, or refuse what cannot be meant."""
         view = self.view
-        canary_bytes = answer.canary_bytes if isinstance(answer, Build) else 0
+        headroom_bytes = answer.headroom_bytes if isinstance(answer, Build) else 0
         try:
-            tokens, canary_bytes = operator.index(answer.tokens), operator.index(canary_bytes)
+            tokens, headroom_bytes = operator.index(answer.tokens), operator.index(headroom_bytes)
         except TypeError as error:
             raise PolicyError(f"{self._name()} returned {answer!r}: {error}") from error
         tokens_min = max(view.tokens_min, view.block_size)
@@ -167,11 +167,11 @@ class KvNegotiation:
                 f"{ATTEMPTS_MAX} attempts",
                 "return AcceptBuild or Fail, judging by view.attempts",
             ),
-            "its canary is below nothing": (
-                canary_bytes < 0,
-                f"{canary_bytes} bytes",
+            "its headroom is below nothing": (
+                headroom_bytes < 0,
+                f"{headroom_bytes} bytes",
                 "0 bytes or more",
-                "return a canary of 0 bytes for none",
+                "return headroom of 0 bytes for none",
             ),
             "a KV cache needs more tokens": (
                 tokens < tokens_min,
@@ -180,8 +180,8 @@ class KvNegotiation:
                 "return Fail where there is no room for a block",
             ),
             "it does not fit on an empty device": (
-                kv_bytes + canary_bytes > total_bytes,
-                f"{kv_bytes} bytes of KV and {canary_bytes} of canary",
+                kv_bytes + headroom_bytes > total_bytes,
+                f"{kv_bytes} bytes of KV and {headroom_bytes} of headroom",
                 f"{total_bytes} bytes",
                 "propose what the ranks in the view have room for",
             ),

@@ -14,7 +14,7 @@ class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
         """Return the one size, or the reason why it is there no more."""
         if not view.attempts:
-            return Build(self.tokens, stress=False)
+            return Build(self.tokens, profile=False)
         if view.attempts[-1].outcome == "fits":
             return AcceptBuild()
         return Fail(

@@ -11,7 +11,7 @@ from vsched.errors import RankDesync
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, Leave, RequestData
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, TokenLogprob
+from vsched.wire import GenerateResult, SlotLogprob
 from vsched.worker.contract import (
     Batch,
     Chunk,
@@ -188,9 +188,7 @@ class GenerateRank:
             tokens=by_slot.tobytes(),
             numbers=table.number.tobytes(),
             finished=finished,
-            logprobs=[
-                TokenLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs
-            ],
+            logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs],
             busy_ns=0,
         )
 

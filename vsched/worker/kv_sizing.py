@@ -19,7 +19,7 @@ from vsched.wire import Sized, SizeKv
 from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.memory import measure_rank, memory_errors
-from vsched.worker.profiling_run import Load, stress
+from vsched.worker.profiling_run import StepLimits, run_profile
 
 LEAK_SLACK_BYTES = 1 << 20
 """Less than this is not called a leak: small allocations share pages with others."""
@@ -36,18 +36,18 @@ class KvSizing:
         self,
         worker: GenerateWorker,
         info: ModelInfo,
-        load: Load,
+        limits: StepLimits,
         *,
         rank: int = 0,
         image: ImagePlan | None = None,
         collect: Callable[[], object] = gc.collect,
     ) -> None:
-        """Prepare; the weights are loaded. `image` is what the rows of the stress carry, None for text alone."""
+        """Prepare; the weights are loaded. `image` is what the rows of the profiling run carry, None for text alone."""
         self.blocks = 0
         self._collect = collect
         self._worker = worker
         self._info = info
-        self._load = load
+        self._limits = limits
         self._rank = rank
         self._image = image
         self._memory = worker.device_memory()
@@ -55,7 +55,7 @@ class KvSizing:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache that stands."""
-        return self.blocks * self._load.block_size * self._info.kv_bytes_per_token
+        return self.blocks * self._limits.block_size * self._info.kv_bytes_per_token
 
     def measure(self) -> RankMemory:
         """Return what is held and what is free: after loading, this is what the memory policy starts from."""
@@ -64,9 +64,9 @@ class KvSizing:
         return self._measured(peak_bytes=0, released_bytes=0)
 
     def carry_out(self, order: SizeKv) -> Sized:
-        """Take down what stood, build the KV cache that is ordered, and run the stress while a canary is held.
+        """Take down what stood, build the KV cache that is ordered, and do the profiling run while headroom is held.
 
-        What was built stands afterwards, whatever the outcome, until the next order; the canary does not.
+        What was built stands afterwards, whatever the outcome, until the next order; the headroom does not.
         """
         if order.renew:
             self._abort()
@@ -86,13 +86,13 @@ class KvSizing:
         doing = "building the KV cache"
         try:
             with memory_errors(doing):
-                self._build(order.tokens, touch=order.stress)
-            doing = f"holding a canary of {order.canary_bytes} bytes"
-            with self._memory.hold(order.canary_bytes):
+                self._build(order.tokens, touch=order.profile)
+            doing = f"holding headroom of {order.headroom_bytes} bytes"
+            with self._memory.hold(order.headroom_bytes):
                 doing = "running the hardest steps"
-                if order.stress:
+                if order.profile:
                     with memory_errors(doing):
-                        self._stress(probe=order.probe)
+                        self._run_profile(probe=order.probe)
                 return Sized(outcome="fits", message="", memory=self._attempted(released))
         except DeviceOutOfMemory as error:
             # Its text alone is kept: the traceback holds on to what the failing step had taken.
@@ -109,7 +109,7 @@ class KvSizing:
         """Drop what stands; return the bytes that came back.
 
         Order: captured graphs point into the request state and the cache, request state into the cache. The requests
-        of the stress went with its rank.
+        of the profiling run went with its rank.
         """
         self._collect()
         before = self._memory.allocated()
@@ -122,18 +122,20 @@ class KvSizing:
         return released
 
     def _build(self, tokens: int, *, touch: bool) -> None:
-        blocks = tokens // self._load.block_size
+        blocks = tokens // self._limits.block_size
         assert blocks, "the engine orders at least one block"
-        self._worker.build_kv(blocks=blocks, block_size=self._load.block_size, touch=touch)
+        self._worker.build_kv(blocks=blocks, block_size=self._limits.block_size, touch=touch)
         self.blocks = blocks
 
-    def _stress(self, *, probe: bool) -> None:
-        load = self._load
+    def _run_profile(self, *, probe: bool) -> None:
+        limits = self._limits
         if not probe:
             # A sequence longer than the cache is refused when it arrives. A probe stands for caches of any size.
-            tokens = self.blocks * load.block_size
-            load = msgspec.structs.replace(load, context_tokens=min(load.context_tokens, tokens))
-        stress(self._worker, self._info, load, blocks=self.blocks, image=self._image)
+            tokens = self.blocks * limits.block_size
+            limits = msgspec.structs.replace(
+                limits, context_tokens=min(limits.context_tokens, tokens)
+            )
+        run_profile(self._worker, self._info, limits, blocks=self.blocks, image=self._image)
 
     def _attempted(self, released_bytes: int) -> RankMemory:
         return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)

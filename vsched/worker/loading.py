@@ -15,7 +15,7 @@ from vsched.worker.contract import GenerateWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_sizing import KvSizing
-from vsched.worker.member import EncodeSide, GenerateSide, Link, Member, RankHost
+from vsched.worker.member import EncodeExecutor, GenerateExecutor, Link, Member, RankHost
 from vsched.worker.profiling_run import image_for
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -108,7 +108,7 @@ class RankLoading(Generic[Link]):
         rank = EncodeRank(
             worker, arena.embeddings, arena.read, patch_values=patch_values, rank=spec.rank
         )
-        member.side = EncodeSide(worker, rank)
+        member.side = EncodeExecutor(worker, rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         self._ready.append(Ready(0, {**memory, **host.memory()}, member.side.hooks()))
 
@@ -116,24 +116,24 @@ class RankLoading(Generic[Link]):
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
         self._worker = plugin.load_generator(spec.info, role.settings, member.progress)
-        image = image_for(plugin, spec.info, role.load, pixels_max=role.pixels_max)
+        image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
         self._sizing = KvSizing(
-            self._worker, spec.info, role.load, rank=spec.rank, image=image, collect=host.collect
+            self._worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
         )
         member.report(Loaded(self._sizing.measure()))
         self.ordered = member
 
     def _finish_generator(self, role: GenerateRole, member: Member[Link], blocks: int) -> None:
-        worker, load = self._worker, role.load
+        worker, limits = self._worker, role.limits
         rank = GenerateRank(
             worker,
             self._arena.embeddings,
-            slots=load.slots,
-            context_tokens=load.context_tokens,
-            block_size=load.block_size,
+            slots=limits.slots,
+            context_tokens=limits.context_tokens,
+            block_size=limits.block_size,
         )
-        member.side = GenerateSide(worker, rank)
-        kv_bytes = blocks * load.block_size * self._spec.info.kv_bytes_per_token
+        member.side = GenerateExecutor(worker, rank)
+        kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
         memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
         self._ready.append(Ready(blocks, memory, member.side.hooks()))
         self._report_ready()

@@ -22,15 +22,15 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Entry,
     Failure,
     FollowerLog,
     GenerateResult,
     Heartbeat,
     Hello,
     Loading,
+    LogEntry,
     Paused,
-    Report,
+    RankReport,
     RunHook,
     SizeKv,
     StepCheck,
@@ -88,7 +88,7 @@ class MemberLink(Protocol):
 Link = TypeVar("Link", bound=MemberLink)
 
 
-class Side:
+class StageExecutor:
     """What every group's part of a rank can do."""
 
     def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
@@ -109,19 +109,19 @@ class Side:
         with memory_errors(f"running the hook {name}"):
             self._periodic.run_hook(name)
 
-    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult | Paused | None:
+    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
         """Carry out a decision, or go on with one; None where there is nothing to say."""
         raise NotImplementedError
 
 
-class EncodeSide(Side):
+class EncodeExecutor(StageExecutor):
     """The encode group's part of a rank."""
 
     def __init__(self, worker: EncodeWorker, rank: EncodeRank) -> None:
         super().__init__(worker)
         self._rank = rank
 
-    def carry_out(self, entry: Entry) -> EncodeResult | Paused | None:
+    def carry_out(self, entry: LogEntry) -> EncodeResult | Paused | None:
         """Carry out a decision of the encode group."""
         match entry:
             case EncodeDecision():
@@ -131,14 +131,14 @@ class EncodeSide(Side):
         raise RankDesync("an encode rank heard a decision of a generate group")
 
 
-class GenerateSide(Side):
+class GenerateExecutor(StageExecutor):
     """The generate group's part of a rank."""
 
     def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
         super().__init__(worker)
         self.rank = rank
 
-    def carry_out(self, entry: Entry) -> GenerateResult:
+    def carry_out(self, entry: LogEntry) -> GenerateResult:
         """Carry out a decision of the generate group."""
         if not isinstance(entry, GenerateDecision):
             raise RankDesync("a generate rank heard a decision of an encode group")
@@ -157,15 +157,15 @@ class Member(Generic[Link]):
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
         self.link = link
         self.log = FollowerLog()
-        self.side: Side | None = None
-        self.entry: Entry | None = None
+        self.side: StageExecutor | None = None
+        self.entry: LogEntry | None = None
         self.heard_ns: int | None = None
         self._rank = spec.rank
         self._busy_ns = 0
         self._host = host or RankHost()
         self.report(Hello(spec.rank, spec.secret))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankReport) -> None:
         """Send a report to the leader."""
         self.link.send(encode_report(report))
 
@@ -208,7 +208,7 @@ class Member(Generic[Link]):
         self.heard_ns = self._host.now_ns()
         return True
 
-    def _step(self, entry: Entry) -> None:
+    def _step(self, entry: LogEntry) -> None:
         assert self.side is not None
         start_ns = self._host.now_ns()
         result = self.side.carry_out(entry)

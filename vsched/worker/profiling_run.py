@@ -55,7 +55,7 @@ _OUTPUTS = 3
 """Tokens that a sequence may yield: in the step of its last chunk and in two more."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that the kernel asks of a step; the names are those of its sizes."""
 
     slots: int
@@ -92,10 +92,10 @@ _SAMPLING = SamplingParams(
 
 
 def image_for(
-    plugin: WorkerPlugin, info: ModelInfo, load: Load, *, pixels_max: int
+    plugin: WorkerPlugin, info: ModelInfo, limits: StepLimits, *, pixels_max: int
 ) -> ImagePlan | None:
     """Return the largest image that fits a prompt; None without images, or where the plug-in knows none."""
-    room = min(info.item_tokens_max, load.prompt_tokens - 1)
+    room = min(info.item_tokens_max, limits.prompt_tokens - 1)
     if pixels_max < 1 or room < 1 or not isinstance(plugin, WorstCaseBuilder):
         return None
     capped = msgspec.structs.replace(info, item_tokens_max=room)
@@ -103,8 +103,13 @@ def image_for(
     return max((batch[0] for batch in batches), key=lambda plan: plan.tokens, default=None)
 
 
-def stress(
-    worker: GenerateWorker, info: ModelInfo, load: Load, *, blocks: int, image: ImagePlan | None
+def run_profile(
+    worker: GenerateWorker,
+    info: ModelInfo,
+    limits: StepLimits,
+    *,
+    blocks: int,
+    image: ImagePlan | None,
 ) -> int:
     """Run the hardest steps over the KV cache of `blocks` blocks that stands; return how many.
 
@@ -114,13 +119,13 @@ def stress(
         DeviceOutOfMemory: From the worker.
     """
     frugal = worker if isinstance(worker, FrugalSteps) and worker.frugal else None
-    rehearsal = _Rehearsal(info, load, blocks=blocks, image=image)
+    rehearsal = _Rehearsal(info, limits, blocks=blocks, image=image)
     rank = GenerateRank(
         worker,
         rehearsal.embeddings,
-        slots=load.slots,
-        context_tokens=load.length_max,
-        block_size=load.block_size,
+        slots=limits.slots,
+        context_tokens=limits.length_max,
+        block_size=limits.block_size,
     )
     steps = 0
     for decision, layers in rehearsal.frugal() if frugal else rehearsal.whole():
@@ -130,30 +135,30 @@ def stress(
     return steps
 
 
-def spread(load: Load) -> list[int]:
+def spread(limits: StepLimits) -> list[int]:
     """Return the chunk lengths of a step that fills the budget from all slots, full chunks first."""
     lengths: list[int] = []
-    left = load.batch_tokens
-    for later in range(load.slots - 1, -1, -1):
-        lengths.append(min(load.chunk_max, left - later))
+    left = limits.batch_tokens
+    for later in range(limits.slots - 1, -1, -1):
+        lengths.append(min(limits.chunk_max, left - later))
         left -= lengths[-1]
     return lengths
 
 
-def heap(load: Load, budget: int) -> list[int]:
+def heap(limits: StepLimits, budget: int) -> list[int]:
     """Return the chunk lengths of a step that takes a budget in as few slots as possible."""
-    full, rest = divmod(budget, load.chunk_max)
-    lengths = [load.chunk_max] * full + ([rest] if rest else [])
-    return lengths[: load.slots]
+    full, rest = divmod(budget, limits.chunk_max)
+    lengths = [limits.chunk_max] * full + ([rest] if rest else [])
+    return lengths[: limits.slots]
 
 
-def beside_decodes(load: Load) -> list[int]:
+def beside_decodes(limits: StepLimits) -> list[int]:
     """Return the chunk lengths of a step in which all other slots decode."""
-    for seats in range(1, load.slots):
-        left = load.batch_tokens - (load.slots - seats)
-        if left <= seats * load.chunk_max:
-            return heap(load, left)
-    return heap(load, load.batch_tokens)
+    for seats in range(1, limits.slots):
+        left = limits.batch_tokens - (limits.slots - seats)
+        if left <= seats * limits.chunk_max:
+            return heap(limits, left)
+    return heap(limits, limits.batch_tokens)
 
 
 Step = tuple[GenerateDecision, int]
@@ -166,15 +171,17 @@ class _Rehearsal:
     """Words the decisions."""
 
     def __init__(
-        self, info: ModelInfo, load: Load, *, blocks: int, image: ImagePlan | None
+        self, info: ModelInfo, limits: StepLimits, *, blocks: int, image: ImagePlan | None
     ) -> None:
-        self._load = load
+        self._limits = limits
         self._info = info
         self._image = image
         self._step = 0
         self._number = 0
         self._seated: dict[int, int] = {}
-        self._blocks = [index % blocks for index in range(-(-load.length_max // load.block_size))]
+        self._blocks = [
+            index % blocks for index in range(-(-limits.length_max // limits.block_size))
+        ]
         self._data: dict[int, RequestData] = {}
         self.embeddings: npt.NDArray[np.uint8] = np.zeros(
             (1, _PAGE_ROWS, info.embedding_row_bytes), np.uint8
@@ -182,20 +189,20 @@ class _Rehearsal:
 
     def whole(self) -> Iterator[Step]:
         """Yield the steps, each to be carried out before the next."""
-        few, many = heap(self._load, self._load.batch_tokens), spread(self._load)
+        few, many = heap(self._limits, self._limits.batch_tokens), spread(self._limits)
         if few[0] > many[0]:
             yield self._prefill(few, long=len(few))
         yield self._prefill(many, long=len(many))
         yield self._decode()
-        beside = beside_decodes(self._load)
+        beside = beside_decodes(self._limits)
         yield self._prefill(beside, long=len(beside))
 
     def frugal(self) -> Iterator[Step]:
         """Yield the steps that suffice for a frugal worker."""
-        few, beside = heap(self._load, self._load.batch_tokens), beside_decodes(self._load)
+        few, beside = heap(self._limits, self._limits.batch_tokens), beside_decodes(self._limits)
         if few[0] > beside[0]:
             yield self._prefill(few, long=1)
-        seats, _ = self._prefill([1] * self._load.slots, long=self._load.slots)
+        seats, _ = self._prefill([1] * self._limits.slots, long=self._limits.slots)
         yield seats, 0
         yield self._decode()
         yield self._prefill(beside, long=1)
@@ -215,7 +222,7 @@ class _Rehearsal:
                 left.append(Leave(self._seated[slot], slot, keep=False))
             self._number += 1
             self._seated[slot] = self._number
-            stop = self._load.prompt_tokens if slot < long else length
+            stop = self._limits.prompt_tokens if slot < long else length
             data = self._request(stop)
             joined.append(Join(self._number, slot, stop - length, stop, self._blocks, data))
             items = [
@@ -249,7 +256,7 @@ class _Rehearsal:
         """Fill the longest chunk with images, from its end, a token of text after each, since no two may touch."""
         places: list[ItemPlace] = []
         image, end = self._image, prompt_tokens - 1
-        while image and end > max(prompt_tokens - self._load.chunk_max, image.tokens - 1):
+        while image and end > max(prompt_tokens - self._limits.chunk_max, image.tokens - 1):
             places.append(ItemPlace(end - image.tokens, image.tokens, image.grid))
             end -= image.tokens + 1
         return places[::-1]

@@ -6,7 +6,7 @@ import msgspec
 
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 
 
 class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +28,13 @@ class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
     """The rank belongs to a generate group.
 
-    `load` is the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images.
+    `limits` are the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images.
     """
 
     address: str
     plugin: str
     settings: WorkerSettings
-    load: Load
+    limits: StepLimits
     pixels_max: int = 0
 
 

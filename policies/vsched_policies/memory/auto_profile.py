@@ -1,4 +1,4 @@
-"""Probe, build what the measurement leaves, prove it under stress, shrink if it does not hold.
+"""Probe, build what the measurement leaves, prove it by a profiling run, shrink if it does not hold.
 
 The probe is a small KV cache under the largest step there can be: its peak, less the cache itself, is what everything
 but the cache needs. Estimates from shapes miss fragmentation, workspaces and what the allocator rounds up; the peak
@@ -35,12 +35,12 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
     """Measures what everything else needs, and builds and proves the largest KV cache beside it.
 
     Attributes:
-        canary_bytes: Held while a build is proved, so that what fits has so much to spare.
+        headroom_bytes: Held while a build is proved, so that what fits has so much to spare.
         retries: How often a build that ran out of memory is tried again, smaller.
         shrink: By which share a build shrinks for the next try.
     """
 
-    canary_bytes: Count = 256 << 20
+    headroom_bytes: Count = 256 << 20
     retries: Retries = 3
     shrink: Shrink = 0.05
 
@@ -91,7 +91,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         What is not KV is known from the probe, what peers hold from the last attempt.
         """
         non_kv_bytes = {
-            rank.rank: max(rank.peak_bytes - rank.kv_bytes, 0) + self.canary_bytes
+            rank.rank: max(rank.peak_bytes - rank.kv_bytes, 0) + self.headroom_bytes
             for rank in probe.ranks
         }
         targets = []
@@ -107,9 +107,9 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         whole = tokens // view.block_size * view.block_size
         if whole < max(view.context_tokens, view.tokens_min):
             return too_small(
-                view, whole, mem_fraction=self.mem_fraction, canary_bytes=self.canary_bytes
+                view, whole, mem_fraction=self.mem_fraction, headroom_bytes=self.headroom_bytes
             )
-        return Build(whole, stress=True, canary_bytes=self.canary_bytes)
+        return Build(whole, profile=True, headroom_bytes=self.headroom_bytes)
 
     def _out_of_tries(self, view: MemoryView, builds: list[Attempt]) -> Fail:
         peak = highest_peak(builds)
@@ -118,7 +118,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
                 f"generate.memory: memory ran out on {peak.pool} in every one of {len(builds)} attempts "
                 f"({builds[-1].message or 'no rank said more'})",
                 value=f"initial {_sized(view, builds[0])}, final {_sized(view, builds[-1])}, "
-                f"peak {size_text(peak.peak_bytes)}, canary {size_text(self.canary_bytes)}",
+                f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
                 limit=f"total {size_text(peak.total_bytes)}, {_peers(view, builds[-1])}",
                 remedy=f"in this order: lower generate.memory.mem_fraction (now {self.mem_fraction:g}), "
                 f"{lower_activations(view)}",

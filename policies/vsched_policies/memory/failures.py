@@ -27,7 +27,7 @@ def leaked(view: MemoryView) -> Fail:
     )
 
 
-def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, canary_bytes: int) -> Fail:
+def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, headroom_bytes: int) -> Fail:
     """Word a KV cache that one request of the longest context would not fit in (C7)."""
     least = max(tokens, 0)
     lower = (
@@ -36,8 +36,8 @@ def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, canary_byte
     return Fail(
         limit_message(
             "generate.memory: the KV cache that fits cannot hold one request of the longest context",
-            value=f"{least} tokens ({size_text(least * view.bytes_per_token)}) beside a canary of "
-            f"{size_text(canary_bytes)}",
+            value=f"{least} tokens ({size_text(least * view.bytes_per_token)}) beside headroom of "
+            f"{size_text(headroom_bytes)}",
             limit=f"at least {view.context_tokens} tokens "
             f"({size_text(view.context_tokens * view.bytes_per_token)}), which is generate.context_tokens",
             remedy=f"in this order: {lower}{_raise(mem_fraction)}{lower_activations(view)}",

@@ -50,4 +50,4 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
                     "free the device, or take a larger one",
                 )
             )
-        return Build(tokens, stress=False)
+        return Build(tokens, profile=False)

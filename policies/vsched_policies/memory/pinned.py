@@ -1,4 +1,4 @@
-"""A KV cache of the size that the operator says, proved under stress, refused at start-up where it cannot fit."""
+"""A KV cache of the size that the operator says, proved by a profiling run, refused at start-up where it cannot fit."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vsched_policies.memory.failures import highest_peak, leaked, lower_activati
 
 
 class Pinned(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds a KV cache of a given size, in tokens or in bytes; no probe, one stress pass.
+    """Builds a KV cache of a given size, in tokens or in bytes; no probe, one profiling run.
 
     Attributes:
         tokens: The size in tokens; give this or `bytes`.
         bytes: The size in bytes, rounded down to whole tokens.
-        canary_bytes: Held during the stress; none by default, since the size says how much is to be left.
+        headroom_bytes: Held during the profiling run; none by default, since the size says how much is to be left.
     """
 
     tokens: PositiveCount | None = None
     bytes: PositiveCount | None = None
-    canary_bytes: Count = 0
+    headroom_bytes: Count = 0
 
     def __post_init__(self) -> None:
         """Refuse a size that is given twice, or not at all."""
@@ -67,7 +67,7 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
         kv_bytes = tokens * view.bytes_per_token
         for pool in group_pools(view.ranks, view.reservations):
             # What is free is what neither this group nor its peers hold; mem_fraction applies to that (C4, C5).
-            free_bytes = max(pool.available_bytes - pool.unheld_bytes - self.canary_bytes, 0)
+            free_bytes = max(pool.available_bytes - pool.unheld_bytes - self.headroom_bytes, 0)
             room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)
             if kv_bytes > room_bytes:
                 tokens_max = room_bytes // view.bytes_per_token
@@ -81,7 +81,7 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
                         "raise generate.memory.mem_fraction (1.0 at most), or free the device",
                     )
                 )
-        return Build(tokens, stress=True, canary_bytes=self.canary_bytes)
+        return Build(tokens, profile=True, headroom_bytes=self.headroom_bytes)
 
     def _ran_out(self, view: MemoryView, last: Attempt) -> Fail:
         peak = highest_peak([last])
@@ -90,7 +90,7 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
                 f"generate.memory: memory ran out on {peak.pool} beside a KV cache of the given size "
                 f"({last.message or 'no rank said more'})",
                 value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
-                f"peak {size_text(peak.peak_bytes)}, canary {size_text(self.canary_bytes)}",
+                f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
                 limit=f"total {size_text(peak.total_bytes)}",
                 remedy=f'in this order: lower {self._knob()} (use = "auto-profile" finds the largest that fits), '
                 f"{lower_activations(view)}",

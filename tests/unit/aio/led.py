@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.leader.leader import Deadlines, Leader, Presence
+from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
     EncodeResult,
-    Entry,
     FollowerLog,
     GenerateResult,
     Hello,
+    LogEntry,
     Pulse,
+    RankReport,
     Ready,
-    Report,
     encode_report,
 )
 
@@ -33,12 +33,12 @@ class FakeLink:
     def __init__(self, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.on_frame = on_frame
         self.sent: dict[int, list[bytes]] = {}
-        self.deaf: set[int] = set()
-        self.unread: deque[tuple[int, Report]] = deque()
+        self.backlogged: set[int] = set()
+        self.unread: deque[tuple[int, RankReport]] = deque()
         self.closed = False
 
     def send(self, rank: int, frame: bytes) -> bool:
-        if rank in self.deaf:
+        if rank in self.backlogged:
             return False
         self.sent.setdefault(rank, []).append(frame)
         return True
@@ -101,7 +101,7 @@ class Led:
         ranks: int,
         limits: Deadlines,
         name: str = "generate",
-        presence: Presence | None = None,
+        liveness: ProcessLiveness | None = None,
         loop: FakeLoop | None = None,
     ) -> None:
         self.results: list[GenerateResult | EncodeResult] = []
@@ -119,7 +119,7 @@ class Led:
             on_result=self.results.append,
             on_lost=self.lost.append,
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
-            presence=presence,
+            liveness=liveness,
         )
         monkeypatch.undo()
 
@@ -127,7 +127,7 @@ class Led:
         self.link = FakeLink(on_frame)
         return self.link
 
-    def hear(self, rank: int, report: Report) -> None:
+    def hear(self, rank: int, report: RankReport) -> None:
         self.link.on_frame(rank_identity(rank), encode_report(report))
 
     def pulse(self, *ranks: int) -> None:
@@ -157,6 +157,6 @@ class Led:
             turns.append(log.turn)
         return [turn for turn in turns if turn]
 
-    def entries(self, rank: int = 0) -> list[Entry]:
+    def entries(self, rank: int = 0) -> list[LogEntry]:
         log = FollowerLog()
         return [log.accept(frame) for frame in self.link.sent.get(rank, [])]

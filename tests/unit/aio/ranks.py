@@ -20,7 +20,7 @@ from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.shell import Recorder, Shell
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
@@ -35,8 +35,8 @@ from vsched.wire import (
     GenerateResult,
     Hello,
     Loaded,
+    RankReport,
     Ready,
-    Report,
     Reserved,
     Sized,
     SizeKv,
@@ -75,8 +75,8 @@ class Wire:
 
     def send(self, rank: int, frame: bytes) -> bool:
         serves = stage_of(self.group) == "encode" or self._ranks.of(self.group, rank).serves
-        if serves and (self.group, rank) in self._ranks.deaf:
-            self._ranks.deaf.discard((self.group, rank))
+        if serves and (self.group, rank) in self._ranks.backlogged:
+            self._ranks.backlogged.discard((self.group, rank))
             return False
         self.frames[rank].append(frame)
         asyncio.get_running_loop().call_soon(self._ranks.follow_orders, self.group, rank)
@@ -161,9 +161,9 @@ def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
     return GenerateRank(
         FakeGenerator(Behaviour()),
         ranks.place.arena.embeddings,
-        slots=role.load.slots,
-        context_tokens=role.load.context_tokens,
-        block_size=role.load.block_size,
+        slots=role.limits.slots,
+        context_tokens=role.limits.context_tokens,
+        block_size=role.limits.block_size,
     )
 
 
@@ -175,7 +175,7 @@ class Ranks:
         failures: What the next starts raise, first to last.
         broken: Groups none of whose ranks can start.
         mute: Generate groups whose ranks never say that they have loaded.
-        deaf: Groups and ranks that do not take their next decision.
+        backlogged: Groups and ranks that do not take their next decision.
         pauses_s: Pauses between attempts to restart; none takes time while `pause_over` is set.
     """
 
@@ -189,7 +189,7 @@ class Ranks:
         self.failures: deque[Exception] = deque()
         self.broken: set[str] = set()
         self.mute: set[str] = set()
-        self.deaf: set[tuple[str, int]] = set()
+        self.backlogged: set[tuple[str, int]] = set()
         self.pauses_s: list[float] = []
         self.pause_over = asyncio.Event()
         self.pause_over.set()
@@ -220,7 +220,7 @@ class Ranks:
             rank for rank in reversed(self.made) if group in rank.groups and rank.number == number
         )
 
-    def say(self, group: str, report: Report, rank: int = 0) -> None:
+    def say(self, group: str, report: RankReport, rank: int = 0) -> None:
         self.wires[group].hear(rank_identity(rank), encode_report(report))
 
     def follow_orders(self, group: str, number: int) -> None:
@@ -316,7 +316,7 @@ class Stream:
         self.ends = 0
         self._end_error = end_error
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.generation = Generation(
+        self.generation = TokenStream(
             request.request_id,
             prompt_tokens=len(request.prompt_token_ids),
             detokenizer=text or Text(),

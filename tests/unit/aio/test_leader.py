@@ -261,7 +261,7 @@ async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
     """G2: a rank whose queue is full does not stall the step; the group is given up."""
     led = led_two
     led.enter(0, 1)
-    led.link.deaf.add(1)
+    led.link.backlogged.add(1)
     led.leader.decide(GenerateDecision(1))
     assert led.lost == ["generate: rank 1 is gone or does not read its decisions"]
 
@@ -270,7 +270,7 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -
     """A7: it had said why it stopped, and was gone before that was read."""
     led = led_two
     led.enter(0, 1)
-    led.link.deaf.add(1)
+    led.link.backlogged.add(1)
     led.link.unread.append((1, Failure("RankDesync", "another digest")))
     led.leader.decide(GenerateDecision(1))
     assert led.lost == ["generate: rank 1 stopped with RankDesync: another digest"]

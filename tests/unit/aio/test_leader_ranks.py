@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.led import LIMITS, Led
-from vsched.aio.leader.failure_detector import Checks
-from vsched.aio.leader.leader import Presence
+from vsched.aio.leader.failure_detector import ResultComparison
+from vsched.aio.leader.leader import ProcessLiveness
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity
@@ -217,7 +217,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
     """C18: a retry is all ranks': where only some ran out of memory, the next order renews all."""
     led = Led(monkeypatch, ranks=2, limits=LIMITS)
     led.enter(0, 1)
-    order = SizeKv(64, stress=True, canary_bytes=0)
+    order = SizeKv(64, profile=True, headroom_bytes=0)
     for votes in (("fits", "out_of_memory"), ("out_of_memory",) * 2, ("fits", "fits")):
         sizing = asyncio.ensure_future(led.leader.size(order))
         await asyncio.sleep(0)
@@ -233,9 +233,9 @@ async def test_leaders_of_the_same_processes_share_one_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A7, A18: steps of both logs have one order, and a step of one group is no silence in the other."""
-    presence = Presence()
-    encode = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", presence=presence)
-    generate = Led(monkeypatch, ranks=2, limits=LIMITS, presence=presence, loop=encode.loop)
+    liveness = ProcessLiveness()
+    encode = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
+    generate = Led(monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop)
     encode.enter(0, 1)
     generate.enter(0, 1)
     encode.leader.decide(EncodeDecision(1, []))
@@ -246,7 +246,7 @@ async def test_leaders_of_the_same_processes_share_one_order(
         encode.hear(rank, EncodeResult(2, "", 0) if rank == 0 else StepCheck(2, b""))
     encode.advance(LIMITS.step_s - 1)
     assert (encode.lost, generate.lost) == ([], [])
-    assert presence.turns.last == 3
+    assert liveness.turns.last == 3
     encode.advance(LIMITS.heartbeat_s + 2)
     assert encode.lost == []
     assert "has not answered step 1" in generate.lost[0]
@@ -256,7 +256,7 @@ async def test_leaders_of_the_same_processes_share_one_order(
 
 def test_checks_are_forgotten_when_all_have_spoken() -> None:
     """A7: what is kept is what is still to be compared."""
-    checks = Checks(3)
+    checks = ResultComparison(3)
     assert checks.add(1, 1, b"x") is None
     assert checks.add(2, 1, b"y") is None
     assert len(checks) == 1

@@ -292,9 +292,9 @@ async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: G
     ranks = played.ranks
     await played.start(groups, ranks=2)
     others = [rank for rank in ranks.made if groups[-1][-1] not in rank.groups]
-    ranks.deaf.add((groups[-1][-1], 1))
+    ranks.backlogged.add((groups[-1][-1], 1))
     streams = streams_of(played)
-    await ranks.until(lambda: played.shell.healthy and not ranks.deaf)
+    await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == 2 * len(groups) + 2
     assert not any(rank.ended for rank in others)
     ranks.run()

@@ -14,7 +14,7 @@ from tests.unit.aio.ranks import Played, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.testing import make_request
 from vsched.transport.zmq_link import LeaderLink, RankLink, rank_identity
-from vsched.wire import Failure, Hello, Loading, Report, encode_report
+from vsched.wire import Failure, Hello, Loading, RankReport, encode_report
 
 
 async def test_link_goes_on_after_a_report_that_could_not_be_taken(
@@ -46,7 +46,7 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
     context.destroy(linger=0)
 
 
-def garbled(report: Report) -> bytes:
+def garbled(report: RankReport) -> bytes:
     """Return a frame whose text is no UTF-8: `Loading`'s what, `Failure`'s kind, `Hello`'s secret."""
     body = encode_report(report)[4:]
     assert body.count(b"ab") == 1
@@ -58,7 +58,9 @@ REPORTS = [Loading("ab", 0.5), Failure("ab", "why"), Failure("why", "ab"), Hello
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
-async def test_shell_report_that_is_no_text_loses_the_group(played: Played, report: Report) -> None:
+async def test_shell_report_that_is_no_text_loses_the_group(
+    played: Played, report: RankReport
+) -> None:
     """F2, F6: it is told as any frame that is no report, and the requests go on."""
     ranks = played.ranks
     stream = Stream(played.shell, make_request("r", [11, 12]))
@@ -71,7 +73,9 @@ async def test_shell_report_that_is_no_text_loses_the_group(played: Played, repo
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
-async def test_shell_stranger_that_sends_no_text_is_ignored(played: Played, report: Report) -> None:
+async def test_shell_stranger_that_sends_no_text_is_ignored(
+    played: Played, report: RankReport
+) -> None:
     """G2: who did not prove itself brings nothing down."""
     ranks = played.ranks
     ranks.of("generate").exit(-9)

@@ -163,10 +163,10 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: Played) -> Non
     twice = Stream(played.shell, make_request("twice", [51]))
     ranks.run(3)
     starts = ranks.starts
-    ranks.deaf.add(("generate", 0))
+    ranks.backlogged.add(("generate", 0))
     ranks.of("generate").exit(-9)
     streams = streams_of(played)
-    await ranks.until(lambda: played.shell.healthy and not ranks.deaf)
+    await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == starts + 2
     ranks.run()
     await check_tokens(streams)
@@ -181,9 +181,9 @@ async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Playe
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
     starts = ranks.starts
-    ranks.deaf.add(("encode", 0))
+    ranks.backlogged.add(("encode", 0))
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: played.shell.healthy and not ranks.deaf)
+    await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == starts + 2
     ranks.run()
     await check_tokens(streams)
@@ -236,7 +236,7 @@ async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(played: 
     ranks.blocks = BLOCKS
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: played.shell.healthy)
-    assert len(played.shell._revivals[1]._losses_s) == 1, "it counts as no second loss"
+    assert len(played.shell._supervisors[1]._losses_s) == 1, "it counts as no second loss"
     ranks.run()
     await check_tokens(streams)
 
@@ -267,6 +267,6 @@ async def test_shell_losses_far_apart_are_each_the_first(played: Played) -> None
     for _ in range(3 * len(RESTART_DELAYS_S)):
         await lose(played)
         assert played.ranks.pauses_s == []
-        losses_s = played.shell._revivals[1]._losses_s
+        losses_s = played.shell._supervisors[1]._losses_s
         losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
     assert played.shell.healthy

@@ -73,7 +73,7 @@ class Group:
 
 def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
     kv_bytes = order.tokens * 8
-    peak_bytes = LOADED.reserved_bytes + kv_bytes + order.canary_bytes + activations_bytes
+    peak_bytes = LOADED.reserved_bytes + kv_bytes + order.headroom_bytes + activations_bytes
     memory = msgspec.structs.replace(LOADED, peak_bytes=peak_bytes, kv_bytes=kv_bytes)
     return Sized("fits", "", memory)
 
@@ -95,15 +95,15 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
     assert generate.accepted == [KV_TOKENS // LOAD.block_size]
 
 
-async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_stress() -> None:
+async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
     """F6: the kernel goes on with the blocks that it knows; nothing is measured again."""
-    sizing = kv_sizing([["generate"]], policy=AutoProfile(canary_bytes=MIB))
+    sizing = kv_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
     first = Group(lambda order: [measured(order, activations_bytes=MIB)])
     await sizing.lead("generate", first)  # type: ignore[arg-type]
     assert [order.probe for order in first.orders] == [True, False]
     again = Group()
     await sizing.lead("generate", again)  # type: ignore[arg-type]
-    assert again.orders == [SizeKv(first.orders[-1].tokens, stress=False, canary_bytes=0)]
+    assert again.orders == [SizeKv(first.orders[-1].tokens, profile=False, headroom_bytes=0)]
     assert again.accepted == first.accepted
 
 
@@ -111,7 +111,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
     """C4, B7: an encoder in the same process needs its memory while the language model does not."""
     tokens = {}
     for activations_mib, growth_mib in ((1, 0), (1, 30), (30, 1), (30, 30)):
-        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(canary_bytes=MIB))
+        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         used = activations_mib * MIB
         generate = Group(
@@ -126,7 +126,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
     """C4, B7: what a batch of images holds while it waits comes on top of the largest step."""
     tokens = []
     for growth_mib in (0, 30):
-        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(canary_bytes=MIB))
+        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
         encode = Group(growth_bytes=growth_mib * MIB, pauses=True)
         await sizing.publish("encode", encode)  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=30 * MIB)])
@@ -144,9 +144,9 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
     first, again = Group(), Group()
     for generate in (first, again):
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
-    canary_bytes = Pinned(tokens=KV_TOKENS).canary_bytes
-    assert [(one.stress, one.canary_bytes) for one in (*first.orders, *again.orders)] == [
-        (True, canary_bytes + pausing * 30 * MIB),
+    headroom_bytes = Pinned(tokens=KV_TOKENS).headroom_bytes
+    assert [(one.profile, one.headroom_bytes) for one in (*first.orders, *again.orders)] == [
+        (True, headroom_bytes + pausing * 30 * MIB),
         (False, 0),
     ]
 
@@ -155,7 +155,7 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
     """C4: what an encoder of its own does not hold now, it will need at the same time."""
     tokens = []
     for growth_mib in (0, 30):
-        sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(canary_bytes=MIB))
+        sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ class SharedMemory:
 
 async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> None:
     """C4, C18: one after the other, neither gets all of it, and both largest steps fit at once."""
-    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(canary_bytes=0))
+    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     memory = SharedMemory()
     names = ("generate-0", "generate-1")
     await asyncio.gather(*(sizing.lead(name, memory.group(name)) for name in names))  # type: ignore[arg-type]
@@ -292,7 +292,7 @@ async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> N
 
 async def test_sizing_rebuilds_each_group_as_it_was() -> None:
     """F6: a group that comes back gets its own size, not that of another."""
-    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(canary_bytes=0))
+    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
 
@@ -308,7 +308,7 @@ async def test_sizing_rebuilds_each_group_as_it_was() -> None:
         again = group(rank)
         await sizing.lead(name, again)  # type: ignore[arg-type]
         assert again.accepted == first[name].accepted
-        assert [order.stress for order in again.orders] == [False]
+        assert [order.profile for order in again.orders] == [False]
 
 
 def _of(rank: RankMemory, sized: Sized) -> Sized:

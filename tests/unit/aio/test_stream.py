@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.patience import patience
-from vsched.aio.streams.stream import Generation, OutputDelta, StopMatcher, TokenLogprob
+from vsched.aio.streams.stream import OutputDelta, StopMatcher, TokenLogprob, TokenStream
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
@@ -97,9 +97,9 @@ def generation(
     stop: tuple[str, ...] = (),
     stop_token_ids: frozenset[int] = frozenset(),
     logprobs: bool = False,
-) -> tuple[Generation, Ended]:
+) -> tuple[TokenStream, Ended]:
     ended = Ended()
-    made = Generation(
+    made = TokenStream(
         "r",
         prompt_tokens=3,
         detokenizer=Letters(),
@@ -118,7 +118,7 @@ def finish(
     return Finish("r", 1, reason, RequestTimes(cached_tokens=2), message, code)
 
 
-async def read(made: Generation) -> list[OutputDelta]:
+async def read(made: TokenStream) -> list[OutputDelta]:
     async with patience():
         return [delta async for delta in made]
 

@@ -10,12 +10,12 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import Text
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, TokenLogprob
+from vsched.wire import GenerateResult, SlotLogprob
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -28,13 +28,13 @@ class Table:
         self.ends: list[str] = []
         self.end_error: Exception | None = None
         self.streams = StreamTable(self.broken.append)
-        self.generations: dict[int, Generation] = {}
+        self.generations: dict[int, TokenStream] = {}
         for number, text in enumerate(texts, 1):
             self.generations[number] = self._generation(f"r{number}", text, logprobs=logprobs)
             self.streams.add(number, self.generations[number])
 
-    def _generation(self, name: str, text: Text, *, logprobs: bool) -> Generation:
-        return Generation(
+    def _generation(self, name: str, text: Text, *, logprobs: bool) -> TokenStream:
+        return TokenStream(
             name,
             prompt_tokens=5,
             detokenizer=text,
@@ -50,7 +50,7 @@ class Table:
         if self.end_error is not None:
             raise self.end_error
 
-    def emit(self, pairs: Pairs, logprobs: Sequence[TokenLogprob] = ()) -> None:
+    def emit(self, pairs: Pairs, logprobs: Sequence[SlotLogprob] = ()) -> None:
         """Emit a token for each (number, token), by slot."""
         numbers, tokens = (array("i", column).tobytes() for column in zip(*pairs, strict=True))
         self.streams.emit(GenerateResult(1, tokens, numbers, [], list(logprobs), 0))
@@ -89,7 +89,7 @@ async def test_stream_table_gives_each_stream_its_token(
 
 async def test_stream_table_gives_logprobs_by_slot() -> None:
     table = Table(Text(), Text(), logprobs=True)
-    table.emit([(2, 8), (1, 7)], [TokenLogprob(1, -0.5, [(7, -0.5)])])
+    table.emit([(2, 8), (1, 7)], [SlotLogprob(1, -0.5, [(7, -0.5)])])
     delta = await anext(table.generations[1])
     assert delta.logprobs is not None
     assert [(one.token_id, one.logprob, one.top) for one in delta.logprobs] == [
@@ -147,16 +147,16 @@ async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     table.end_error = RuntimeError("a lease")
     idle = asyncio.ensure_future(table.streams.wait_idle())
     table.emit([(1, 7), (2, 8)])
-    assert table.streams.tokens() == 12
+    assert table.streams.request_ids(9) == ["r1", "r2"]
     assert table.streams.request_ids(1) == ["r1"]
     table.finish(1)
     await asyncio.sleep(0)
     assert not idle.done()
-    assert table.streams.tokens() == 6
+    assert table.streams.request_ids(9) == ["r2"]
     table.finish(2)
     await asyncio.sleep(0)
     assert idle.done()
-    assert (table.streams.tokens(), table.streams.request_ids(9)) == (0, [])
+    assert table.streams.request_ids(9) == []
 
 
 def test_int32_array_refuses_what_is_no_whole_number_of_values() -> None:

@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.types import ModelInfo, SamplingParams
 
@@ -18,26 +19,11 @@ CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 
 
-@dataclass
-class Logprob:
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]] = field(default_factory=list)
-
-
-@dataclass
-class Delta:
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] | None = None
-    finish_reason: str | None = None
-
-
 class FakeGeneration:
     """Yields what it was given; an Exception is raised, an Event is waited for."""
 
     def __init__(
-        self, script: Sequence[Delta | Exception | asyncio.Event], request_id: str
+        self, script: Sequence[OutputDelta | Exception | asyncio.Event], request_id: str
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = 7
@@ -48,10 +34,10 @@ class FakeGeneration:
         self._script = list(script)
         self._reader: Callable[[], None] | None = None
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> OutputDelta:
         while (delta := self.take()) is None:
             if not self._script:
                 raise StopAsyncIteration
@@ -63,7 +49,7 @@ class FakeGeneration:
     def subscribe(self, reader: Callable[[], None] | None) -> None:
         self._reader = reader
 
-    def take(self) -> Delta | None:
+    def take(self) -> OutputDelta | None:
         if not self._script:
             return None
         step = self._script[0]
@@ -93,14 +79,14 @@ class FakeGeneration:
 class FakeEngine:
     """Answers every request with `script`; `refusal` refuses, `entering` holds `generate` itself up."""
 
-    def __init__(self, *script: Delta | Exception | asyncio.Event) -> None:
+    def __init__(self, *script: OutputDelta | Exception | asyncio.Event) -> None:
         self.preprocessor = FakePreprocessor()
         self.model_name = "demo"
         self.state = "ready"
-        self.script: Sequence[Delta | Exception | asyncio.Event] = script or (
-            Delta("Hel", [72, 101, 108]),
-            Delta("", [108]),
-            Delta("lo", [111], finish_reason="stop"),
+        self.script: Sequence[OutputDelta | Exception | asyncio.Event] = script or (
+            OutputDelta("Hel", [72, 101, 108]),
+            OutputDelta("", [108]),
+            OutputDelta("lo", [111], finish_reason="stop"),
         )
         self.refusal: Exception | None = None
         self.entering: asyncio.Event | None = None

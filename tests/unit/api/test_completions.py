@@ -5,7 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.unit.api.fakes import CHAT, PLAIN, Client, Delta, FakeEngine, Logprob, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
 
@@ -64,7 +65,9 @@ async def test_stream_ends_with_usage_when_asked(path: str) -> None:
 
 async def test_stream_sends_one_piece_a_delta() -> None:
     """One encode and one write for however many tokens a delta has."""
-    engine = FakeEngine(Delta("ab", [1, 2]), Delta("", [3]), Delta("c", [4], None, "length"))
+    engine = FakeEngine(
+        OutputDelta("ab", [1, 2]), OutputDelta("", [3]), OutputDelta("c", [4], None, "length")
+    )
     reply = await post(engine, CHAT, chat(stream=True))
     assert len(reply.pieces) == 3
 
@@ -140,7 +143,9 @@ async def test_refusal_carries_status_and_retry_after() -> None:
 
 async def test_failure_is_an_error_response() -> None:
     """F1: an accepted request that fails gets its one reply."""
-    engine = FakeEngine(Delta("Hel", [1]), RequestFailed("the encoder failed", code="encoder"))
+    engine = FakeEngine(
+        OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
+    )
     reply = await post(engine, CHAT, chat())
     assert (reply.status, reply.error["message"]) == (500, "the encoder failed")
     assert engine.generations[0].aborted
@@ -148,7 +153,9 @@ async def test_failure_is_an_error_response() -> None:
 
 async def test_failure_in_a_stream_is_its_last_event() -> None:
     """F4: the stream says so and ends."""
-    engine = FakeEngine(Delta("Hel", [1]), RequestFailed("the encoder failed", code="encoder"))
+    engine = FakeEngine(
+        OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
+    )
     reply = await post(engine, CHAT, chat(stream=True))
     assert reply.status == 200
     assert reply.events[-1]["error"]["code"] == "encoder"
@@ -163,8 +170,11 @@ async def test_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture)
 
 
 async def test_chat_logprobs_shape() -> None:
-    infinite = Logprob(72, -0.5, [(72, -0.5), (255, float("-inf"))])
-    engine = FakeEngine(Delta("H", [72], [infinite]), Delta("", [105], [Logprob(105, -1)], "stop"))
+    infinite = TokenLogprob(72, -0.5, [(72, -0.5), (255, float("-inf"))])
+    engine = FakeEngine(
+        OutputDelta("H", [72], [infinite]),
+        OutputDelta("", [105], [TokenLogprob(105, -1, [])], "stop"),
+    )
     reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=2))
     assert engine.sampling.logprobs == 2
     first, second = reply.json["choices"][0]["logprobs"]["content"]
@@ -180,8 +190,8 @@ async def test_chat_logprobs_shape() -> None:
 
 async def test_plain_logprobs_shape() -> None:
     engine = FakeEngine(
-        Delta("H", [72], [Logprob(72, -0.5, [(72, -0.5)])]),
-        Delta("i", [105], [Logprob(105, -1.0, [(105, -1.0)])], "stop"),
+        OutputDelta("H", [72], [TokenLogprob(72, -0.5, [(72, -0.5)])]),
+        OutputDelta("i", [105], [TokenLogprob(105, -1.0, [(105, -1.0)])], "stop"),
     )
     reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1})
     expected = {
@@ -199,7 +209,7 @@ async def test_plain_logprobs_shape() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_aborts_the_generation(stream: bool) -> None:
     """F3: streaming or not, one owner of receive() notices and aborts."""
-    engine = FakeEngine(Delta("Hel", [1]), asyncio.Event())
+    engine = FakeEngine(OutputDelta("Hel", [1]), asyncio.Event())
     client = Client(create_app(engine, ApiSettings()))
     task = asyncio.ensure_future(client.send("POST", CHAT, chat(stream=stream)))
     await engine.entered.wait()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.api.fakes import Client, Delta, FakeEngine, Logprob
+from tests.unit.api.fakes import Client, FakeEngine
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed
 
@@ -23,8 +24,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    first = Logprob(72, -0.5, [(72, -0.5), (73, -2.0)])
-    return FakeEngine(Delta("H", [72], [first]), Delta("i", [105], [Logprob(105, -1.0)], "stop"))
+    first = TokenLogprob(72, -0.5, [(72, -0.5), (73, -2.0)])
+    return FakeEngine(
+        OutputDelta("H", [72], [first]),
+        OutputDelta("i", [105], [TokenLogprob(105, -1.0, [])], "stop"),
+    )
 
 
 @pytest.fixture
@@ -80,7 +84,7 @@ async def test_errors_become_the_clients_errors(client: Any, engine: FakeEngine)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="other", messages=MESSAGES)
-    engine.script = (Delta("H", [72]), RequestFailed("the encoder failed"))
+    engine.script = (OutputDelta("H", [72]), RequestFailed("the encoder failed"))
     stream = await client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="the encoder failed"):
         async for _ in stream:

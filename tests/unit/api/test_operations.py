@@ -4,7 +4,8 @@ import datetime as dt
 
 import pytest
 
-from tests.unit.api.fakes import Client, Delta, FakeEngine, Reply
+from tests.unit.api.fakes import Client, FakeEngine, Reply
+from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.metrics import flatten
 from vsched.errors import RequestFailed, RequestRefused
@@ -87,7 +88,7 @@ async def test_statistics_and_clear() -> None:
 
 
 async def test_metrics_count_outcomes_and_show_the_engine() -> None:
-    engine = FakeEngine(Delta("a", [1]), Delta("b", [2], None, "length"))
+    engine = FakeEngine(OutputDelta("a", [1]), OutputDelta("b", [2], None, "length"))
     app = create_app(engine, ApiSettings())
     await Client(app).send("POST", "/v1/chat/completions", CHAT)
     await Client(app).send("POST", "/v1/chat/completions", b"{")

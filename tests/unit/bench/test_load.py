@@ -15,7 +15,7 @@ from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.bench.report.run import fixed_length_fields
 from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, summarise, table, times
 from vsched.errors import ConfigError
-from vsched.media.decode import PixelLimits, inspect
+from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import read_local
 
@@ -240,7 +240,7 @@ def test_cases_are_drawn_from_the_seed() -> None:
 
 def test_images_are_ones_that_a_server_takes() -> None:
     encoded = read_local(draw_image(3, 448), MediaSettings())
-    assert inspect(encoded, PixelLimits(image=10**6, webp=10**6)).width == 448
+    assert inspect(encoded, DecodeLimits(image=10**6, webp=10**6)).width == 448
 
 
 def test_sessions_follow_the_concurrency() -> None:

@@ -17,14 +17,14 @@ import numpy as np
 from PIL import Image
 
 from tests.unit.media.fakes import embedding_file, model_info, rows_of
-from vsched.media.decode import PixelLimits, decode, inspect
+from vsched.media.decode import DecodeLimits, decode, inspect
 from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import PixelLimits as ResizedLimits
 
-LIMITS = PixelLimits(image=10**8, webp=10**8)
+LIMITS = DecodeLimits(image=10**8, webp=10**8)
 PATCH_VALUES = 1176
 Save = dict[str, Any]
 

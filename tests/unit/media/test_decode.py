@@ -11,9 +11,9 @@ from PIL import Image
 
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
-from vsched.media.decode import PixelLimits, decode, inspect
+from vsched.media.decode import DecodeLimits, decode, inspect
 
-LIMITS = PixelLimits(image=1_000_000, webp=10_000)
+LIMITS = DecodeLimits(image=1_000_000, webp=10_000)
 
 
 def size_of(encoded: bytes) -> tuple[int, int]:

@@ -23,9 +23,9 @@ from tests.unit.media.fakes import (
 from tests.unit.media.test_pipeline import Bench
 from vsched.errors import RequestRefused
 from vsched.media import MediaSettings, fills
-from vsched.media.decode import PixelLimits, inspect
+from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import preprocess_bytes
-from vsched.media.process import process
+from vsched.media.fills import process
 
 SMALL = (16, 8)
 LARGE = (1000, 8)
@@ -40,7 +40,7 @@ def image_url(size: tuple[int, int] = SMALL, value: int = 0) -> str:
 def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
     """What an image is estimated to take."""
     preprocessor = FakePreprocessor()
-    header = inspect(image_bytes(*size, value=value), PixelLimits(10**9, 10**9))
+    header = inspect(image_bytes(*size, value=value), DecodeLimits(10**9, 10**9))
     plan = preprocessor.plan_image(*size)
     return preprocess_bytes(*size, header.storage, plan=plan, patch_values=48)
 

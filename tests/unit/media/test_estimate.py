@@ -19,12 +19,12 @@ from vsched.config import Config
 from vsched.config.loading import load_config
 from vsched.config.media import decode_bytes_needed
 from vsched.errors import ConfigError
-from vsched.media.decode import PixelLimits, inspect
+from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, preprocess_bytes
 from vsched.worker.contract import ImagePlan
 
 ROOT = Path(__file__).parents[3]
-LIMITS = PixelLimits(image=10**6, webp=10**6)
+LIMITS = DecodeLimits(image=10**6, webp=10**6)
 MEBIBYTE = 1 << 20
 
 

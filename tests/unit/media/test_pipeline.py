@@ -11,7 +11,7 @@ from tests.patience import NEVER_S, PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
-from vsched.media.decode import PixelLimits, decode
+from vsched.media.decode import DecodeLimits, decode
 from vsched.media.keys import item_key
 from vsched.worker.contract import ImagePlan
 
@@ -348,7 +348,7 @@ async def test_event_loop_turns_during_a_bomb(
     bench.preprocessor.plan_image = lambda width, height: ImagePlan((1, 2, 4), 2)  # type: ignore[method-assign]
     turns, turns_during = 0, [0]
 
-    def decode_watched(encoded: bytes, limits: PixelLimits) -> Image.Image:
+    def decode_watched(encoded: bytes, limits: DecodeLimits) -> Image.Image:
         before = turns
         image = decode(encoded, limits)
         turns_during.append(turns - before)

@@ -1,4 +1,4 @@
-"""The ledger: every byte once, headroom the rest, a table and a line to read."""
+"""The ledger: every byte once, unclaimed the rest, a table and a line to read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LINES = st.builds(
 @REPEATABLE
 @given(totals=st.dictionaries(POOLS, st.integers(0, 10**12)), lines=st.lists(LINES))
 def test_ledger_lines_add_up(totals: dict[str, int], lines: list[LedgerLine]) -> None:
-    """B7: in each pool the lines sum to its total, headroom included, whatever is claimed."""
+    """B7: in each pool the lines sum to its total, unclaimed included, whatever is claimed."""
     ledger = Ledger.balanced(totals, lines)
     assert set(ledger.totals) == {*totals, *(line.pool for line in lines)}
     for pool, total in ledger.totals.items():
         assert sum(line.bytes for line in ledger.of_pool(pool)) == total == totals.get(pool, total)
-    assert [line for line in ledger.lines if line.line != "headroom"] == sorted(
+    assert [line for line in ledger.lines if line.line != "unclaimed"] == sorted(
         lines, key=lambda line: list(ledger.totals).index(line.pool)
     )
 
@@ -57,29 +57,29 @@ def measured(draw: st.DrawFn) -> RankMemory:
     ranks=st.lists(measured(), min_size=1, max_size=3),
     encoders=st.lists(measured(), max_size=2),
     growth=st.lists(st.tuples(POOLS, st.integers(0, 10**8), st.booleans()), max_size=3),
-    canary_bytes=st.integers(0, 10**8),
+    headroom_bytes=st.integers(0, 10**8),
     together=st.booleans(),
 )
 def test_group_ledger_adds_up(
     ranks: list[RankMemory],
     encoders: list[RankMemory],
     growth: list[tuple[str, int, bool]],
-    canary_bytes: int,
+    headroom_bytes: int,
     together: bool,
 ) -> None:
-    """B7: no line but headroom is negative, and every reservation is there, one of 0 bytes included."""
+    """B7: no line but unclaimed is negative, and every reservation is there, one of 0 bytes included."""
     attempt = Attempt(action="build", tokens=1, outcome="fits", message="", ranks=ranks)
     reservations = [reserved(size, pool=pool, held=held) for pool, size, held in growth]
     ledger = group_ledger(
         memory_view(ranks=ranks, reservations=reservations),
         attempt,
-        canary_bytes=canary_bytes,
+        headroom_bytes=headroom_bytes,
         encoders=encoders,
         together=together,
     )
     for pool, total in ledger.totals.items():
         assert sum(line.bytes for line in ledger.of_pool(pool)) == total
-    assert all(line.bytes >= 0 for line in ledger.lines if line.line != "headroom")
+    assert all(line.bytes >= 0 for line in ledger.lines if line.line != "unclaimed")
     activations = [line for line in ledger.lines if line.line == "encoder activations"]
     assert sorted(line.bytes for line in activations) == sorted(size for _, size, _ in growth)
 
@@ -94,22 +94,22 @@ def test_group_ledger_after_loading() -> None:
         "generate rank 0 kv": 0,
         "generate rank 0 language activations": 50_000,
         "others peers": 100_000,
-        "headroom": 700_000,
+        "unclaimed": 700_000,
     }
 
 
 def test_group_ledger_at_the_peak_of_a_build() -> None:
-    """C12: the canary has a line of its own, and is not among the activations."""
+    """C12: the headroom has a line of its own, and is not among the activations."""
     build = attempted("build", 40_000, peak_bytes=700_000, reserved_bytes=600_000)
     view = memory_view(build, reservations=[reserved(30_000)])
-    assert lines_of(group_ledger(view, build, canary_bytes=50_000)) == {
+    assert lines_of(group_ledger(view, build, headroom_bytes=50_000)) == {
         "generate rank 0 weights": 150_000,
         "generate rank 0 kv": 400_000,
         "generate rank 0 language activations": 100_000,
-        "generate rank 0 canary": 50_000,
+        "generate rank 0 headroom": 50_000,
         "others peers": 120_000,
         "encode rank 0 encoder activations": 30_000,
-        "headroom": 150_000,
+        "unclaimed": 150_000,
     }
 
 
@@ -126,7 +126,7 @@ def test_group_ledger_counts_an_encoder_once() -> None:
     assert together["others peers"] == 100_000
     assert "encode rank 0 weights" not in together
     assert together["generate rank 0 language activations"] == 20_000
-    assert apart["headroom"] == together["headroom"] == 700_000
+    assert apart["unclaimed"] == together["unclaimed"] == 700_000
 
 
 def test_group_ledger_counts_ranks_on_one_device_once() -> None:
@@ -134,18 +134,18 @@ def test_group_ledger_counts_ranks_on_one_device_once() -> None:
     ledger = lines_of(group_ledger(memory_view(ranks=ranks)))
     assert ledger["others peers"] == 100_000
     assert ledger["generate rank 1 weights"] == 150_000
-    assert ledger["headroom"] == 500_000
+    assert ledger["unclaimed"] == 500_000
 
 
 def test_ledger_shows_what_is_overdrawn() -> None:
     ledger = Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "kv", 30)])
-    assert ledger.headroom("a") == -20
-    assert "headroom -20 bytes" in ledger.summary()
+    assert ledger.unclaimed("a") == -20
+    assert "unclaimed -20 bytes" in ledger.summary()
 
 
 def test_ledger_refuses_headroom_of_others() -> None:
-    with pytest.raises(AssertionError, match="headroom is the rest"):
-        Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "headroom", 30)])
+    with pytest.raises(AssertionError, match="unclaimed is the rest"):
+        Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "unclaimed", 30)])
 
 
 def example() -> Ledger:
@@ -170,10 +170,10 @@ def test_ledger_renders_a_table() -> None:
         "  generate rank 0  kv                   60.00 GiB  75.0 %",
         "  encode rank 0    encoder activations    0 bytes   0.0 %",
         "  others           peers                  0 bytes   0.0 %",
-        "                   headroom              5.00 GiB   6.2 %",
+        "                   unclaimed             5.00 GiB   6.2 %",
         "host               total                 4.00 GiB",
         "  engine           arena                512.0 MiB  12.5 %",
-        "                   headroom              3.50 GiB  87.5 %",
+        "                   unclaimed             3.50 GiB  87.5 %",
     ]
 
 
@@ -181,8 +181,8 @@ def test_ledger_says_it_in_a_line() -> None:
     """B7: what is quoted in errors: a reservation of 0 bytes too, but not what nobody uses."""
     assert example().summary() == (
         "cuda:GPU-1: 80.00 GiB = generate rank 0 weights 15.00 GiB + generate rank 0 kv 60.00 GiB + "
-        "encode rank 0 encoder activations 0 bytes + headroom 5.00 GiB; "
-        "host: 4.00 GiB = engine arena 512.0 MiB + headroom 3.50 GiB"
+        "encode rank 0 encoder activations 0 bytes + unclaimed 5.00 GiB; "
+        "host: 4.00 GiB = engine arena 512.0 MiB + unclaimed 3.50 GiB"
     )
 
 

@@ -51,11 +51,11 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
 
     def script(view: MemoryView) -> Any:
         seen.append(view)
-        return [Probe(100), Build(1000, canary_bytes=7), AcceptBuild()][len(view.attempts)]
+        return [Probe(100), Build(1000, headroom_bytes=7), AcceptBuild()][len(view.attempts)]
 
     negotiation = two(scripted(script))
     assert negotiation.start() == Probe(96)
-    assert negotiation.take([report(1), report(0)]) == Build(992, canary_bytes=7)
+    assert negotiation.take([report(1), report(0)]) == Build(992, headroom_bytes=7)
     assert negotiation.take([report(0), report(1)]) == Accepted(992, 62)
     assert [len(view.attempts) for view in seen] == [0, 1, 2]
     probe, build = seen[-1].attempts
@@ -117,17 +117,17 @@ def test_negotiation_fails_with_the_ledger() -> None:
     assert str(caught.value) == (
         "too much Memory of device: 976.6 KiB = generate rank 0 weights 146.5 KiB + generate rank 0 language "
         "activations 48.8 KiB + others peers 97.7 KiB + encode rank 0 encoder activations 48.8 KiB + "
-        "headroom 634.8 KiB; other: 0 bytes = encode rank 1 encoder activations 0 bytes + headroom 0 bytes."
+        "unclaimed 634.8 KiB; other: 0 bytes = encode rank 1 encoder activations 0 bytes + unclaimed 0 bytes."
     )
     assert negotiation.failure == Fail("too much")
 
 
 def test_negotiation_ledger_has_the_canary_of_the_build() -> None:
-    negotiation = two(following(Build(1000, canary_bytes=7), AcceptBuild()))
+    negotiation = two(following(Build(1000, headroom_bytes=7), AcceptBuild()))
     negotiation.start()
     negotiation.take([report(0), report(1)])
     lines = negotiation.ledger().of_pool("device 1")
-    assert [line.bytes for line in lines if line.line == "canary"] == [7]
+    assert [line.bytes for line in lines if line.line == "headroom"] == [7]
 
 
 def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
@@ -159,9 +159,9 @@ def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
         (Build(15), "value 15 tokens, limit at least 16 tokens"),
         (Probe(0), "value 0 tokens"),
         (Probe(-1), "value -1 tokens"),
-        (Build(100_001), "value 1000010 bytes of KV and 0 of canary, limit 1000000 bytes"),
-        (Build(100_000, canary_bytes=1), "value 1000000 bytes of KV and 1 of canary"),
-        (Build(16, canary_bytes=-1), "its canary is below nothing"),
+        (Build(100_001), "value 1000010 bytes of KV and 0 of headroom, limit 1000000 bytes"),
+        (Build(100_000, headroom_bytes=1), "value 1000000 bytes of KV and 1 of headroom"),
+        (Build(16, headroom_bytes=-1), "its headroom is below nothing"),
         (Build(16.5), "cannot be interpreted as an integer"),  # type: ignore[arg-type]
         (AcceptBuild(), "accepts what does not stand: value last attempt none"),
         (None, "returned None, which is none of Probe, Build, AcceptBuild and Fail"),

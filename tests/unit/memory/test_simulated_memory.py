@@ -98,7 +98,7 @@ def test_simulated_memory_peak_starts_anew() -> None:
 
 
 def test_simulated_memory_holds_for_a_while() -> None:
-    """C12: a canary is really taken, and really given back."""
+    """C12: headroom is really taken, and really given back."""
     memory = SimulatedMemory(64 * MIB)
     with memory.hold(40 * MIB):
         assert memory.available() == 24 * MIB

@@ -17,9 +17,9 @@ from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negoti
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20
-CANARY = 16 * MIB
-AUTO = AutoProfile(canary_bytes=CANARY)
-PINNED = Pinned(tokens=20_000, canary_bytes=CANARY)
+HEADROOM = 16 * MIB
+AUTO = AutoProfile(headroom_bytes=HEADROOM)
+PINNED = Pinned(tokens=20_000, headroom_bytes=HEADROOM)
 WITHOUT_FAILURE = 53_504
 """Tokens that `AUTO` finds on ranks as they are here."""
 ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1, "Fraction": 1}
@@ -61,15 +61,15 @@ class Ended:
     def _check_rank(self, rank: KvSizingRank) -> None:
         weights = sum(-(-size // 512) * 512 for size in rank.weights)
         if self.accepted is not None:
-            # C12, C14: what was accepted holds again, canary and all, and only weights and KV stay behind.
+            # C12, C14: what was accepted holds again, headroom and all, and only weights and KV stay behind.
             rank.memory.reset_peak()
-            with rank.memory.hold(CANARY):
-                rank.stress()
+            with rank.memory.hold(HEADROOM):
+                rank.profile()
             kv_bytes = self.accepted.tokens * rank.bytes_per_token
             assert 0 <= rank.memory.allocated() - weights - kv_bytes < 4 * 512
         if not rank.leaks:
             rank.tear_down()
-            assert rank.memory.allocated() == weights, "activations or a canary were left behind"
+            assert rank.memory.allocated() == weights, "activations or headroom were left behind"
 
 
 def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
@@ -108,8 +108,8 @@ def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: 
         assert message.startswith(f"rank {failing[0]}")
         told.append(message)
     actions = ("probe", "build") if isinstance(policy, AutoProfile) else ("build",)
-    parts = [f"{action}: {part}" for action in actions for part in ("kv", "stress")]
-    for part in [*parts, "build: canary"]:
+    parts = [f"{action}: {part}" for action in actions for part in ("kv", "profiling run")]
+    for part in [*parts, "build: headroom"]:
         assert any(part in message for message in told), f"nothing failed in {part}"
 
 
@@ -145,7 +145,7 @@ def test_sizing_gives_up_after_four_attempts() -> None:
     assert last == pytest.approx(first * 0.95**3, rel=0.01)
     assert f"initial {first} tokens" in str(ended.error)
     assert f"final {last} tokens" in str(ended.error)
-    assert "canary 16.0 MiB" in str(ended.error)
+    assert "headroom 16.0 MiB" in str(ended.error)
     assert "Memory of device 0: 512.0 MiB = generate rank 0 weights 24.0 MiB" in str(ended.error)
 
 
@@ -193,12 +193,12 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
 
 
 def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
-    """C3: a share of what is free is accepted without a stress, and the first full step runs out of memory."""
+    """C3: a share of what is free is accepted without a profiling run, and the first full step runs out of memory."""
     old, new = group(1), group(1)
     accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)
     assert accepted.tokens > 0
     with pytest.raises(DeviceOutOfMemory):
-        old[0].stress()
+        old[0].profile()
     assert Ended(AUTO, new).accepted is not None
 
 
@@ -211,9 +211,9 @@ def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
 def test_sizing_comes_near_the_largest(
     total_mib: int, weights: list[int], activations: list[int]
 ) -> None:
-    """C6: with the whole budget and no canary, no more is lost than retries and the allocator's rounding explain."""
+    """C6: with the whole budget and no headroom, no more is lost than retries and the allocator's rounding explain."""
     rank = KvSizingRank(SimulatedMemory(total_mib * MIB), weights=weights, activations=activations)
-    policy = AutoProfile(mem_fraction=1.0, canary_bytes=0)
+    policy = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
     accepted = negotiate(KvNegotiation(policy, load_view([rank])), [rank])
     held_bytes = peak_bytes = 0
     for number, size in enumerate(activations):

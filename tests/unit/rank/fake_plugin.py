@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArenaLayout, ModelInfo
-from vsched.wire import Entry, FollowerLog
+from vsched.wire import FollowerLog, LogEntry
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
@@ -214,7 +214,7 @@ def note_entries(path: Path) -> None:
     accept = FollowerLog.accept
     notes = path.open("a", buffering=1)
 
-    def noted(self: FollowerLog, frame: bytes) -> Entry:
+    def noted(self: FollowerLog, frame: bytes) -> LogEntry:
         entry = accept(self, frame)
         notes.write(f"{type(entry).__name__}\n")
         return entry

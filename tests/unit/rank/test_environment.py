@@ -15,7 +15,7 @@ def test_waiting_threads_look_for_a_while_and_then_sleep(monkeypatch: pytest.Mon
     """The default waiting policy would spin for ever beside another stage; none at all waits for a waker each time."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    found = rank_environment(threads=2, crowded=True)
+    found = rank_environment(threads=2, oversubscribed=True)
     assert found["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 1_000 < int(found["GOMP_SPINCOUNT"]) < 10_000
     assert found["OMP_NUM_THREADS"] == "2"
@@ -23,16 +23,16 @@ def test_waiting_threads_look_for_a_while_and_then_sleep(monkeypatch: pytest.Mon
 
 def test_threads_with_a_core_each_look_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert int(rank_environment(threads=2, crowded=False)["GOMP_SPINCOUNT"]) > 20_000
+    assert int(rank_environment(threads=2, oversubscribed=False)["GOMP_SPINCOUNT"]) > 20_000
 
 
 def test_an_operator_can_say_how_long_threads_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")
-    assert rank_environment(threads=1, crowded=True)["GOMP_SPINCOUNT"] == "0"
+    assert rank_environment(threads=1, oversubscribed=True)["GOMP_SPINCOUNT"] == "0"
 
 
 @pytest.mark.parametrize(
-    ("sets", "crowded"),
+    ("sets", "oversubscribed"),
     [
         ([], False),
         (["encode.threads=4"], False),
@@ -44,13 +44,13 @@ def test_an_operator_can_say_how_long_threads_look(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_ranks_crowd_where_they_have_more_threads_than_there_are_cores(
-    sets: list[str], *, crowded: bool, monkeypatch: pytest.MonkeyPatch
+    sets: list[str], *, oversubscribed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     config = load_config(None, sets=sets, environ={}).config
-    assert config.crowded == crowded
+    assert config.oversubscribed == oversubscribed
     launcher = local_launcher(config)
     try:
-        assert launcher.crowded == crowded
+        assert launcher.oversubscribed == oversubscribed
     finally:
         launcher.close()

@@ -15,10 +15,10 @@ from vsched.rank import follow
 from vsched.wire import (
     Continue,
     EncodeResult,
-    Entry,
     GenerateResult,
     Heartbeat,
     LeaderLog,
+    LogEntry,
     Stop,
     Turns,
 )
@@ -54,7 +54,7 @@ class Noting:
     def wanted(self) -> list[str]:
         return []
 
-    def carry_out(self, entry: Entry) -> GenerateResult | EncodeResult:
+    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
         assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))
         return EncodeResult(entry.step, "", 0)
@@ -75,7 +75,7 @@ class Following:
             member.side = Noting(name, self.done)  # type: ignore[assignment]
             member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
 
-    def decide(self, name: str, entry: Entry) -> None:
+    def decide(self, name: str, entry: LogEntry) -> None:
         self.late.append((name, self.logs[name].append(entry)))
 
     def follow(self) -> None:

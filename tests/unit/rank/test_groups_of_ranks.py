@@ -135,18 +135,18 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
     other = Place(tmp_path / "other")
     other.run_dir.mkdir(mode=0o700)
     patient = limits(rank_timeout_s=NEVER_S)
-    deaf = place.worker_group(deaf_heard.events, ranks=2, limits=patient)
+    backlogged = place.worker_group(deaf_heard.events, ranks=2, limits=patient)
     worker_group = other.worker_group(heard.events, ranks=2)
-    async with started(deaf, worker_group):
-        os.kill(deaf.pids[1], signal.SIGSTOP)
-        deaf.decide("generate", first_step())
+    async with started(backlogged, worker_group):
+        os.kill(backlogged.pids[1], signal.SIGSTOP)
+        backlogged.decide("generate", first_step())
         sent, step = 1, 0
         while not deaf_heard.lost:
             step += 1
             worker_group.decide("generate", first_step() if step == 1 else GenerateDecision(step))
             for _ in range(25):  # far more than a kernel would have out
                 sent += 1
-                deaf.decide("generate", GenerateDecision(sent))
+                backlogged.decide("generate", GenerateDecision(sent))
             await answered(heard, step)
             assert len(heard.results) == step
             assert sent < 5000

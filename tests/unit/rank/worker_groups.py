@@ -17,7 +17,7 @@ from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Shell
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy
 from vsched.testing import default_policies
@@ -25,7 +25,7 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 from vsched_policies.memory import Pinned
 
@@ -63,7 +63,7 @@ class Heard:
                 await self.changed.wait()
 
 
-LOAD = Load(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block_size=4)
+LOAD = StepLimits(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block_size=4)
 
 
 def kv_sizing(
@@ -119,7 +119,7 @@ class Place:
         encode = EncodeRole(
             address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
         )
-        generate = GenerateRole(address="", plugin=NAME, settings=WorkerSettings(), load=LOAD)
+        generate = GenerateRole(address="", plugin=NAME, settings=WorkerSettings(), limits=LOAD)
         template = RankSpec(
             rank=0,
             secret="",
@@ -222,11 +222,11 @@ class NoText:
         return ""
 
 
-def generate(shell: Shell, request: Request, *, max_tokens: int) -> Generation:
+def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
     """Submit a request to this shell and return its stream."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     request = msgspec.structs.replace(request, sampling=sampling)
-    generation = Generation(
+    generation = TokenStream(
         request.request_id,
         prompt_tokens=len(request.prompt_token_ids),
         detokenizer=NoText(),
@@ -240,7 +240,7 @@ def generate(shell: Shell, request: Request, *, max_tokens: int) -> Generation:
     return generation
 
 
-async def read(generation: Generation, *, at_least: int | None = None) -> list[int]:
+async def read(generation: TokenStream, *, at_least: int | None = None) -> list[int]:
     """Return the tokens of a stream, all of them or at least so many."""
     tokens: list[int] = []
     async with patience():

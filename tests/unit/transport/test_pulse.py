@@ -10,7 +10,7 @@ import zmq
 
 from vsched.transport.pulse import PulseThread
 from vsched.transport.zmq_link import RankLink, pulse_identity
-from vsched.wire import Hello, Pulse, Report, decode_report
+from vsched.wire import Hello, Pulse, RankReport, decode_report
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_pulse_proves_itself_and_beats(tmp_path: Path) -> None:
     leader.bind(address)
     link = RankLink(address, 3)
     pulse = PulseThread(link, 3, "sesame", every_s=0.01)
-    heard: list[Report] = []
+    heard: list[RankReport] = []
     while len(heard) < 4:
         assert leader.poll(5000)
         identity, frame = leader.recv_multipart()

@@ -27,7 +27,6 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Entry,
     Failure,
     FollowerLog,
     GenerateResult,
@@ -35,15 +34,16 @@ from vsched.wire import (
     Hello,
     LeaderLog,
     Loading,
+    LogEntry,
     Paused,
     Pulse,
+    RankReport,
     Ready,
-    Report,
     RunHook,
     SizeKv,
+    SlotLogprob,
     StepCheck,
     Stop,
-    TokenLogprob,
     Turns,
     check_of,
     decode_report,
@@ -74,7 +74,7 @@ FULL = GenerateDecision(
     grown=[1, 9],
     chunks=[ChunkPlan(2, 16, 18, [ChunkItem(14, 4, [8])])],
 )
-ENTRIES: list[Entry] = [
+ENTRIES: list[LogEntry] = [
     GenerateDecision(1),
     FULL,
     EncodeDecision(1, [EncodeTask(b"k" * 32, (1, 2, 4), 2, Extent(64, 128), [0, 1])]),
@@ -82,10 +82,10 @@ ENTRIES: list[Entry] = [
     Continue(2, 4),
     Heartbeat(),
     RunHook("balance"),
-    SizeKv(64, stress=True, canary_bytes=1, renew=True),
+    SizeKv(64, profile=True, headroom_bytes=1, renew=True),
     Stop(),
 ]
-REPORTS: list[Report] = [
+REPORTS: list[RankReport] = [
     Hello(0, "secret"),
     Loading("weights", 0.5),
     Ready(10, {"kv": 1 << 40}),
@@ -94,7 +94,7 @@ REPORTS: list[Report] = [
         b"\1\2",
         b"\3",
         [Finished(1, 9, FinishReason.STOP)],
-        [TokenLogprob(1, -0.5, [(3, -1.0)])],
+        [SlotLogprob(1, -0.5, [(3, -1.0)])],
         8,
     ),
     EncodeResult(4, "the image could not be encoded", 5),
@@ -109,7 +109,7 @@ REPORTS: list[Report] = [
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)
-def test_wire_entries_round_trip(entry: Entry) -> None:
+def test_wire_entries_round_trip(entry: LogEntry) -> None:
     """A7: what a rank hears is what was decided, type and all."""
     heard = FollowerLog().accept(LeaderLog().append(entry))
     assert heard == entry
@@ -117,7 +117,7 @@ def test_wire_entries_round_trip(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
-def test_wire_reports_round_trip(report: Report) -> None:
+def test_wire_reports_round_trip(report: RankReport) -> None:
     heard = decode_report(encode_report(report))
     assert heard == report
     assert type(heard) is type(report)
@@ -268,7 +268,7 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
         ("encode", encode, EncodeDecision(1, [])),
         ("encode", encode, Heartbeat()),
         ("encode", encode, RunHook("balance")),
-        ("generate", generate, SizeKv(64, stress=False, canary_bytes=0)),
+        ("generate", generate, SizeKv(64, profile=False, headroom_bytes=0)),
         ("generate", generate, GenerateDecision(2)),
     ):
         heard[name].accept(log.append(entry))

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 
 KV_BYTES = 4096
 MIB = 1 << 20
-LOAD = Load(slots=4, batch_tokens=40, chunk_tokens=16, context_tokens=128, block_size=16)
+LOAD = StepLimits(slots=4, batch_tokens=40, chunk_tokens=16, context_tokens=128, block_size=16)
 
 
 def model_info() -> ModelInfo:

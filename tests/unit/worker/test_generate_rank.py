@@ -19,7 +19,7 @@ from vsched.kernel.decisions import (
 )
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason, SamplingParams
-from vsched.wire import GenerateResult, TokenLogprob
+from vsched.wire import GenerateResult, SlotLogprob
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import DeviceMemory
@@ -353,7 +353,7 @@ def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:
     worker.logprobs = [TokenLogprobs(1, -0.5, [(2, -0.5)])]
     result = rank.apply(GenerateDecision(2))
     assert worker.batches[1]["special"] == [(1, 3, [9]), (2, 1, [7])]
-    assert result.logprobs == [TokenLogprob(1, -0.5, [(2, -0.5)])]
+    assert result.logprobs == [SlotLogprob(1, -0.5, [(2, -0.5)])]
 
 
 def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> None:

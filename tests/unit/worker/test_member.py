@@ -11,11 +11,11 @@ from vsched.kernel.decisions import EncodeDecision
 from vsched.wire import (
     Continue,
     EncodeResult,
-    Entry,
     Hello,
     LeaderLog,
+    LogEntry,
     Paused,
-    Report,
+    RankReport,
     StepCheck,
     decode_report,
 )
@@ -27,7 +27,7 @@ class Link:
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.sent: list[Report] = []
+        self.sent: list[RankReport] = []
 
     def send(self, frame: bytes) -> None:
         self.sent.append(decode_report(frame))
@@ -39,7 +39,7 @@ class Link:
         """Nothing to close."""
 
 
-class Side:
+class StageExecutor:
     """Says one after the other what it was given, and takes as long as that says."""
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
@@ -49,7 +49,7 @@ class Side:
     def wanted(self) -> list[str]:
         return ["balance"]
 
-    def carry_out(self, _entry: Entry) -> EncodeResult | Paused | None:
+    def carry_out(self, _entry: LogEntry) -> EncodeResult | Paused | None:
         took_ns, said = self._said.popleft()
         self.now_ns += took_ns
         return said
@@ -58,7 +58,7 @@ class Side:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     """A7: the first rank says how long each stretch took, and at the end all of them; the others speak at the end."""
-    side = Side(
+    side = StageExecutor(
         (5, Paused(1, 1, 0)),
         (7, Paused(1, 2, 0)),
         (9, EncodeResult(1, "", 0)),
@@ -70,7 +70,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     member = Member(spec, link, RankHost(now_ns=lambda: side.now_ns))  # type: ignore[arg-type]
     member.side = side  # type: ignore[assignment]
     log = LeaderLog()
-    order: list[Entry] = [EncodeDecision(1, [], 10, 1), Continue(1, 2), Continue(1, 2)]
+    order: list[LogEntry] = [EncodeDecision(1, [], 10, 1), Continue(1, 2), Continue(1, 2)]
     for entry in (*order, Continue(1, 0), EncodeDecision(2, [])):
         link.frames.append(log.append(entry))
         member.listen(0)

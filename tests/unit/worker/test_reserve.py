@@ -18,8 +18,7 @@ from vsched.policy import RankMemory, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker import kv_sizing as sizing
-from vsched.worker import memory
-from vsched.worker import profiling_run as stress
+from vsched.worker import memory, profiling_run
 from vsched.worker import reserve as reserve_module
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.reserve import reserve_encoder
@@ -158,7 +157,7 @@ def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    "module", [memory, reserve_module, sizing, stress], ids=lambda module: module.__name__
+    "module", [memory, reserve_module, sizing, profiling_run], ids=lambda module: module.__name__
 )
 def test_worst_cases_come_from_no_environment(module: ModuleType) -> None:
     """C15: what is stressed follows from the model's configuration and the caps, which all ranks share."""

@@ -15,8 +15,8 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
 from vsched.worker.kv_sizing import KvSizing
 
-PROBE = SizeKv(4096, stress=True, canary_bytes=0, probe=True)
-BUILD = SizeKv(8192, stress=True, canary_bytes=16 * MIB)
+PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
+BUILD = SizeKv(8192, profile=True, headroom_bytes=16 * MIB)
 
 
 def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, SimulatedGenerator]:
@@ -25,7 +25,7 @@ def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, SimulatedGenerato
 
 
 def test_carry_out_measures_an_attempt() -> None:
-    """C4's inputs: the peak is that of the stress, the KV bytes are those that stood."""
+    """C4's inputs: the peak is that of the profiling run, the KV bytes are those that stood."""
     sizing, worker = sizing_on()
     worker.row_bytes = MIB
     before = sizing.measure()
@@ -54,11 +54,11 @@ def test_carry_out_tears_down_in_order() -> None:
     sized = sizing.carry_out(BUILD)
     assert worker.events[:4] == ["drop graphs", "drop kv, 0 requests alive", "release", "build 512"]
     assert sized.memory.released_bytes == 4096 * KV_BYTES
-    assert len(worker.batches) == 6, "the stress ran again, over new state"
+    assert len(worker.batches) == 6, "the profiling run was made again, over new state"
 
 
 def test_carry_out_drops_what_a_failed_stress_left() -> None:
-    """C8, C9: the error of a failing step must not keep its requests alive, nor the canary."""
+    """C8, C9: the error of a failing step must not keep its requests alive, nor the headroom."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(4)
     assert sizing.carry_out(BUILD).outcome == "out_of_memory"
@@ -68,26 +68,26 @@ def test_carry_out_drops_what_a_failed_stress_left() -> None:
     assert worker.memory.allocated() == worker.weights_bytes + 4096 * KV_BYTES
 
 
-def test_carry_out_holds_the_canary_during_the_stress() -> None:
+def test_carry_out_holds_the_headroom_during_the_profiling_run() -> None:
     """C12: it stands while the steps run, and not after."""
     sizing, worker = sizing_on()
-    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0))
+    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     plain = list(worker.held_bytes)
     worker.held_bytes.clear()
-    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=16 * MIB))
+    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=16 * MIB))
     assert [held - 16 * MIB for held in worker.held_bytes] == plain
     assert worker.memory.allocated() == worker.weights_bytes + 4096 * KV_BYTES
 
 
 def test_carry_out_without_stress_only_builds() -> None:
     sizing, worker = sizing_on()
-    assert sizing.carry_out(SizeKv(4096, stress=False, canary_bytes=0)).outcome == "fits"
+    assert sizing.carry_out(SizeKv(4096, profile=False, headroom_bytes=0)).outcome == "fits"
     assert not worker.batches
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> None:
-    """C16: KV, canary and each step: the one type arrives as the one outcome, and a smaller order works after it."""
+    """C16: KV, headroom and each step: the one type arrives as the one outcome, and a smaller order works after it."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(number)
     sized = sizing.carry_out(BUILD)
@@ -149,8 +149,8 @@ def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
 def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
     """C7: a probe stands for caches of any size; in another cache a longer sequence is refused when it comes."""
     sizing, worker = sizing_on()
-    sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0, probe=True))
-    sizing.carry_out(SizeKv(32, stress=True, canary_bytes=0))
+    sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0, probe=True))
+    sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0))
     assert [context for _, context, *_ in worker.batches if context] == [126, 127, 30, 31]
 
 
@@ -167,15 +167,15 @@ def sharing_on(total_bytes: int) -> tuple[KvSizing, Sharing]:
 
 
 def test_carry_out_tells_peers_that_it_failed() -> None:
-    """C18: a rank whose cache or canary does not fit leaves no peer waiting in a step."""
-    order = SizeKv(4096, stress=True, canary_bytes=0)
+    """C18: a rank whose cache or headroom does not fit leaves no peer waiting in a step."""
+    order = SizeKv(4096, profile=True, headroom_bytes=0)
     sizing, worker = sharing_on(256 * MIB)
     assert sizing.carry_out(order).outcome == "fits"
     assert "abort" not in worker.events
-    canary = SizeKv(4096, stress=True, canary_bytes=1 << 40)
-    assert sizing.carry_out(canary).outcome == "out_of_memory"
+    headroom = SizeKv(4096, profile=True, headroom_bytes=1 << 40)
+    assert sizing.carry_out(headroom).outcome == "out_of_memory"
     assert worker.events.count("abort") == 1
-    too_large = SizeKv(1 << 30, stress=True, canary_bytes=0)
+    too_large = SizeKv(1 << 30, profile=True, headroom_bytes=0)
     assert sizing.carry_out(too_large).outcome == "out_of_memory"
     assert worker.events.count("abort") == 2
 
@@ -183,8 +183,8 @@ def test_carry_out_tells_peers_that_it_failed() -> None:
 def test_carry_out_renews_when_ranks_disagreed() -> None:
     """C18: who succeeded meets its peers anew, too, before anything is built."""
     sizing, worker = sharing_on(256 * MIB)
-    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0))
+    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     worker.events.clear()
-    sizing.carry_out(SizeKv(4096, stress=True, canary_bytes=0, renew=True))
+    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0, renew=True))
     assert worker.events[0] == "abort"
     assert worker.events.count("abort") == 1

@@ -24,7 +24,7 @@ from vsched.wire import SizeKv
 from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.kv_sizing import KvSizing
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
 from vsched_workers.parallel.rank_group import RankGroup
 
@@ -244,15 +244,15 @@ def test_encode_fails_on_every_rank_and_can_be_run_again(
 def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str]]:
     """Carry out orders as the leader gives them; rank 1 fails in three of them."""
     stage = on_rank.load(settings, path)
-    load = Load(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
+    load = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
     worker: Any = stage.generator
     sizing = KvSizing(worker, worker._info, load, image=ImagePlan(grid=(1, 4, 4), tokens=4))
-    order = SizeKv(256, stress=True, canary_bytes=1 << 16, probe=True)
+    order = SizeKv(256, profile=True, headroom_bytes=1 << 16, probe=True)
     seen: list[tuple[str, str]] = []
     memory = worker.device_memory()._memory
     faults = [
         (language, "require_available", DeviceOutOfMemory("no room")),
-        (memory, "hold", DeviceOutOfMemory("no canary")),
+        (memory, "hold", DeviceOutOfMemory("no headroom")),
         (worker, "prepare", MemoryError()),
     ]
     for owner, name, error in faults:
@@ -269,13 +269,13 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
 def test_sizing_fails_on_every_rank_and_goes_on(
     ranks: Ranks, checkpoints: Callable[[str], Path]
 ) -> None:
-    """C3, C18: cache, canary or stress: what one rank cannot do fails on all; frugal steps run in lockstep."""
+    """C3, C18: cache, headroom or profiling run: what one rank cannot do fails on all; frugal steps run in lockstep."""
     first, second = ranks.run(size_with_faults, str(checkpoints("nano3")))
     outcomes = ["out_of_memory", "fits"] * 3
     assert [each for each, _ in first] == [each for each, _ in second] == outcomes
     assert all("another rank of the group, 1, ran out" in words for _, words in first[::2])
     assert "no room" in second[0][1]
-    assert "no canary" in second[2][1]
+    assert "no headroom" in second[2][1]
 
 
 KILLED = """

@@ -30,7 +30,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     hooks_s: float | None = None
 
 
-class Presence:
+class ProcessLiveness:
     """What is known of the rank processes; shared by the leaders of the same processes.
 
     A process that serves two groups follows one log at a time: what either leader hears proves that it does, and while
@@ -56,7 +56,7 @@ class Presence:
             self.heard_s[rank] = now_s
 
 
-class Owed(NamedTuple):
+class PendingAck(NamedTuple):
     """A step, or the hook that stands at this place of the log, and since when the rank could be at work on it."""
 
     number: int
@@ -64,44 +64,44 @@ class Owed(NamedTuple):
     since_s: float
 
 
-class Watch:
+class FailureDetector:
     """What each rank of one group owes, oldest first."""
 
-    def __init__(self, ranks: int, deadlines: Deadlines, presence: Presence) -> None:
+    def __init__(self, ranks: int, deadlines: Deadlines, liveness: ProcessLiveness) -> None:
         self._deadlines = deadlines
-        self._presence = presence
-        self._owed: list[deque[Owed]] = [deque() for _ in range(ranks)]
+        self._liveness = liveness
+        self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
 
-    def owe(self, number: int, now_s: float, *, hook: str = "") -> None:
+    def expect(self, number: int, now_s: float, *, hook: str = "") -> None:
         """Every rank owes an answer more."""
-        for rank, owed in enumerate(self._owed):
-            owed.append(Owed(number, hook, now_s))
-            self._presence.owing[rank] += 1
+        for rank, owed in enumerate(self._pending):
+            owed.append(PendingAck(number, hook, now_s))
+            self._liveness.owing[rank] += 1
 
-    def due(self, rank: int) -> Owed | None:
+    def due(self, rank: int) -> PendingAck | None:
         """Return what a rank has to answer next."""
-        return self._owed[rank][0] if self._owed[rank] else None
+        return self._pending[rank][0] if self._pending[rank] else None
 
     def answered(self, rank: int, now_s: float) -> None:
         """A rank has answered what was due; the next began when that was done."""
-        owed = self._owed[rank]
+        owed = self._pending[rank]
         owed.popleft()
-        self._presence.owing[rank] -= 1
+        self._liveness.owing[rank] -= 1
         if owed:
             owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
     def renew(self, number: int, now_s: float) -> None:
         """A step has paused, and goes on: its time runs from now."""
-        for owed in self._owed:
+        for owed in self._pending:
             if owed and not owed[0].hook and owed[0].number == number:
                 owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
     def complaint(self, now_s: float) -> str:
         """Return which rank is late and why it is given up; empty when none is."""
-        limits, presence = self._deadlines, self._presence
+        limits, liveness = self._deadlines, self._liveness
         silent_s = limits.rank_timeout_s + limits.heartbeat_s
-        for rank, owed in enumerate(self._owed):
-            waited_s = now_s - presence.pulse_s.get(rank, now_s)
+        for rank, owed in enumerate(self._pending):
+            waited_s = now_s - liveness.pulse_s.get(rank, now_s)
             if waited_s > silent_s:
                 return f"rank {rank} was silent for {waited_s:.0f} s"
             if owed:
@@ -112,19 +112,19 @@ class Watch:
                         f"rank {rank} has not answered {what} for {waited_s:.0f} s, "
                         f"limit {limits.step_s:g} (deadlines.step_s)"
                     )
-            elif not presence.owing[rank]:
-                waited_s = now_s - presence.heard_s.get(rank, now_s)
+            elif not liveness.owing[rank]:
+                waited_s = now_s - liveness.heard_s.get(rank, now_s)
                 if waited_s > silent_s:
                     return f"rank {rank} was silent for {waited_s:.0f} s"
         return ""
 
-    def deaf(self) -> int | None:
+    def backlogged(self) -> int | None:
         """Return a rank that is further behind than its queue is long."""
-        behind = (rank for rank, owed in enumerate(self._owed) if len(owed) > QUEUE_MAX)
+        behind = (rank for rank, owed in enumerate(self._pending) if len(owed) > QUEUE_MAX)
         return next(behind, None)
 
 
-class Checks:
+class ResultComparison:
     """Compares what the other ranks say of a step with what the first says, whoever speaks first (A7).
 
     Each rank answers in the order of the log and is given up when it is too far behind, so what is kept is bounded.

@@ -19,7 +19,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from vsched.aio.leader.encode_slices import EncodeSlices
-from vsched.aio.leader.failure_detector import Checks, Deadlines, Presence, Watch
+from vsched.aio.leader.failure_detector import (
+    Deadlines,
+    FailureDetector,
+    ProcessLiveness,
+    ResultComparison,
+)
 from vsched.aio.leader.hooks import HookTimes
 from vsched.aio.replicas.launcher import LeaderEnd
 from vsched.errors import PeerLost
@@ -32,7 +37,6 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Entry,
     Failure,
     GenerateResult,
     Heartbeat,
@@ -40,10 +44,11 @@ from vsched.wire import (
     LeaderLog,
     Loaded,
     Loading,
+    LogEntry,
     Paused,
     Pulse,
+    RankReport,
     Ready,
-    Report,
     Reserved,
     RunHook,
     Sized,
@@ -54,7 +59,7 @@ from vsched.wire import (
     decode_report,
 )
 
-__all__ = ["Deadlines", "Leader", "Presence"]
+__all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
 EARLY = 0.9
 """A heartbeat goes out after this part of the interval: timers fire late, and what was sent has a way to go."""
@@ -67,7 +72,7 @@ OTHERS_WORD_S = 0.5
 """How long what another rank says is waited for, when one says that it misses it."""
 
 
-class _Roll(Generic[Answer]):
+class _Gather(Generic[Answer]):
     """One answer of each rank; `complete` holds them, by rank, once there is none left to wait for."""
 
     def __init__(self, ranks: int) -> None:
@@ -100,15 +105,15 @@ class Leader:
         on_result: Callable[[GenerateResult | EncodeResult], None],
         on_lost: Callable[[str], None],
         on_progress: Callable[[str, float], None],
-        presence: Presence | None = None,
+        liveness: ProcessLiveness | None = None,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
         self.memory: dict[int, dict[str, int]] = {}
-        self.loaded = _Roll[RankMemory](ranks)
-        self.reserved = _Roll[Reserved](ranks)
+        self.loaded = _Gather[RankMemory](ranks)
+        self.reserved = _Gather[Reserved](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
-        self._votes = _Roll[Sized](ranks)
+        self._votes = _Gather[Sized](ranks)
         self._secret = secret
         self._ranks = ranks
         self._deadlines = deadlines
@@ -116,17 +121,17 @@ class Leader:
         self._on_lost = on_lost
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
-        self._presence = presence or Presence()
-        self._log = LeaderLog(self._presence.turns)
+        self._liveness = liveness or ProcessLiveness()
+        self._log = LeaderLog(self._liveness.turns)
         self._link = open_link(self._on_frame)
         self._known = {rank_identity(rank): rank for rank in range(ranks)}
         self._pulses = {pulse_identity(rank): rank for rank in range(ranks)}
         self._proved: set[bytes] = set()
         self._disagreed = False
-        self._watch = Watch(ranks, deadlines, self._presence)
-        self._checks = Checks(ranks)
+        self._detector = FailureDetector(ranks, deadlines, self._liveness)
+        self._checks = ResultComparison(ranks)
         self._hooks = HookTimes({}, self._loop.time())
-        self._stretches = EncodeSlices()
+        self._slices = EncodeSlices()
         self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
@@ -139,28 +144,28 @@ class Leader:
         """Append a decision to the log and send it to every rank."""
         self._run_hooks()
         self._hooks.stepped()
-        self._watch.owe(decision.step, self._loop.time())
+        self._detector.expect(decision.step, self._loop.time())
         if isinstance(decision, EncodeDecision):
-            decision = self._stretches.begin(decision)
+            decision = self._slices.begin(decision)
         self._append(decision)
-        deaf = self._watch.deaf()
-        if deaf is not None:
-            self.lose(f"rank {deaf} is more steps behind than its queue is long")
+        backlogged = self._detector.backlogged()
+        if backlogged is not None:
+            self.lose(f"rank {backlogged} is more steps behind than its queue is long")
 
     def _run_hooks(self) -> None:
         """Have every rank do the periodic work that is due, unless a step is done in part."""
-        if self._stretches.open:
+        if self._slices.open:
             return
         for name in self._hooks.take_due(self._loop.time()):
             self._append(RunHook(name))
-            self._watch.owe(self._log.seq, self._loop.time(), hook=name)
+            self._detector.expect(self._log.seq, self._loop.time(), hook=name)
 
     async def size(self, order: SizeKv) -> list[Sized]:
         """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
 
         Blocks: as long as the slowest takes; whoever waits for the ranks to be ready has the deadline.
         """
-        self._votes = _Roll[Sized](self._ranks)
+        self._votes = _Gather[Sized](self._ranks)
         self._append(msgspec.structs.replace(order, renew=self._disagreed))
         votes = await self._votes.complete
         self._disagreed = len({vote.outcome for vote in votes}) > 1
@@ -175,7 +180,7 @@ class Leader:
         if not self._over:
             self._append(Stop())
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: LogEntry) -> None:
         frame = self._log.append(entry)
         self._sent_s = self._loop.time()
         for rank in range(self._ranks):
@@ -189,7 +194,7 @@ class Leader:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
-        for waited_for in (self.ready, *(roll.complete for roll in self._rolls())):
+        for waited_for in (self.ready, *(roll.complete for roll in self._gathers())):
             waited_for.cancel()
         self._link.close()
 
@@ -216,16 +221,16 @@ class Leader:
             said, secret = report.secret.encode(), self._secret.encode()
             if report.rank == rank and hmac.compare_digest(said, secret):
                 self._proved.add(identity)
-                self._presence.hear(rank, self._loop.time(), follows=not pulse)
+                self._liveness.hear(rank, self._loop.time(), follows=not pulse)
             return
         if identity not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return
-        self._presence.hear(rank, self._loop.time(), follows=not pulse)
+        self._liveness.hear(rank, self._loop.time(), follows=not pulse)
         if not pulse:
             self._on_report(rank, report)
 
-    def _on_report(self, rank: int, report: Report) -> None:
+    def _on_report(self, rank: int, report: RankReport) -> None:
         match report:
             case Paused():
                 self._take_pause(rank, report)
@@ -258,7 +263,7 @@ class Leader:
         else:
             self.lose(reason)
 
-    def _rolls(self) -> tuple[_Roll[Any], ...]:
+    def _gathers(self) -> tuple[_Gather[Any], ...]:
         return self.loaded, self.reserved, self._votes
 
     def _take_ready(self, rank: int, report: Ready) -> None:
@@ -279,7 +284,7 @@ class Leader:
                 return
         now_s = self._loop.time()
         for rank in range(self._ranks):
-            self._presence.hear(rank, now_s, follows=True)
+            self._liveness.hear(rank, now_s, follows=True)
         self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
@@ -287,14 +292,14 @@ class Leader:
     def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
         """Take what a rank says of the step that it has to answer next."""
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
-        due = self._watch.due(rank)
+        due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
             self.lose(f"rank {rank} sent a result of no step that is out")
             return
         if answer.step != due.number:
             self.lose(f"rank {rank} sent the result of step {answer.step}, due was {due.number}")
             return
-        self._watch.answered(rank, self._loop.time())
+        self._detector.answered(rank, self._loop.time())
         if self._ranks > 1:
             check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
             other = self._checks.add(rank, answer.step, check)
@@ -306,7 +311,7 @@ class Leader:
         if isinstance(answer, StepCheck):
             return
         if isinstance(answer, EncodeResult):
-            self._end_stretches(answer)
+            self._end_slices(answer)
         for name in answer.wanted:
             if not self._hooks.ask(name):
                 self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
@@ -315,22 +320,22 @@ class Leader:
         if answer.wanted and not self._over:
             self._run_hooks()
 
-    def _end_stretches(self, result: EncodeResult) -> None:
-        was_open = self._stretches.end()
+    def _end_slices(self, result: EncodeResult) -> None:
+        was_open = self._slices.end()
         if was_open and result.error and self._ranks > 1:
             # Others may wait for their next part: they go on, and fail where they miss this rank.
             self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:
         """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
-        due = self._watch.due(rank)
-        expected = self._stretches.open and due is not None and due.number == paused.step
+        due = self._detector.due(rank)
+        expected = self._slices.open and due is not None and due.number == paused.step
         if rank or paused.parts < 1 or not expected:
             self.lose(f"rank {rank} paused in step {paused.step}, which is not out in parts")
             return
-        self._watch.renew(paused.step, self._loop.time())
-        parts = self._stretches.go_on(paused)
-        busy_s, limit_s = self._stretches.busy_ns / 1e9, self._deadlines.step_s
+        self._detector.renew(paused.step, self._loop.time())
+        parts = self._slices.go_on(paused)
+        busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
             self.lose(
                 f"rank 0 has worked on step {paused.step} for {busy_s:.0f} s, limit {limit_s:g} (deadlines.step_s)"
@@ -339,9 +344,9 @@ class Leader:
         self._append(Continue(paused.step, parts))
 
     def _take_beat(self, rank: int, seq: int) -> None:
-        due = self._watch.due(rank)
+        due = self._detector.due(rank)
         if due is not None and due.hook and due.number == seq:
-            self._watch.answered(rank, self._loop.time())
+            self._detector.answered(rank, self._loop.time())
             if rank == 0:
                 self._hooks.done(due.hook, self._loop.time())
 
@@ -349,7 +354,7 @@ class Leader:
         if self._over:
             return
         now_s = self._loop.time()
-        complaint = self._watch.complaint(now_s)
+        complaint = self._detector.complaint(now_s)
         if complaint:
             self.lose(complaint)
             return

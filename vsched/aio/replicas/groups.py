@@ -71,10 +71,10 @@ class ServedGroup:
 class ServedGroups(Mapping[str, ServedGroup]):
     """All groups by name."""
 
-    def __init__(self, revivals: Sequence[Supervisor]) -> None:
+    def __init__(self, supervisors: Sequence[Supervisor]) -> None:
         self._groups = {
             name: ServedGroup(name, supervisor)
-            for supervisor in revivals
+            for supervisor in supervisors
             for name in supervisor.worker_group.groups
         }
 
@@ -91,7 +91,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
         """Return the groups of a stage, in order."""
         return [group for group in self._groups.values() if group.stage == stage]
 
-    def of_crew(self, supervisor: Supervisor) -> list[ServedGroup]:
+    def supervised_by(self, supervisor: Supervisor) -> list[ServedGroup]:
         """Return the groups that a supervisor brings back together."""
         return [group for group in self._groups.values() if group.supervisor is supervisor]
 

@@ -21,7 +21,7 @@ class LeaderEnd(Protocol):
     """The leader's end of the links to the ranks of one group; see `vsched.transport.zmq_link.LeaderLink`."""
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or deaf."""
+        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
         ...
 
     def read(self) -> None:
@@ -74,19 +74,19 @@ class LocalLauncher:
         self,
         run_dir: str = "",
         *,
-        crowded: bool = True,
+        oversubscribed: bool = True,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
 
-        `crowded` says that the ranks have more threads than there are cores; `command` are the arguments with which
+        `oversubscribed`: the ranks have more threads than there are cores. `command` are the arguments with which
         the interpreter becomes a rank.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
-        self.crowded = crowded
+        self.oversubscribed = oversubscribed
         self._command = command
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -98,7 +98,7 @@ class LocalLauncher:
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
         """Start a process."""
-        environment = rank_environment(threads, crowded=self.crowded)
+        environment = rank_environment(threads, oversubscribed=self.oversubscribed)
         return RankProcess(spec, environment=environment, on_exit=on_exit, command=self._command)
 
     def close(self) -> None:

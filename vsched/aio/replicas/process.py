@@ -13,7 +13,7 @@ import msgspec
 
 from vsched.worker.spec import RankSpec
 
-WAITING_TURNS, WAITING_TURNS_CROWDED = 50_000, 2_000
+SPIN_COUNT, SPIN_COUNT_OVERSUBSCRIBED = 50_000, 2_000
 """How many turns a thread looks before it sleeps while it waits for the others of its rank.
 
 About a millisecond where each thread has a core: the next product comes sooner, and being woken for it takes longer.
@@ -38,13 +38,13 @@ RANK_ENVIRONMENT = {
 RANK_COMMAND = ("-m", "vsched.rank")
 
 
-def rank_environment(threads: int, *, crowded: bool) -> dict[str, str]:
+def rank_environment(threads: int, *, oversubscribed: bool) -> dict[str, str]:
     """Return the environment of a rank that computes with so many threads.
 
-    `crowded` says that all ranks together have more threads than there are cores. What the environment of the engine
+    `oversubscribed`: all ranks together have more threads than there are cores. What the environment of the engine
     says of waiting goes first.
     """
-    turns = WAITING_TURNS_CROWDED if crowded else WAITING_TURNS
+    turns = SPIN_COUNT_OVERSUBSCRIBED if oversubscribed else SPIN_COUNT
     own = {**RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     return {"GOMP_SPINCOUNT": str(turns), **os.environ, **own}
 

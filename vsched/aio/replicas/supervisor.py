@@ -25,7 +25,7 @@ LOSSES_MAX = len(RESTART_DELAYS_S) + 1
 Reports = dict[str, list[Ready]]
 
 
-class Loss(msgspec.Struct, frozen=True):
+class LastLoss(msgspec.Struct, frozen=True):
     """The last time that a worker group went, and why; `at_s` counts from 1970."""
 
     reason: str
@@ -53,7 +53,7 @@ class Supervisor:
     ) -> None:
         self.worker_group = worker_group
         self.restarts = 0
-        self.last_loss: Loss | None = None
+        self.last_loss: LastLoss | None = None
         self._check = check
         self._on_back = on_back
         self._on_failed = on_failed
@@ -71,16 +71,16 @@ class Supervisor:
 
     def note_loss(self, reason: str) -> None:
         """The worker group is gone by itself: one more such loss in the window lengthens the next pause."""
-        self.last_loss = Loss(reason, time.time())
+        self.last_loss = LastLoss(reason, time.time())
         self._losses_s.append(self._loop.time())
         self._grace_s = 0.0
 
     def note_restart(self, reason: str) -> None:
         """The worker group is to be replaced on purpose: that is no loss, and its ranks may end by themselves."""
-        self.last_loss = Loss(reason, time.time())
+        self.last_loss = LastLoss(reason, time.time())
         self._grace_s = STOP_GRACE_S
 
-    def forgive(self) -> None:
+    def reset_backoff(self) -> None:
         """Somebody has looked after the worker group: what was lost before counts no more."""
         self._losses_s.clear()
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Deadlines, Leader, Presence
+from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.aio.replicas.launcher import LaunchedRank, Launcher
 from vsched.errors import (
     CheckpointError,
@@ -99,8 +99,8 @@ class WorkerGroup:
         for group in self.groups:
             self._events.on_progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
-        presence = Presence()
-        self._leaders = {name: self._lead(name, secret, presence) for name in self.groups}
+        liveness = ProcessLiveness()
+        self._leaders = {name: self._lead(name, secret, liveness) for name in self.groups}
         self._processes = []
         for rank in range(
             self._ranks
@@ -187,7 +187,7 @@ class WorkerGroup:
     def _address(self, group: str) -> str:
         return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
 
-    def _lead(self, group: str, secret: str, presence: Presence) -> Leader:
+    def _lead(self, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
         return Leader(
             group,
             partial(self._launcher.open_link, self._address(group)),
@@ -197,7 +197,7 @@ class WorkerGroup:
             on_result=lambda result: self._events.on_result(group, result),
             on_lost=self._lose,
             on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
-            presence=presence,
+            liveness=liveness,
         )
 
     def _spec(self, rank: int, secret: str) -> RankSpec:

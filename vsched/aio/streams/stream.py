@@ -25,7 +25,11 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """What was generated since the last delta; the last one has a `finish_reason`."""
+    """What was generated since the last delta: several tokens when they came faster than they were read.
+
+    `logprobs`, when asked for, has one entry per token of `token_ids`. `text` lags behind `token_ids` while characters
+    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`.
+    """
 
     text: str
     token_ids: list[int]
@@ -89,7 +93,7 @@ def _broken(finish: Finish, message: str) -> Finish:
     )
 
 
-class Generation:
+class TokenStream:
     """One accepted request, read as an asynchronous iterator of deltas by a single reader.
 
     Tokens that come faster than they are read are merged into one delta. Iterating raises `RequestFailed` when the

@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections.abc import Callable
 
-from vsched.aio.streams.stream import BROKEN, Generation, TokenLogprob
+from vsched.aio.streams.stream import BROKEN, TokenLogprob, TokenStream
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult
@@ -21,14 +21,14 @@ class StreamTable:
 
     def __init__(self, on_broken: Callable[[str], None]) -> None:
         self._on_broken = on_broken
-        self._by_number: dict[int, Generation] = {}
+        self._by_number: dict[int, TokenStream] = {}
         self._numbers: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
-        self._changed: dict[str, Generation] = {}
+        self._changed: dict[str, TokenStream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def add(self, number: int, generation: Generation) -> None:
+    def add(self, number: int, generation: TokenStream) -> None:
         """Register an accepted request."""
         self._by_number[number] = generation
         self._numbers[generation.request_id] = number
@@ -52,7 +52,7 @@ class StreamTable:
                 self._on_broken(stream.request_id)
             self._note(stream)
 
-    def _note(self, stream: Generation) -> None:
+    def _note(self, stream: TokenStream) -> None:
         """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
         if not self._changed:
             self._loop.call_soon(self._deliver)
@@ -94,10 +94,6 @@ class StreamTable:
     def request_ids(self, count: int) -> list[str]:
         """Return the ids of the oldest live requests."""
         return list(itertools.islice(self._numbers, count))
-
-    def tokens(self) -> int:
-        """Return the tokens of all live requests, for routing."""
-        return sum(one.prompt_tokens + one.output_tokens for one in self._by_number.values())
 
 
 def int32_array(data: bytes) -> array[int]:

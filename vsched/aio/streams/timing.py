@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.types import FinishReason
 
 
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one request went, in milliseconds."""
 
     request_id: str
@@ -25,14 +25,14 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
-def timeline_of(generation: Generation, preprocess_ms: float) -> Timeline:
+def timeline_of(generation: TokenStream, preprocess_ms: float) -> RequestTimeline:
     """Return the timeline of a request that has ended."""
     times = generation.times
 
     def span_ms(start_ns: int, end_ns: int) -> float:
         return round((end_ns - start_ns) / 1e6, 3) if start_ns and end_ns else 0.0
 
-    return Timeline(
+    return RequestTimeline(
         request_id=generation.request_id,
         prompt_tokens=generation.prompt_tokens,
         cached_tokens=times.cached_tokens,

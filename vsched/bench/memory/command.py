@@ -22,7 +22,7 @@ POLICIES = {
         "encode.reserved=0",
     ],
 }
-CANARY_BYTES = 256 << 20
+HEADROOM_BYTES = 256 << 20
 DEFAULT_SETTINGS = (
     # Both stages in one process, so that one limit holds for all that they need.
     "placement=together",
@@ -86,12 +86,12 @@ async def _measure(
             )
             progress.update(task, completed=seconds)
         if bisect and runs[0].kv_tokens:
-            progress.add_task("the largest size that survives the stress", total=None)
+            progress.add_task("the largest size that survives the profiling run", total=None)
             found = runs[0].kv_tokens
             largest = await bench.find_largest(
                 settings,
                 limit_bytes=limit_bytes,
-                canary_bytes=CANARY_BYTES,
+                headroom_bytes=HEADROOM_BYTES,
                 low=found,
                 high=2 * found,
             )
@@ -129,7 +129,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
     if report["largest_tokens"]:
         found, largest = report["runs"][0].kv_tokens, report["largest_tokens"]
         console.print(
-            f"{found:,} tokens found; the largest size that survives the same stress is {largest:,}: "
+            f"{found:,} tokens found; the largest size that survives the same profiling run is {largest:,}: "
             f"{100 * found / largest:.1f} %"
         )
 

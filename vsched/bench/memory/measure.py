@@ -107,12 +107,12 @@ async def measure_memory(
 
 
 async def find_largest(
-    settings: Sequence[str], *, limit_bytes: int, canary_bytes: int, low: int, high: int
+    settings: Sequence[str], *, limit_bytes: int, headroom_bytes: int, low: int, high: int
 ) -> int:
-    """Return the largest KV cache, in tokens, that a pinned size survives the same stress with, by bisection."""
+    """Return the largest KV cache, in tokens, that a pinned size survives the same profiling run with, by bisection."""
     while high - low > max(low // 200, 256):
         middle = (low + high) // 2
-        pinned = f'generate.memory={{use="pinned", tokens={middle}, mem_fraction=1.0, canary_bytes={canary_bytes}}}'
+        pinned = f'generate.memory={{use="pinned", tokens={middle}, mem_fraction=1.0, headroom_bytes={headroom_bytes}}}'
         sets = [*settings, f"generate.memory_limit={limit_bytes}", pinned]
         try:
             async with Engine(load_config(None, sets=sets, environ={}).config):

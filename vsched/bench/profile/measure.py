@@ -24,7 +24,7 @@ from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import StreamTable
 from vsched.api.completions import CompletionEndpoint
-from vsched.api.exchange import Exchange
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.server import running_server
 from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
 from vsched.bench.load.generator import draw
@@ -66,7 +66,7 @@ SEAMS = (
     ProbePoint(StreamTable, "finish", "detokenising"),
     ProbePoint(StreamTable, "_deliver", "streaming"),
     ProbePoint(CompletionEndpoint, "_stream", "streaming"),
-    ProbePoint(Exchange, "send_event_nowait", "writing"),
+    ProbePoint(HttpExchange, "send_event_nowait", "writing"),
 )
 PREPROCESSOR_METHODS = ("render", "tokenize", "expand")
 EVENT_LOOP = "event loop"

@@ -19,7 +19,7 @@ import zmq.asyncio
 from vsched.kernel.decisions import GenerateDecision
 from vsched.rank import follow
 from vsched.transport.zmq_link import RankLink
-from vsched.wire import Entry, GenerateResult
+from vsched.wire import GenerateResult, LogEntry
 from vsched.worker.member import Member
 from vsched.worker.spec import RankSpec
 
@@ -43,7 +43,7 @@ class Clock:
         """There are none."""
         return []
 
-    def carry_out(self, entry: Entry) -> GenerateResult:
+    def carry_out(self, entry: LogEntry) -> GenerateResult:
         """Say when the entry was accepted and decoded."""
         received_ns = time.monotonic_ns()
         assert isinstance(entry, GenerateDecision)

@@ -30,7 +30,7 @@ from vsched.worker.loading import RankLoading
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
     Following,
-    GenerateSide,
+    GenerateExecutor,
     Member,
     RankHost,
 )
@@ -307,7 +307,7 @@ class SimulatedRank:
         """Return the numbers of the requests that it keeps for a generate group; None where it does not serve it."""
         for member in self._members:
             side = member.side
-            if member.link.end.party.group == group and isinstance(side, GenerateSide):
+            if member.link.end.party.group == group and isinstance(side, GenerateExecutor):
                 return set(side.rank.sequences)
         return None
 

@@ -22,7 +22,7 @@ from vsched.testing.contracts.worker_schedules import (
     run_together,
 )
 from vsched.types import Extent, ModelInfo, SamplingParams
-from vsched.wire import Paused, Report, SizeKv
+from vsched.wire import Paused, RankReport, SizeKv
 from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import (
     EncodeJob,
@@ -36,7 +36,7 @@ from vsched.worker.contract import (
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.memory import DeviceMemory
-from vsched.worker.profiling_run import Load
+from vsched.worker.profiling_run import StepLimits
 
 BLOCK_SIZE = 4
 PAGE_ROWS = 3
@@ -173,8 +173,8 @@ class _WorkerBench:
         # As a group that comes back: what was proved before is built without touching it.
         self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
 
-    def _load(self) -> Load:
-        return Load(
+    def _load(self) -> StepLimits:
+        return StepLimits(
             slots=SLOTS,
             batch_tokens=2 * PROMPT_MAX,
             chunk_tokens=PROMPT_MAX,
@@ -266,7 +266,7 @@ class _WorkerBench:
         before = arena.copy()
         worker = _Overheard(encoder)
         rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
-        heard: Report | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
+        heard: RankReport | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
         pauses = 0
         while isinstance(heard, Paused):
             pauses += 1
@@ -364,13 +364,13 @@ def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method:
     demand(isinstance(weights, int) and weights >= 0, f"`weights_bytes` is {weights!r}")
 
 
-def _check_memory(worker: GenerateWorker, info: ModelInfo, load: Load, blocks: int) -> None:
+def _check_memory(worker: GenerateWorker, info: ModelInfo, load: StepLimits, blocks: int) -> None:
     """Build KV caches as the engine does when it looks for their size: each is proved, and goes away again."""
     sizing = KvSizing(worker, info, load)
     least = blocks * load.block_size
     tokens = max(least, LEAK_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size)
     huge = HUGE_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size
-    for size, canary_bytes, outcome in (
+    for size, headroom_bytes, outcome in (
         (tokens, 0, "fits"),
         (huge, 0, "out_of_memory"),
         (tokens, 0, "fits"),
@@ -378,7 +378,7 @@ def _check_memory(worker: GenerateWorker, info: ModelInfo, load: Load, blocks: i
         (least, 0, "fits"),
     ):
         _carry_out(
-            sizing, SizeKv(size, stress=outcome == "fits", canary_bytes=canary_bytes), outcome
+            sizing, SizeKv(size, profile=outcome == "fits", headroom_bytes=headroom_bytes), outcome
         )
     worker.drop_graphs()
     worker.drop_kv()
@@ -386,7 +386,7 @@ def _check_memory(worker: GenerateWorker, info: ModelInfo, load: Load, blocks: i
 
 def _carry_out(sizing: KvSizing, order: SizeKv, outcome: str) -> None:
     """Build a KV cache and check what came of it."""
-    size = f"with a KV cache of {order.tokens} tokens and a canary of {order.canary_bytes} bytes"
+    size = f"with a KV cache of {order.tokens} tokens and headroom of {order.headroom_bytes} bytes"
     try:
         sized = sizing.carry_out(order)
     except Exception as error:

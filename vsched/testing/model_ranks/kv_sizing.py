@@ -1,6 +1,6 @@
 """A model rank that carries out the orders of a `KvNegotiation` on simulated memory, and a driver for a group of them.
 
-It allocates as a real rank does: weights once, the KV cache layer by layer, and a stress that takes and gives back
+It allocates as a real rank does: weights once, the KV cache layer by layer, and a profiling run that takes and releases
 activations of many sizes. What a real rank measures it measures too.
 """
 
@@ -33,7 +33,7 @@ class KvSizingRank:
     """One rank of a generate group.
 
     Attributes:
-        activations: Sizes that the stress allocates, in order; every second one is given back at once.
+        activations: Sizes that the profiling run allocates, in order; every second one is given back at once.
         leaks: Whether somebody keeps a view of each KV cache, so that no teardown frees it.
         phase: What it is doing, for tests that inject failures.
     """
@@ -60,10 +60,10 @@ class KvSizingRank:
         return self.measure(released_bytes=0)
 
     def carry_out(self, order: Probe | Build) -> SimulatedReport:
-        """Tear down what stood, build, hold the canary, stress, measure; report how it went."""
+        """Tear down what stood, build, hold the headroom, profile, measure; report how it went."""
         action = "probe" if isinstance(order, Probe) else "build"
-        stress = isinstance(order, Probe) or order.stress
-        canary_bytes = order.canary_bytes if isinstance(order, Build) else 0
+        profile = isinstance(order, Probe) or order.profile
+        headroom_bytes = order.headroom_bytes if isinstance(order, Build) else 0
         old_bytes, released_bytes = self._kv_bytes, self.tear_down()
         self.memory.reset_peak()
         outcome: AttemptOutcome = "fits"
@@ -76,11 +76,11 @@ class KvSizingRank:
         try:
             self.phase = f"{action}: kv"
             self._build(order.tokens)
-            self.phase = f"{action}: canary"
-            with self.memory.hold(canary_bytes):
-                if stress:
-                    self.phase = f"{action}: stress"
-                    self.stress()
+            self.phase = f"{action}: headroom"
+            with self.memory.hold(headroom_bytes):
+                if profile:
+                    self.phase = f"{action}: profiling run"
+                    self.profile()
                 measured = self.measure(released_bytes=released_bytes)
         except DeviceOutOfMemory as error:
             outcome, message = "out_of_memory", f"{self.phase}: {error}"
@@ -98,7 +98,7 @@ class KvSizingRank:
         self.memory.release()
         return before_bytes - self.memory.allocated()
 
-    def stress(self) -> None:
+    def profile(self) -> None:
         """Run the largest step.
 
         Raises:

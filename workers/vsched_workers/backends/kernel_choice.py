@@ -108,7 +108,7 @@ def choose_products(settings: WorkerSettings) -> MakeOwn | None:
 def _pairs_pay(threads: int) -> bool:
     """Return whether pairs attend for many rows of bfloat16 here; compile what does.
 
-    Pairs leave heads of odd sizes to tiles, which are compiled then by the stress or the worst batch.
+    Pairs leave heads of odd sizes to tiles, which are compiled then by the profiling run or the worst batch.
     """
     from vsched_workers.backends.cpu import operand_choice
     from vsched_workers.backends.cpu.kernels import prefill_attention as paired_kernels

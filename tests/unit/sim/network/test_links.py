@@ -22,7 +22,7 @@ from vsched.sim.faults.plan import (
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.network.links import LeaderEnd, Network, RankEnd, group_of, wait_readable
 from vsched.transport.zmq_link import pulse_identity, rank_identity
-from vsched.wire import Beat, Entry, FollowerLog, Heartbeat, LeaderLog, Pulse, encode_report
+from vsched.wire import Beat, FollowerLog, Heartbeat, LeaderLog, LogEntry, Pulse, encode_report
 
 MS = 1_000_000
 PLAIN = LinkProfile(latency_ns=MS)
@@ -290,7 +290,7 @@ async def test_missed_decision_is_the_next_step_and_no_heartbeat() -> None:
     end = wire.ranks[0]
     end.on_readable = None
     log, follower = LeaderLog(), FollowerLog()
-    entries: list[Entry] = [
+    entries: list[LogEntry] = [
         Heartbeat(),
         GenerateDecision(1),
         Heartbeat(),

@@ -254,8 +254,8 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
     assert len(attended[0]) > 1
 
 
-def test_stress_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
-    """C3: the last layer serves only rows that are asked for; a stress that leaves it out must not."""
+def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
+    """C3: the last layer serves only rows that are asked for; a profiling run that leaves it out must not."""
     generator: Any = stages(size, "auto", "bfloat16").generator
     driver = Driver(stages(size, "auto", "bfloat16"), chunk=30)
     rows: list[int] = []

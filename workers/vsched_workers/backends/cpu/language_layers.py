@@ -39,7 +39,7 @@ PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
 
 USUAL_BLOCK = 16
-"""Kernels for blocks of such a size are compiled at once, others by the stress."""
+"""Kernels for blocks of such a size are compiled at once, others by the profiling run."""
 
 DECODE_VALUES_MIN = 1 << 18
 """The same for attention, in products of a query and a key."""
@@ -198,7 +198,7 @@ class FusedLanguage:
             self._many(seen, DECODE_VALUES_MIN),
             scored_type(first.head_dim, step.cache.block_size),
         )
-        # A stress runs the first layers only, if any.
+        # A profiling run takes the first layers only, if any.
         layers = self._layers[: len(self._model.layers)]
         norms = [*(layer.norm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None

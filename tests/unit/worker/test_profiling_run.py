@@ -18,19 +18,26 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
-from vsched.worker.profiling_run import Load, beside_decodes, heap, image_for, spread, stress
+from vsched.worker.profiling_run import (
+    StepLimits,
+    beside_decodes,
+    heap,
+    image_for,
+    run_profile,
+    spread,
+)
 
 IMAGE = ImagePlan(grid=(1, 2, 12), tokens=6)
 
 
-def run(load: Load, *, image: ImagePlan | None = None, blocks: int = 3) -> SimulatedGenerator:
+def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) -> SimulatedGenerator:
     worker = SimulatedGenerator(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=blocks, block_size=load.block_size)
-    stress(worker, model_info(), load, blocks=blocks, image=image)
+    run_profile(worker, model_info(), load, blocks=blocks, image=image)
     return worker
 
 
-def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
+def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> None:
     """C3, C14: as many rows and slots as the kernel enforces, at the longest context, sampler included."""
     worker = run(LOAD)
     prefill, decode, mixed = worker.batches
@@ -44,35 +51,35 @@ def test_stress_prefills_the_whole_budget_and_decodes_every_slot() -> None:
     assert all(one.temperature and one.top_p < 1 and one.logprobs for one in worker.sampling)
 
 
-def test_stress_reads_the_names_that_the_kernel_enforces() -> None:
+def test_profiling_run_reads_the_names_that_the_kernel_enforces() -> None:
     """C14: one definition of each limit; a load has no size that the kernel has not."""
     kernel = {field.name for field in msgspec.structs.fields(SchedulerLimits)}
-    assert {field.name for field in msgspec.structs.fields(Load)} <= kernel
+    assert {field.name for field in msgspec.structs.fields(StepLimits)} <= kernel
 
 
-def test_stress_fills_chunks_with_image_rows() -> None:
+def test_profiling_run_fills_chunks_with_image_rows() -> None:
     """C3: rows of images cost more than rows of text; one token of text stays between two images."""
     prefill, _, mixed = run(LOAD, image=IMAGE).batches
     for start, stop, rows in [*prefill[2], *mixed[2]]:
         assert rows >= (stop - start) * 6 // 7 - 1
 
 
-def test_stress_aliases_blocks_so_that_any_cache_does() -> None:
+def test_profiling_run_aliases_blocks_so_that_any_cache_does() -> None:
     """C1: a probe is smaller than the sequences it is run with."""
     assert max(run(LOAD, blocks=2).tables) == 1
 
 
 @pytest.mark.parametrize("context_tokens", [1, 2, 4, 5, 16, 17])
-def test_stress_runs_the_shortest_contexts(context_tokens: int) -> None:
+def test_profiling_run_runs_the_shortest_contexts(context_tokens: int) -> None:
     load = msgspec.structs.replace(LOAD, context_tokens=context_tokens)
     assert len(run(load, image=IMAGE, blocks=1).batches) >= 3
 
 
-def test_stress_of_a_frugal_worker_is_short() -> None:
+def test_profiling_run_of_a_frugal_worker_is_short() -> None:
     """One chunk at the longest context stands for all; nothing is left out of rows and slots."""
     worker = FrugalGenerator(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=3, block_size=16)
-    stress(worker, model_info(), LOAD, blocks=3, image=IMAGE)
+    run_profile(worker, model_info(), LOAD, blocks=3, image=IMAGE)
     seats, decode, mixed = worker.batches
     assert worker.events[1:] == ["layers 0", "layers 2", "layers 2"]
     assert len(seats[2]) == LOAD.slots
@@ -88,11 +95,11 @@ def test_stress_of_a_frugal_worker_is_short() -> None:
     chunk_tokens=st.integers(1, 200),
     context_tokens=st.integers(1, 300),
 )
-def test_stress_layouts_use_the_budget_up(
+def test_profiling_run_layouts_use_the_budget_up(
     slots: int, more: int, chunk_tokens: int, context_tokens: int
 ) -> None:
     """C14: neither more than the budget, nor less than slots of that many tokens can take."""
-    load = Load(
+    load = StepLimits(
         slots=slots,
         batch_tokens=slots + more,
         chunk_tokens=chunk_tokens,
@@ -117,7 +124,7 @@ class Builder:
 
 
 def test_image_for_fits_the_prompt() -> None:
-    """E18: an image longer than a prompt is refused when it comes, so the stress takes one that is not."""
+    """E18: an image longer than a prompt is refused when it comes, so the profiling run takes one that is not."""
     plugin, info = Builder(), model_info()
     tight = msgspec.structs.replace(LOAD, context_tokens=20)
     found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]  # type: ignore[arg-type]

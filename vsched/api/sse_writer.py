@@ -10,22 +10,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from vsched.api.contract import Generation, OutputDelta
-from vsched.api.exchange import Exchange
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.contract import Generation
+from vsched.api.formatters import Formatter
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
-from vsched.api.writers import Writer
 
 
-class Relay:
+class SseWriter:
     """Writes the deltas of one generation as events."""
 
     def __init__(
-        self, exchange: Exchange, record: RequestRecord, generation: Generation, writer: Writer
+        self,
+        exchange: HttpExchange,
+        record: RequestRecord,
+        generation: Generation,
+        formatter: Formatter,
     ) -> None:
         self._exchange = exchange
         self._record = record
         self._generation = generation
-        self._writer = writer
+        self._formatter = formatter
         self._outcome = "stop"
         self._over = False
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
@@ -73,5 +78,5 @@ class Relay:
         self._record.output()
         if delta.finish_reason is not None:
             self._outcome, self._over = delta.finish_reason, True
-        chunk = self._writer.chunk(delta)
+        chunk = self._formatter.chunk(delta)
         return None if chunk is None else self._exchange.send_event_nowait(chunk)

@@ -65,13 +65,13 @@ class GroupAdministration:
             RequestRefused: When there is no such group, or it is coming back already.
         """
         supervisor = self._known(name).supervisor
-        groups = self._groups.of_crew(supervisor)
+        groups = self._groups.supervised_by(supervisor)
         for group in groups:
             self._check_state(group, "restart", "up", "draining", "retired")
         if groups[0].retired:
             for group in groups:
                 group.retired, group.down, group.drain_wanted = "", True, False
-            supervisor.forgive()
+            supervisor.reset_backoff()
             supervisor.begin()
             await supervisor.over()
             return all(group.state == "up" for group in groups)

@@ -8,10 +8,19 @@ import pytest
 
 from tests.unit.aio.led import LIMITS, Led
 from vsched.aio.leader.encode_slices import EncodeSlices
-from vsched.aio.leader.leader import Presence
+from vsched.aio.leader.leader import ProcessLiveness
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
-from vsched.wire import Beat, Continue, EncodeResult, Entry, Heartbeat, Paused, RunHook, StepCheck
+from vsched.wire import (
+    Beat,
+    Continue,
+    EncodeResult,
+    Heartbeat,
+    LogEntry,
+    Paused,
+    RunHook,
+    StepCheck,
+)
 
 MS = 1_000_000
 
@@ -22,7 +31,7 @@ def batch(step: int, *tokens: int, stretch_ms: int = 100) -> EncodeDecision:
     return EncodeDecision(step, tasks, stretch_ms * MS)
 
 
-def parts(entries: list[Entry]) -> list[int]:
+def parts(entries: list[LogEntry]) -> list[int]:
     """Return the parts that were ordered, entry by entry."""
     return [one.parts for one in entries if isinstance(one, EncodeDecision | Continue)]
 
@@ -35,7 +44,7 @@ async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
     led.leader.close()
 
 
-def test_stretches_follow_what_parts_took() -> None:
+def test_encode_slices_follow_what_parts_took() -> None:
     """The first is one part; from then on as many as fit, by the tokens of the batch, and never none."""
     encode_slices = EncodeSlices()
     assert encode_slices.begin(batch(1, 200)).parts == 1
@@ -58,7 +67,7 @@ def test_stretches_follow_what_parts_took() -> None:
     ],
     ids=["nothing waits", "nothing to compute"],
 )
-def test_stretches_leave_alone_what_need_not_pause(decision: EncodeDecision) -> None:
+def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision) -> None:
     encode_slices = EncodeSlices()
     assert encode_slices.begin(decision) == decision
     assert not encode_slices.open
@@ -69,9 +78,9 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A7: each stretch has a turn behind the steps that were decided while the one before ran."""
-    presence = Presence()
-    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", presence=presence)
-    generate = Led(monkeypatch, ranks=1, limits=LIMITS, presence=presence, loop=encode.loop)
+    liveness = ProcessLiveness()
+    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
+    generate = Led(monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop)
     encode.enter(0)
     generate.enter(0)
     encode.leader.decide(batch(1, 200))

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit.api.fakes import Delta, FakeGeneration
+from tests.unit.api.fakes import FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.streams.stream import Generation
-from vsched.api.exchange import Exchange
+from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.api.formatters import ChatFormatter, CompletionFormatter
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
-from vsched.api.relay import Relay
 from vsched.api.responses import ChatChunk, ChatChunkChoice, ChatDelta
-from vsched.api.writers import ChatWriter, CompletionWriter
+from vsched.api.sse_writer import SseWriter
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
@@ -42,13 +42,13 @@ class Connection:
         content = msgspec.json.decode(message["body"].removeprefix(b"data: "))
         self.texts.append(content["choices"][0]["delta"].get("content", ""))
 
-    def relay(self, generation: Any) -> Relay:
+    def relay(self, generation: Any) -> SseWriter:
         async def receive() -> Any:
             raise AssertionError("a relay reads nothing")
 
-        exchange = Exchange({"type": "http"}, receive, self.send)
-        writer = ChatWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
-        return Relay(exchange, ApiMetrics(dict).begin("chat"), generation, writer)
+        exchange = HttpExchange({"type": "http"}, receive, self.send)
+        writer = ChatFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+        return SseWriter(exchange, ApiMetrics(dict).begin("chat"), generation, writer)
 
 
 class Letters:
@@ -61,8 +61,8 @@ class Letters:
         return ""
 
 
-def live_generation() -> Generation:
-    return Generation(
+def live_generation() -> TokenStream:
+    return TokenStream(
         "id",
         prompt_tokens=1,
         detokenizer=Letters(),
@@ -74,13 +74,13 @@ def live_generation() -> Generation:
     )
 
 
-def push(generation: Generation, letters: str) -> None:
+def push(generation: TokenStream, letters: str) -> None:
     for letter in letters:
         generation.push(ord(letter), None)
         generation.deliver()
 
 
-async def test_relay_writes_from_within_the_call_that_brings_news() -> None:
+async def test_sse_writer_writes_from_within_the_call_that_brings_news() -> None:
     connection, generation = Connection(), live_generation()
     task = asyncio.ensure_future(connection.relay(generation).run())
     push(generation, "a")
@@ -93,7 +93,7 @@ async def test_relay_writes_from_within_the_call_that_brings_news() -> None:
     assert await task == "length"
 
 
-async def test_relay_deltas_grow_together_while_the_connection_is_full() -> None:
+async def test_sse_writer_deltas_grow_together_while_the_connection_is_full() -> None:
     connection, generation = Connection(full=True), live_generation()
     task = asyncio.ensure_future(connection.relay(generation).run())
     await asyncio.sleep(0)
@@ -107,9 +107,9 @@ async def test_relay_deltas_grow_together_while_the_connection_is_full() -> None
     assert connection.texts == ["a", "bcd"]
 
 
-async def test_relay_ends_where_the_last_delta_had_to_wait() -> None:
+async def test_sse_writer_ends_where_the_last_delta_had_to_wait() -> None:
     connection = Connection(full=True)
-    generation = FakeGeneration([Delta("all", [1], finish_reason="length")], "id")
+    generation = FakeGeneration([OutputDelta("all", [1], finish_reason="length")], "id")
     task = asyncio.ensure_future(connection.relay(generation).run())
     await asyncio.sleep(0)
     connection.room.set()
@@ -117,9 +117,9 @@ async def test_relay_ends_where_the_last_delta_had_to_wait() -> None:
     assert connection.texts == ["all"]
 
 
-async def test_relay_cancelled_while_it_waits_cancels_what_it_sends() -> None:
+async def test_sse_writer_cancelled_while_it_waits_cancels_what_it_sends() -> None:
     connection = Connection(full=True)
-    generation = FakeGeneration([Delta("a", [1])], "id")
+    generation = FakeGeneration([OutputDelta("a", [1])], "id")
     task = asyncio.ensure_future(connection.relay(generation).run())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -129,10 +129,10 @@ async def test_relay_cancelled_while_it_waits_cancels_what_it_sends() -> None:
     assert connection.given_up == 1
 
 
-async def test_relay_raises_what_the_generation_ended_with() -> None:
+async def test_sse_writer_raises_what_the_generation_ended_with() -> None:
     connection = Connection()
     error = RequestFailed("no more")
-    generation = FakeGeneration([Delta("a", [1]), error], "id")
+    generation = FakeGeneration([OutputDelta("a", [1]), error], "id")
     with pytest.raises(RequestFailed, match="no more"):
         await connection.relay(generation).run()
     assert connection.texts == ["a"]
@@ -142,12 +142,12 @@ async def test_relay_raises_what_the_generation_ended_with() -> None:
 def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
     """A chunk of text and nothing else is put together from parts that were encoded before."""
     encode = msgspec.json.Encoder().encode
-    delta = Delta(text, [1])
-    writer = ChatWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
-    writer.chunk(Delta("first", [1]))
+    delta = OutputDelta(text, [1])
+    writer = ChatFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    writer.chunk(OutputDelta("first", [1]))
     choice = ChatChunkChoice(ChatDelta(content=text), None, None)
     assert encode(writer.chunk(delta)) == encode(ChatChunk("id", 1, "demo", [choice]))
-    plain = CompletionWriter("id", created=1, model="demo", preprocessor=FakePreprocessor())
-    whole = plain.chunk(Delta(text, [1], finish_reason="stop"))
+    plain = CompletionFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    whole = plain.chunk(OutputDelta(text, [1], finish_reason="stop"))
     expected = encode(whole).replace(b'"finish_reason":"stop"', b'"finish_reason":null')
     assert encode(plain.chunk(delta)) == expected

@@ -1,4 +1,4 @@
-"""How deltas become OpenAI bodies: one writer for chat, one for plain completions."""
+"""How deltas become OpenAI bodies: one formatter for chat, one for plain completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from vsched.api.contract import Generation, OutputDelta, TokenLogprob
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.api.contract import Generation
 from vsched.api.responses import (
     ChatChoice,
     ChatChunk,
@@ -44,7 +45,7 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
-class Writer(Protocol):
+class Formatter(Protocol):
     """Words deltas; one for each request, since it remembers what came before."""
 
     def chunk(self, delta: OutputDelta) -> object | None:
@@ -84,7 +85,7 @@ def _is_silent(delta: OutputDelta) -> bool:
     return not delta.text and not delta.logprobs and delta.finish_reason is None
 
 
-class ChatWriter:
+class ChatFormatter:
     """Words chat completions."""
 
     def __init__(
@@ -139,7 +140,7 @@ class ChatWriter:
         )
 
 
-class CompletionWriter:
+class CompletionFormatter:
     """Words plain completions."""
 
     def __init__(

@@ -7,6 +7,7 @@ the body within its bound, then, while the request is worked on, it waits for th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.api.errors import ClientDisconnected, envelope
 from vsched.errors import RequestFailed, RequestRefused, limit_message
+
+logger = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -27,7 +30,7 @@ _SSE_HEADERS = (
 _DONE = b"data: [DONE]\n\n"
 
 
-class Exchange:
+class HttpExchange:
     """A request being read and a response being written."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,6 +97,18 @@ class Exchange:
         # Servers report the end of a complete response in the same words.
         if not self._finished:
             raise ClientDisconnected
+
+    async def answer(self, limit: int, work: Callable[[bytes], Awaitable[object]]) -> None:
+        """Read the body, send what `work` makes of it as JSON, or its error; nothing when the client has left."""
+        try:
+            await self.send_json(await work(await self.read_body(limit)))
+        except ClientDisconnected:
+            return
+        except (RequestRefused, RequestFailed) as error:
+            await self.send_error(error)
+        except Exception:
+            logger.exception("a request for %s failed", self.scope["path"])
+            await self.send_error(RequestFailed("the server made a mistake"))
 
     async def send_json(self, content: object, *, status: int = 200, headers: Headers = ()) -> None:
         """Send a whole JSON response."""
