@@ -40,7 +40,7 @@ def write_json(path: Path, report: Any) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches.
+    """Return an empty figure; width and height in inches.
 
     Raises:
         typer.BadParameter: When matplotlib is not installed.

@@ -290,7 +290,7 @@ async def _ask_all(
     clients: int,
     advance: Advance,
 ) -> list[ExamAnswer]:
-    """Hold so many conversations at a time, the turns of each in order; return all answers in order."""
+    """Hold `clients` conversations at a time, the turns of each in order; return all answers in order."""
     answers: list[list[ExamAnswer]] = [[] for _ in conversations]
     waiting = iter(zip(conversations, answers, strict=True))
 

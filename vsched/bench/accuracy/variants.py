@@ -104,7 +104,7 @@ UNCLAMPED = (
 
 
 def clamped(tokens: int) -> Variant:
-    """Return the setting in which an image has at most so many tokens."""
+    """Return the setting in which an image has at most `tokens` tokens."""
     return Variant(
         name=f"clamp-{tokens}",
         summary=f"at most {tokens} tokens an image",

@@ -170,7 +170,7 @@ async def measure_conversations(
 async def measure_probe(
     settings: Sequence[str], *, encoding: str, image_pixels: int, images_max: int, room: int
 ) -> CapacityProbe:
-    """Grow a conversation image by image until it is refused, with room for so many embeddings."""
+    """Grow a conversation image by image until it is refused, with room for `room` embeddings."""
     sets = [*settings, f"encode.encoding.use={encoding}"]
     async with _engine(sets) as engine:
         tokens = engine.preprocessor.plan_image(image_pixels, image_pixels).tokens

@@ -75,18 +75,18 @@ class RequestTexts:
         )
 
     def size_of(self, tokens: int) -> tuple[int, int]:
-        """Return width and height of a picture of about so many tokens, and no more than an image may have."""
+        """Return width and height of a picture of about `tokens` tokens, within the limit of an image."""
         tokens = min(tokens, self._preprocessor.info.item_tokens_max)
         rows = max(math.isqrt(tokens), 1)
         return tokens // rows * self._unit, rows * self._unit
 
     def pixels_of(self, tokens: int) -> int:
-        """Return the pixels of the picture of about so many tokens, once it has exactly as many as it can."""
+        """Return the pixels of a picture whose token count is as near to `tokens` as possible."""
         width, height = self.size_of(self.tokens_of(tokens))
         return width * height
 
     def tokens_of(self, tokens: int) -> int:
-        """Return how many tokens the picture of about so many has exactly."""
+        """Return the exact token count of the picture that is nearest to `tokens`."""
         return self._preprocessor.plan_image(*self.size_of(tokens)).tokens
 
     def text(self, content: int, tokens: int) -> list[int]:
@@ -95,7 +95,7 @@ class RequestTexts:
         return rng.choices(self._ordinary, k=tokens)
 
     def picture(self, key: str, tokens: int) -> str:
-        """Return the picture of a key, of about so many tokens, as a `data:` URL."""
+        """Return the picture of a key, of about `tokens` tokens, as a `data:` URL."""
         seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
         return draw_picture(seed, *self.size_of(tokens))
 

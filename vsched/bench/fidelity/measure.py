@@ -267,7 +267,7 @@ class Comparison:
         )
 
     def flood_of(self, workload: Workload, seconds: float) -> Workload:
-        """Return the first requests of a workload, all at once: so many as should take so long."""
+        """Return the first requests of a workload, all at once: as many as should take `seconds`."""
         most = max(int(self.capacity_of(workload) * seconds), 1)
         return _at_once(workload.first(min(most, FLOOD_MOST)))
 
@@ -333,7 +333,7 @@ def small_requests(seed: int, requests: int) -> Workload:
 def at_rate(workload: Workload, rate: float, seconds: float) -> Workload:
     """Return as many of the first requests as `rate` a second are in so long, arriving at that rate.
 
-    Where the workload has not that many, all of them.
+    All of them where the workload has fewer.
     """
     arrivals = list(workload.first(max(int(rate * seconds), 2)))
     first_ns = arrivals[0].at_ns

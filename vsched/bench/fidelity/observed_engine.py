@@ -71,7 +71,7 @@ class EngineObserver:
         self._results.setdefault(group, []).append((self.now_ns(), result))
 
     def observation(self, rounds_ns: list[int], requests: list[ObservedRequest]) -> Observation:
-        """Return what happened since the first of these rounds began; of requests, what whoever sent them saw.
+        """Return what happened since the first of these rounds began; of requests, what their clients saw.
 
         Raises:
             GroupLostError: When a group was lost meanwhile: what its ranks did is not known then.

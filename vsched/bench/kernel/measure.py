@@ -107,7 +107,7 @@ def _limits(slots: int, tokens_each: int) -> SchedulerLimits:
 def _request(
     index: int, rng: random.Random, *, images: int, tokens: int, max_tokens: int
 ) -> Request:
-    """Return a request of so many tokens, its images evenly among the text; all of it is new."""
+    """Return a request of `tokens` tokens, its images evenly among the text; nothing of it is cached."""
     prompt = [rng.randrange(10, 4000) for _ in range(tokens)]
     gap = (tokens - images * IMAGE_TOKENS) // (images + 1)
     items = []
@@ -130,7 +130,7 @@ def _request(
 def measure_decode(
     policies: KernelPolicies, running: int, *, steps: int, repeats: int
 ) -> KernelRow:
-    """Measure steady decode steps with so many running requests."""
+    """Measure steady decode steps with `running` requests."""
     rng = random.Random(running)  # noqa: S311 - a seeded workload
     prompts = running * (PROMPT_TOKENS + 16)
     outputs = steps * repeats + prompts // PREFILL_TOKENS + 32  # some decode while others prefill
@@ -168,7 +168,7 @@ def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) ->
 def _visits(
     policies: KernelPolicies, total: int, *, images: int, tokens: int
 ) -> Iterator[tuple[int, int]]:
-    """Let so many requests come and go, one after the other; yield what arriving took, and the rest of the way."""
+    """Run requests one after the other; yield the time of each arrival, and of the rest of its life."""
     rng = random.Random(0)  # noqa: S311 - a seeded workload
     drive = _Drive(_limits(8, 4096), policies)
     for number in range(1, total + 1):

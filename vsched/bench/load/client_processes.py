@@ -1,4 +1,4 @@
-"""Clients in a process of their own, started by who serves them: see `profile_load`."""
+"""Clients in a process of their own, started by the process that serves them; see `profile/load_process.py`."""
 
 from __future__ import annotations
 

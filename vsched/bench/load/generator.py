@@ -31,7 +31,7 @@ _SESSIONS_MIN = 8
 
 Message = dict[str, Any]
 Body = Callable[[list[Message], int], bytes]
-"""Makes the body of a request for so many tokens: how a server is asked."""
+"""Makes the body of a request from its messages and its number of output tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,10 @@ class DrawnLoad:
 
 
 def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
-    """Return how many sessions a run has: as many as are wanted, or what measures a case without taking all day.
+    """Return how many sessions a run has: `wanted`, or by default enough to measure a case within minutes.
 
     Raises:
-        ConfigError: When so many clients would never be at work at once.
+        ConfigError: When some clients would have nothing to do.
     """
     if wanted is None:
         return concurrency if case is Case.CONVERSATION else max(2 * concurrency, _SESSIONS_MIN)

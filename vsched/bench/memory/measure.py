@@ -1,7 +1,7 @@
 """An adversarial load under a hard limit: what memory policies keep of their promise.
 
-Every client asks for the most that is legal: prompts that fill the context, images of the largest size, and so many
-clients that every slot decodes. A server that measured its memory must answer all of them.
+Every client asks for the most that is legal: prompts that fill the context, images of the largest size, and
+enough clients that every slot decodes. A server that measured its memory must answer all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILLER_TOKENS = 64
 
 
 class MemorySample(msgspec.Struct, frozen=True, array_like=True):
-    """Private memory of the rank that holds most, after so many seconds; bytes."""
+    """Private memory of the rank that holds most, in bytes, and when it was sampled."""
 
     seconds: float
     bytes: int
@@ -168,7 +168,7 @@ async def _load(
     clients = [asyncio.create_task(client(number)) for number in range(slots + slots // 4)]
     await tell()
     for one in clients:
-        one.cancel()  # what runs still was not lost: it is we who leave
+        one.cancel()  # a request that still runs was not lost: its client leaves
     for outcome in await asyncio.gather(*clients, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome

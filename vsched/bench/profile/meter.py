@@ -175,7 +175,7 @@ class _Stepped:
 
 
 def cell_count(width: int) -> int:
-    """Return how many numbers there are for so many components."""
+    """Return the length of the file for `width` components, in numbers."""
     return width * (2 + width)
 
 

@@ -71,7 +71,7 @@ class _Stream:
             self.token_ids += delta.token_ids
 
     async def reach(self, tokens: int) -> None:
-        """Wait until so many tokens have come, or the end."""
+        """Wait until `tokens` tokens have come, or the end."""
         await _until(lambda: len(self.token_ids) >= tokens or self.ended.done())
 
 

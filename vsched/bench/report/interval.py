@@ -1,4 +1,4 @@
-"""How sure a share is, in one place: whoever prints an accuracy prints this interval with it."""
+"""Confidence intervals of shares: every accuracy is printed with one."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class PlacementTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def placements(cores: int, *, together: bool) -> list[Placement]:
-    """Return the ways to try on so many cores, those with fewer replicas first.
+    """Return the placements to try on `cores` cores, those with fewer replicas first.
 
     `together` says whether one process can serve both stages.
     """

@@ -142,7 +142,7 @@ async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
 
 @dataclass(frozen=True, slots=True)
 class _Exam:
-    """A trained checkpoint, who draws the pictures, and from what seed."""
+    """A trained checkpoint, the source of its pictures, and their seed."""
 
     checkpoint: str
     examiner: Examiner

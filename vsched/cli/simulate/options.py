@@ -23,7 +23,7 @@ GeneratorOption = Annotated[
 ]
 RequestsOption = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Only so many; of a generator {REQUESTS}.", show_default=False),
+    typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
 ]
 RateOption = Annotated[float, typer.Option(min=0.001, help="Requests a second to generate.")]
 SpeedOption = Annotated[float, typer.Option(min=0.001, help="Let them arrive so much faster.")]
@@ -46,7 +46,7 @@ SwarmOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Instead: so many whole engines of random shapes, with random faults, from --seed on.",
+        help="Instead, run this many whole engines of random shapes with random faults, from --seed on.",
         show_default=False,
     ),
 ]

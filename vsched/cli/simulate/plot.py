@@ -1,4 +1,4 @@
-"""The picture of a comparison: who is better, at what, and what stood in line meanwhile."""
+"""The plot of a comparison: times, their distribution, and the waiting requests."""
 
 from __future__ import annotations
 

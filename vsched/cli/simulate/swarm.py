@@ -9,7 +9,7 @@ import typer
 
 
 def run_swarm(count: int, *, seed: int, faults: Path | None) -> None:
-    """Run so many scenarios; say what came of them, and what repeats the one that failed.
+    """Run `count` scenarios; report the results, and the command that repeats a failed one.
 
     Raises:
         ConfigError: When the plan cannot be read.
