@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from tests.bench import compare, growth, regress, scheduler, setup
+from tests.bench import compare, growth, regress, scheduler
 from tests.bench.options import make_parser
+from tests.bench.servers import setup
 from vsched.errors import VschedError
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench import page, plots, sides, tables
 from tests.bench.options import IMAGES, PAGES, settings_text, sizes_of
-from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, Started, Store
-from tests.bench.servers import Spec
-from tests.bench.session import Session
+from tests.bench.report import page, plots, tables
+from tests.bench.report.ratios import best_budgets, rows
+from tests.bench.servers import sides
+from tests.bench.servers.server import Spec
+from tests.bench.servers.session import Session
 from vsched.bench.load.generator import DECODER_TOKENS, LoadPlan, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
 from vsched.bench.report.machine import PROCESSOR

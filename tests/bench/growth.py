@@ -7,7 +7,6 @@ import dataclasses
 
 from rich.console import Console
 
-from tests.bench import plots, sides, tables
 from tests.bench.compare import (
     belongs,
     checkpoint_of,
@@ -19,10 +18,12 @@ from tests.bench.compare import (
     starts_here,
 )
 from tests.bench.options import sizes_of
-from tests.bench.ratios import Row, rows
 from tests.bench.records import Key
-from tests.bench.servers import Server, Spec
-from tests.bench.session import Session
+from tests.bench.report import plots, tables
+from tests.bench.report.ratios import Row, rows
+from tests.bench.servers import sides
+from tests.bench.servers.server import Server, Spec
+from tests.bench.servers.session import Session
 from vsched.bench.load.generator import LoadPlan, sessions_for
 from vsched.bench.load.shapes import Case, Shape
 

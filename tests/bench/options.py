@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tests.bench.sides import ROOT, ServerSizes
+from tests.bench.servers.sides import ROOT, ServerSizes
 from vsched.bench.load.shapes import Case
 
 CASES = tuple(case.value for case in Case)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench import plots, sides, tables
 from tests.bench.compare import (
     belongs,
     checkpoint_of,
@@ -24,8 +23,10 @@ from tests.bench.compare import (
     starts_here,
 )
 from tests.bench.options import sizes_of
-from tests.bench.ratios import rows
-from tests.bench.servers import Spec
+from tests.bench.report import plots, tables
+from tests.bench.report.ratios import rows
+from tests.bench.servers import sides
+from tests.bench.servers.server import Spec
 from vsched.errors import ConfigError
 
 BEFORE = "before"

@@ -13,9 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.bench import sides, tables
 from tests.bench.compare import checkpoint_of, machine, publish
 from tests.bench.records import SchedulerRow, Store
+from tests.bench.report import tables
+from tests.bench.servers import sides
 from vsched.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("vllm_scheduler.py")

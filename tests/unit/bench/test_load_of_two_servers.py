@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.bench.servers import Spec
+from tests.bench.servers.server import Spec
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw
 from vsched.bench.load.generator import run as load

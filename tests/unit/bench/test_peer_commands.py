@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench import compare, growth, options, processes, scheduler, setup, sides
+from tests.bench import compare, growth, options, scheduler
 from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
-from tests.bench.servers import HOST, Server, ServerError, Spec
-from tests.bench.session import Session
+from tests.bench.servers import processes, setup, sides
+from tests.bench.servers.server import HOST, Server, ServerError, Spec
+from tests.bench.servers.session import Session
 from vsched.bench.load.generator import LoadPlan, draw
 from vsched.bench.load.shapes import Case, Shape
 from vsched.bench.report.run import fixed_length_fields

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench import page, tables
 from tests.bench.compare import context_line
 from tests.bench.options import CHECKPOINTS, PAGES, PEERS
-from tests.bench.ratios import best_budgets, rows
 from tests.bench.records import Key, Run, SchedulerRow, Started
+from tests.bench.report import page, tables
+from tests.bench.report.ratios import best_budgets, rows
 from vsched.bench.load.client import Sample
 from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError

@@ -35,7 +35,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class EngineObserver:
+class EngineObservations:
     """Notes what happens in an engine, as it happens.
 
     Attributes:
@@ -154,7 +154,7 @@ def _generate_sample(
 class ObservedThreads(ThreadPoolExecutor):
     """Threads that note when they are at work."""
 
-    def __init__(self, threads: int, watch: EngineObserver) -> None:
+    def __init__(self, threads: int, watch: EngineObservations) -> None:
         super().__init__(threads, thread_name_prefix="media")
         self._watch = watch
 
@@ -188,7 +188,7 @@ class ObservedEngine(Engine):
         environment: Environment | None = None,
     ) -> None:
         around = environment or Environment()
-        watch = self.watch = EngineObserver(around.now_ns)
+        watch = self.watch = EngineObservations(around.now_ns)
 
         def open_record(config: Config, kernel: Scheduler) -> Recorder:
             watch.recorder = around.open_record(config, kernel)

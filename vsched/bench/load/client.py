@@ -78,7 +78,7 @@ class Sample:
         return "".join(self.pieces)
 
 
-class _Response:
+class _ResponseBody:
     """What httptools calls back into: the status, and the body as it comes."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class BenchClient:
         Raises:
             BenchError: When it does not answer or lists none.
         """
-        response = _Response()
+        response = _ResponseBody()
         try:
             async with asyncio.timeout(self._timeout_s):
                 status = await self._exchange("GET", "/v1/models", b"", response, None)
@@ -151,7 +151,7 @@ class BenchClient:
     async def chat(self, body: bytes) -> Sample:
         """Send one chat request whose body asks for a stream; failures are in the sample."""
         sample = Sample(started=time.perf_counter())
-        response = _Response()
+        response = _ResponseBody()
         try:
             async with asyncio.timeout(self._timeout_s):
                 status = await self._exchange(
@@ -181,7 +181,7 @@ class BenchClient:
             await asyncio.sleep(_READY_POLL_S)
 
     async def _exchange(
-        self, method: str, path: str, body: bytes, response: _Response, sample: Sample | None
+        self, method: str, path: str, body: bytes, response: _ResponseBody, sample: Sample | None
     ) -> int:
         reader, writer = await asyncio.open_connection(
             self._host, self._port, ssl=self._secure, limit=_READ_BYTES

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench import processes
+from tests.bench.servers import processes
 from vsched.bench.load.client import chat_body
 from vsched.errors import VschedError
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.ratios import Read, Row
 from tests.bench.records import Run
-from tests.bench.tables import quantile, requests_s
+from tests.bench.report.ratios import Read, Row
+from tests.bench.report.tables import quantile, requests_s
 from vsched.terminal.options import new_figure
 
 COLOURS = ("tab:blue", "tab:orange")

@@ -16,9 +16,9 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.bench import processes
 from tests.bench.records import Key, Run, Started, Store
-from tests.bench.servers import IDLE_CORES_MAX, Server, ServerError, Spec, serving
+from tests.bench.servers import processes
+from tests.bench.servers.server import IDLE_CORES_MAX, Server, ServerError, Spec, serving
 from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import DrawnLoad, LoadPlan, draw, run

@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tests.bench.gpu_load import Load, grid_of
-from tests.bench.gpu_shapes import SHAPES, Model, make_model
-from tests.bench.gpu_tables import Figures, Row, tables
+from tests.bench.gpu.load import Load, grid_of
+from tests.bench.gpu.shapes import SHAPES, Model, make_model
+from tests.bench.gpu.tables import Figures, Row, tables
 
 IMAGES = {"720p": (1280, 720), "1080p": (1920, 1080), "2K": (2560, 1440)}
 TURNS = (1, 4, 8)

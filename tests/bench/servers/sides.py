@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.servers import HOST, Spec
+from tests.bench.servers.server import HOST, Spec
 from vsched.bench.report.run import fixed_length_fields
 from vsched.errors import ConfigError, limit_message
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VSCHED = "vsched"
 ENTRY = "from vsched.cli.main import main; main()"
 PORTS = {VSCHED: 8301, "before": 8302, "vllm": 8303, "transformers": 8304}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.gpu_shapes import MERGE, PATCH, Model
+from tests.bench.gpu.shapes import MERGE, PATCH, Model
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
 

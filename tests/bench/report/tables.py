@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from tests.bench.ratios import Read, Row
 from tests.bench.records import Run, SchedulerRow, Started
+from tests.bench.report.ratios import Read, Row
 from vsched.bench.report.summary import Figures, Times
 
 

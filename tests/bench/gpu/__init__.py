@@ -1,0 +1,1 @@
+"""The workers on a GPU, beside what the GPU could do."""

@@ -1,0 +1,1 @@
+"""How the sides of a comparison are installed, started, asked and watched."""
