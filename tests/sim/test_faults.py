@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from vsched.errors import DeviceOutOfMemory
+from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.faults.plan import (
     KINDS,
@@ -19,6 +19,7 @@ from vsched.sim.faults.plan import (
     Effect,
     FaultPlan,
     FetchStall,
+    GroupOutage,
     Hang,
     LateHeartbeat,
     LostHeartbeat,
@@ -244,3 +245,11 @@ def test_every_kind_of_fault_is_tried() -> None:
         text = file.read()
     for kind in KINDS:
         assert text.count(f"{kind.__name__}(") >= 1, f"{kind.__name__} is not tried"
+
+
+@pytest.mark.sim
+async def test_faults_of_whole_groups_are_refused(sim_engine: Engines) -> None:
+    """They would find no occasion: an engine loses a group through its ranks."""
+    plan = FaultPlan(faults=(GroupOutage(group="generate"),))
+    with pytest.raises(ConfigError, match=r"group_outage at 0 s: .*worker_crash"):
+        sim_engine(faults=plan)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         load_cost_model,
         save_cost_model,
     )
-    from vsched.sim.fast.fault_plans import troubles_of
-    from vsched.sim.fast.faults import EncodeFault, Outage, Pause, Slowness
     from vsched.sim.fast.metrics import SimulationOutcome, Targets
     from vsched.sim.fast.run import simulate
     from vsched.sim.faults.injection import Injector
@@ -42,7 +40,6 @@ __all__ = [
     "AsgiClient",
     "CostModel",
     "EncodeCost",
-    "EncodeFault",
     "EncodeSample",
     "FaultPlan",
     "GenerateCost",
@@ -52,13 +49,10 @@ __all__ = [
     "Injector",
     "LinkProfile",
     "Network",
-    "Outage",
-    "Pause",
     "Reply",
     "SimEngine",
     "SimulationFailed",
     "SimulationOutcome",
-    "Slowness",
     "Targets",
     "Text",
     "TraceError",
@@ -76,7 +70,6 @@ __all__ = [
     "save_trace",
     "simulate",
     "swarm",
-    "troubles_of",
     "workload_of",
     "write_csv",
     "write_json",
@@ -86,7 +79,6 @@ _MODULES = {
     "AsgiClient": "vsched.sim.network.asgi_client",
     "CostModel": "vsched.sim.cost.model",
     "EncodeCost": "vsched.sim.cost.model",
-    "EncodeFault": "vsched.sim.fast.faults",
     "EncodeSample": "vsched.sim.cost.model",
     "FaultPlan": "vsched.sim.faults.plan",
     "GenerateCost": "vsched.sim.cost.model",
@@ -96,13 +88,10 @@ _MODULES = {
     "Injector": "vsched.sim.faults.injection",
     "LinkProfile": "vsched.sim.network.channel",
     "Network": "vsched.sim.network.links",
-    "Outage": "vsched.sim.fast.faults",
     "SimulationOutcome": "vsched.sim.fast.metrics",
-    "Pause": "vsched.sim.fast.faults",
     "Reply": "vsched.sim.workload.requests",
     "SimEngine": "vsched.sim.cluster",
     "SimulationFailed": "vsched.sim.invariants",
-    "Slowness": "vsched.sim.fast.faults",
     "Targets": "vsched.sim.fast.metrics",
     "Text": "vsched.sim.workload.requests",
     "TraceError": "vsched.sim.workload.traces",
@@ -120,7 +109,6 @@ _MODULES = {
     "save_trace": "vsched.sim.workload.traces",
     "simulate": "vsched.sim.fast.run",
     "swarm": "vsched.sim.cluster.swarm",
-    "troubles_of": "vsched.sim.fast.fault_plans",
     "workload_of": "vsched.sim.workload.requests",
     "write_csv": "vsched.sim.report.comparison",
     "write_json": "vsched.sim.report.comparison",

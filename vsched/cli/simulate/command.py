@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ from vsched.errors import ConfigError
 from vsched.terminal.options import JsonOption, PlotOption, SetOption, load
 
 if TYPE_CHECKING:
-    from vsched.config import Config, LoadedConfig
+    from vsched.config import LoadedConfig
     from vsched.sim.cost.model import CostModel
-    from vsched.sim.fast.faults import Outage, Trouble
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.simulation import EventObserver, OnRequests
+    from vsched.sim.faults.plan import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
 PIPE_COLUMNS = 160
@@ -74,7 +74,8 @@ def simulate(
         cost=costs,
         seed=seed,
         oracles=oracles,
-        troubles=_troubles(outage, faults, restart_s),
+        faults=_faults(outage, faults),
+        restart_s=restart_s,
         targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
         info=info,
         kv_tokens=kv_tokens,
@@ -88,7 +89,6 @@ def _run_all(
     load_of: Workload,
     *,
     timeline: Path | None,
-    troubles: Callable[[Config], list[Trouble]],
     **settings: Any,
 ) -> list[SimulationOutcome]:
     """Simulate one configuration after the other, beside a bar for each."""
@@ -104,7 +104,6 @@ def _run_all(
                     label=label,
                     progress=bars[label],
                     observers=observers,
-                    troubles=troubles(loaded.config),
                     **settings,
                 )
             outcomes.append(outcome)
@@ -148,27 +147,26 @@ def _workload(
     return found if speed == 1 else found.faster(speed)
 
 
-def _troubles(
-    outages: Sequence[str] | None, faults: Path | None, restart_s: float
-) -> Callable[[Config], list[Trouble]]:
-    """Return what goes wrong by configuration: that says when a rank is given up."""
-    from vsched.sim.fast.fault_plans import troubles_of
+def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
+    """Return what goes wrong: the plan, if one is given, and the outages."""
     from vsched.sim.faults.plan import FaultPlan
 
-    named = [_outage(text) for text in outages or ()]
     plan = FaultPlan() if faults is None else FaultPlan.load(faults)
-    return lambda config: [*named, *troubles_of(plan, config, restart_s=restart_s)]
+    named = (_outage(text) for text in outages or ())
+    return FaultPlan(seed=plan.seed, faults=(*named, *plan.faults))
 
 
-def _outage(text: str) -> Outage:
-    from vsched.sim.fast.faults import Outage
+def _outage(text: str) -> GroupOutage:
+    from vsched.sim.faults.plan import GroupOutage
 
     group, _, span = text.partition(":")
     start, _, stop = span.partition(":")
     try:
-        return Outage(group=group, lost_s=float(start), back_s=float(stop) if stop else None)
+        at_ns, back_ns = int(float(start) * 1e9), int(float(stop) * 1e9) if stop else None
     except ValueError:
         raise ConfigError(f"--outage {text}: not GROUP:FROM_S:TO_S, as in generate:60:90") from None
+    duration_ns = None if back_ns is None else max(back_ns - at_ns, 0)
+    return GroupOutage(at_ns=at_ns, duration_ns=duration_ns, group=group)
 
 
 @contextlib.contextmanager

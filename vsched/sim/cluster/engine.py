@@ -33,7 +33,7 @@ from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
-from vsched.sim.faults.plan import Disconnect, FaultPlan, ReplicaRestart
+from vsched.sim.faults.plan import Disconnect, FaultPlan, GroupWideFault, ReplicaRestart
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
@@ -44,6 +44,7 @@ from vsched.sim.workload.requests import Arrival
 from vsched.sim.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
 from vsched.types import Request, group_names, stage_of
 
+REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
 SHUT_DOWN_S = 60.0
 HEAL_S = 120.0
 """Virtual seconds within which everything must have ended once the last fault is over."""
@@ -89,6 +90,9 @@ class SimEngine:
         links: What the links between leaders and ranks are like without faults.
         origin_ns: The time that workloads and faults count from; by default the engine has started by then.
 
+    Raises:
+        ConfigError: When a fault is of a kind that only groups as a whole have.
+
     Attributes:
         engine: The production engine.
         client: Of the HTTP application.
@@ -112,6 +116,9 @@ class SimEngine:
         assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
         self.config = config or small_config()
         self.plan = faults or FaultPlan(seed=seed)
+        for fault in self.plan.faults:
+            if isinstance(fault, GroupWideFault):
+                raise fault.refused(REMEDY)
         self.world = World(
             loop, seed, self.plan, costs=costs, delays=delays, links=links, origin_ns=origin_ns
         )

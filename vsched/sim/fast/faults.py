@@ -1,133 +1,147 @@
-"""What can go wrong in the fast simulator: a few things that change what the scheduler hears.
+"""A fault plan in the fast simulator: what each fault comes to for a group as a whole.
 
-What goes wrong between a leader and its ranks is for simulations of whole servers; see `vsched.sim.faults.plan`.
+The fast simulator has groups, not ranks, and neither messages nor clients. So a fault that takes a group down is an
+outage of it, as long as it takes to be noticed and to restart, and one that stalls a rank holds the steps of its group.
+A fault that a group as a whole does not show is refused, rather than left out in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
-from msgspec import Meta
 
+from vsched.config import Config
 from vsched.errors import ConfigError
 from vsched.sim.fast.groups import SimulatedGroup, TimedEncodeGroup
+from vsched.sim.faults.plan import (
+    EncodeFailure,
+    FaultPlan,
+    GroupOutage,
+    Hang,
+    MissedDecision,
+    OutOfMemory,
+    Partition,
+    ReplicaRestart,
+    Slowdown,
+    WorkerCrash,
+)
 
-Seconds = Annotated[float, Meta(ge=0)]
-
-
-class Outage(msgspec.Struct, frozen=True, kw_only=True, tag="outage"):
-    """A group is lost, with those that share its processes; it comes back at `back_s`, or never."""
-
-    group: str
-    lost_s: Seconds
-    back_s: Seconds | None = None
-
-
-class EncodeFault(msgspec.Struct, frozen=True, kw_only=True, tag="encode_fault"):
-    """The first step of an encode group that ends at this time or later fails; its ranks go on."""
-
-    at_s: Seconds
-    group: str = "encode"
-    message: str = "the image could not be encoded"
-
-
-class Slowness(msgspec.Struct, frozen=True, kw_only=True, tag="slowness"):
-    """The steps of a group that begin in this span take so many times as long."""
-
-    group: str
-    from_s: Seconds
-    to_s: Seconds
-    factor: Annotated[float, Meta(gt=0)] = 10.0
+Span = tuple[int, float]
+"""Beginning and end in nanoseconds; what is for good has an infinite end."""
+GroupFault = GroupOutage | Slowdown | Hang | EncodeFailure
+"""What a group as a whole can show: the faults of a plan come down to these."""
+REMEDY = (
+    "this simulator has groups, but neither messages, images nor clients. Remedy: leave it out, or run whole engines "
+    "with `vsched simulate --swarm`"
+)
 
 
-class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
-    """Steps of a group that would begin in this span begin at its end."""
+def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[GroupFault]:
+    """Return what the faults of a plan come to for the groups of a server; a hang ends before it is noticed.
 
-    group: str
-    from_s: Seconds
-    to_s: Seconds
+    Args:
+        plan: What goes wrong.
+        config: Says when a rank that hangs is given up, and which groups share processes.
+        restart_s: From the loss of a group until it serves again.
+
+    Raises:
+        ConfigError: When a fault is of a kind that only whole engines have.
+    """
+    patience_ns, restart_ns = int(config.deadlines.rank_timeout_s * 1e9), int(restart_s * 1e9)
+    found: list[GroupFault] = []
+    down: defaultdict[str, list[Span]] = defaultdict(list)
+    for fault in plan.faults:
+        match fault:
+            case Slowdown() | EncodeFailure():
+                found.append(fault)
+            case Hang(group=group) | Partition(group=group):
+                noticed_ns = fault.at_ns + patience_ns
+                held_ns = min(fault.duration_ns, patience_ns)
+                found.append(Hang(at_ns=fault.at_ns, duration_ns=held_ns, group=group))
+                if fault.end_ns > noticed_ns:
+                    down[group].append((noticed_ns, noticed_ns + restart_ns))
+            case GroupOutage(group=group, duration_ns=duration_ns):
+                end_ns = math.inf if duration_ns is None else fault.at_ns + duration_ns
+                down[group].append((fault.at_ns, end_ns))
+            case WorkerCrash() | OutOfMemory() | MissedDecision() | ReplicaRestart():
+                down[fault.group].append((fault.at_ns, fault.at_ns + restart_ns))
+            case _:
+                raise fault.refused(REMEDY)
+    return [*found, *_outages(down, together=config.placement == "together")]
 
 
-Trouble = Outage | EncodeFault | Slowness | Pause
+def _outages(down: Mapping[str, list[Span]], *, together: bool) -> list[GroupOutage]:
+    """Return outages that do not overlap: a group that is down already is not lost again."""
+    worker_groups: defaultdict[str, list[str]] = defaultdict(list)
+    for group in down:
+        worker_groups[group.partition("-")[2] if together else group].append(group)
+    return [
+        GroupOutage(
+            at_ns=start, duration_ns=None if end == math.inf else int(end) - start, group=groups[0]
+        )
+        for groups in worker_groups.values()
+        for start, end in _united([span for group in groups for span in down[group]])
+    ]
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """A group goes down, for good or not."""
+def _united(spans: Iterable[Span]) -> list[Span]:
+    united: list[Span] = []
+    for start, end in sorted(spans):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(end, united[-1][1])
+        else:
+            united.append((start, end))
+    return united
+
+
+class GroupDown(msgspec.Struct, frozen=True):
+    """A group is lost, for good or not."""
 
     group: SimulatedGroup
     for_good: bool
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """A group is up."""
+class GroupUp(msgspec.Struct, frozen=True):
+    """A group serves."""
 
     group: SimulatedGroup
 
 
-class Failing(msgspec.Struct, frozen=True):
-    """The next step of an encode group fails."""
-
-    group: TimedEncodeGroup
-    message: str
-
-    def strike(self, _start_ns: int) -> None:
-        """Let it happen."""
-        self.group.faults.append(self.message)
-
-
-class Paced(msgspec.Struct, frozen=True):
-    """Steps of a group take so many times as long from now on."""
-
-    group: SimulatedGroup
-    factor: float
-
-    def strike(self, _start_ns: int) -> None:
-        """Let it happen."""
-        self.group.slowdown = self.factor
-
-
-class Held(msgspec.Struct, frozen=True):
-    """No step of a group begins before a time."""
-
-    group: SimulatedGroup
-    until_s: float
-
-    def strike(self, start_ns: int) -> None:
-        """Let it happen, in a workload that began then."""
-        self.group.held_ns = start_ns + int(self.until_s * 1e9)
-
-
-Change = Lost | Opened | Failing | Paced | Held
+Change = GroupDown | GroupUp | Callable[[], None]
+"""What happens to a group; the scheduler does not hear of what is only called."""
 
 
 def changes(
-    troubles: Iterable[Trouble], groups: Sequence[SimulatedGroup]
-) -> Iterator[tuple[float, Change]]:
-    """Return what happens to groups, and when, in seconds.
+    faults: Iterable[GroupFault], groups: Sequence[SimulatedGroup], *, start_ns: int
+) -> Iterator[tuple[int, Change]]:
+    """Return what happens to groups, and when, in a workload that begins at `start_ns`.
 
     Raises:
         ConfigError: When there is no such group, or it does not encode.
     """
     named = {group.name: group for group in groups}
-    for trouble in troubles:
-        group = named.get(trouble.group)
+    for fault in faults:
+        group = named.get(fault.group)
         if group is None:
-            raise ConfigError(f"{trouble.group}: no such group. Known: {', '.join(named)}")
-        match trouble:
-            case Outage(lost_s=lost_s, back_s=back_s):
+            raise ConfigError(f"{fault.group}: no such group. Known: {', '.join(named)}")
+        at_ns, end_ns = start_ns + fault.at_ns, start_ns + fault.end_ns
+        match fault:
+            case GroupOutage(duration_ns=duration_ns):
                 for one in groups:
                     if one.device is group.device:
-                        yield lost_s, Lost(one, for_good=back_s is None)
-                        if back_s is not None:
-                            yield max(back_s, lost_s), Opened(one)
-            case EncodeFault(at_s=at_s, message=message):
+                        yield at_ns, GroupDown(one, for_good=duration_ns is None)
+                        if duration_ns is not None:
+                            yield end_ns, GroupUp(one)
+            case EncodeFailure(message=message):
                 if not isinstance(group, TimedEncodeGroup):
-                    raise ConfigError(f"{trouble.group}: not an encode group")
-                yield at_s, Failing(group, message)
-            case Slowness(from_s=from_s, to_s=to_s, factor=factor):
-                yield from_s, Paced(group, factor)
-                yield max(from_s, to_s), Paced(group, 1.0)
-            case Pause(from_s=from_s, to_s=to_s):
-                yield from_s, Held(group, to_s)
+                    raise ConfigError(f"{fault.group}: not an encode group")
+                yield at_ns, partial(group.faults.append, message)
+            case Slowdown(factor=factor):
+                yield at_ns, partial(setattr, group, "slowdown", factor)
+                yield end_ns, partial(setattr, group, "slowdown", 1.0)
+            case Hang():
+                yield at_ns, partial(setattr, group, "held_ns", end_ns)

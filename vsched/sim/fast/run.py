@@ -17,9 +17,10 @@ from vsched.config import Config, LoadedConfig
 from vsched.policy import Policy
 from vsched.record.entries import SegmentHeader
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.faults import Trouble
+from vsched.sim.fast.faults import group_faults
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import EventObserver, OnRequests, Simulation
+from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.invariants import Oracles
 from vsched.sim.setup import prepare
 from vsched.sim.workload.requests import Workload
@@ -36,7 +37,8 @@ def simulate(
     progress: OnRequests | None = None,
     label: str = "",
     policies: Mapping[str, Policy] | None = None,
-    troubles: Sequence[Trouble] = (),
+    faults: FaultPlan | None = None,
+    restart_s: float = 10.0,
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
@@ -54,7 +56,8 @@ def simulate(
         progress: Told now and then how many requests have ended.
         label: What to call the outcome.
         policies: Policies that take the place of configured ones, by table, such as `encode.encoding`.
-        troubles: What goes wrong, and when.
+        faults: What goes wrong, and when; the times count from the beginning of the workload.
+        restart_s: From the loss of a group by a fault until it serves again.
         targets: What counts as goodput.
         info: The model's shape, where it is not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, where they are not what `generate.memory` pins.
@@ -63,14 +66,15 @@ def simulate(
             them affordable.
 
     Raises:
-        ConfigError: When the configuration, the model and the troubles do not go together.
+        ConfigError: When the configuration, the model and the faults do not go together.
         SimulationFailed: When the kernel or an oracle found something wrong.
     """
     setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens)
     simulation = Simulation(
         setup, cost, seed=seed, targets=targets or Targets(), observers=observers
     )
-    simulation.schedule(troubles)
+    if faults is not None:
+        simulation.schedule(group_faults(faults, setup.config, restart_s=restart_s))
     if oracles:
         simulation.check_with(Oracles(setup, check_every=check_every))
     started_s = time.perf_counter()

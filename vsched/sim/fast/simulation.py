@@ -18,7 +18,7 @@ from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, 
 from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, TimerFired
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.contention import Contention, SharedWork
-from vsched.sim.fast.faults import Change, Failing, Held, Lost, Opened, Paced, Trouble, changes
+from vsched.sim.fast.faults import Change, GroupDown, GroupFault, GroupUp, changes
 from vsched.sim.fast.groups import (
     SimulatedGroup,
     TimedEncodeGroup,
@@ -130,20 +130,20 @@ class Simulation:
         groups: list[SimulatedGroup] = [*self.encoders, *self.generators]
         self._groups = {group.name: group for group in groups}
         for group in groups:
-            self._push(START_NS, CHANGE, Opened(group))
+            self._push(START_NS, CHANGE, GroupUp(group))
 
     def check_with(self, oracles: EventObserver) -> None:
         """Let oracles see every event, too."""
         self._observers.append(oracles)
 
-    def schedule(self, troubles: Iterable[Trouble]) -> None:
+    def schedule(self, faults: Iterable[GroupFault]) -> None:
         """Let these things go wrong.
 
         Raises:
             ConfigError: When there is no such group.
         """
-        for at_s, change in changes(troubles, [*self._groups.values()]):
-            self._push(START_NS + int(at_s * 1e9), CHANGE, change)
+        for at_ns, change in changes(faults, [*self._groups.values()], start_ns=START_NS):
+            self._push(at_ns, CHANGE, change)
 
     # --- the loop ---
 
@@ -276,18 +276,18 @@ class Simulation:
 
     def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:
         match change:
-            case Opened(group):
+            case GroupUp(group):
                 return GroupReady(group.name)
-            case Failing() | Paced() | Held():
-                change.strike(START_NS)
-                return None
-            case Lost(group, for_good):
+            case GroupDown(group, for_good):
                 self._lose(group, now_ns)
                 if for_good:
                     self._push(now_ns, CHANGE, GroupRetired(group.name, "it does not come back"))
                 return GroupLost(group.name, "simulated")
             case GroupRetired():
                 return change
+            case _:
+                change()
+                return None
 
     def _lose(self, group: SimulatedGroup, now_ns: int) -> None:
         was_running = group.device.running is group

@@ -19,7 +19,7 @@ from vsched.errors import ConfigError
 T = TypeVar("T")
 MILLISECOND_NS = 1_000_000
 FAULTS_MAX = 8
-"""So many faults a drawn plan has at most: more hide each other."""
+"""Most faults of a drawn plan: more hide each other."""
 
 TimeNs = Annotated[int, msgspec.Meta(ge=0)]
 Rank = Annotated[int, msgspec.Meta(ge=0)]
@@ -49,6 +49,11 @@ class Fault(
     def end_ns(self) -> int:
         """When it is over, as far as the plan says: what it has caused may take longer."""
         return self.at_ns
+
+    def refused(self, why: str) -> ConfigError:
+        """Return the error of a simulator that does not have this kind of fault."""
+        kind = type(self).__struct_config__.tag
+        return ConfigError(f"faults: {kind} at {self.at_ns / 1e9:g} s: {why}")
 
 
 class Lasting(Fault, frozen=True, kw_only=True):
@@ -157,13 +162,32 @@ class ReplicaRestart(Fault, frozen=True, kw_only=True):
     group: str
 
 
+class GroupOutage(Fault, frozen=True, kw_only=True):
+    """A group is lost, with those that share its processes, for a while or, without a duration, for good."""
+
+    group: str
+    duration_ns: TimeNs | None = None
+
+    @property
+    def end_ns(self) -> int:
+        """When it is over; of an outage for good, when it begins."""
+        return self.at_ns + (self.duration_ns or 0)
+
+
+class EncodeFailure(Fault, frozen=True, kw_only=True):
+    """The next step of an encode group that ends fails; its ranks go on."""
+
+    group: str = "encode"
+    message: str = "the image could not be encoded"
+
+
 class TiePermutation(Fault, frozen=True, kw_only=True):
     """From now on, what is due at the same moment runs in an order drawn from this seed."""
 
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-AnyFault = (
+DrawnFault = (
     Disconnect
     | TiePermutation
     | DecodeError
@@ -179,8 +203,12 @@ AnyFault = (
     | MessageFault
     | Partition
 )
-KINDS: tuple[type[AnyFault], ...] = get_args(AnyFault)
-"""The menu, the simpler kinds first: shrinking goes that way."""
+"""What strikes ranks, links, images and clients."""
+GroupWideFault = GroupOutage | EncodeFailure
+"""What strikes a group as a whole: in the fast simulator only, and only where it is named."""
+AnyFault = DrawnFault | GroupWideFault
+KINDS: tuple[type[AnyFault], ...] = get_args(DrawnFault)
+"""The kinds that are drawn, the simpler ones first: shrinking goes that way."""
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

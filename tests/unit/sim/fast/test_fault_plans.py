@@ -6,8 +6,7 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.fast.fault_plans import troubles_of
-from vsched.sim.fast.faults import Outage, Pause, Slowness, Trouble
+from vsched.sim.fast.faults import GroupFault, group_faults
 from vsched.sim.fast.run import simulate
 from vsched.sim.faults.plan import (
     AnyFault,
@@ -15,6 +14,7 @@ from vsched.sim.faults.plan import (
     Disconnect,
     FaultPlan,
     FetchStall,
+    GroupOutage,
     Hang,
     LateHeartbeat,
     LostHeartbeat,
@@ -32,39 +32,39 @@ SECOND = 1_000_000_000
 TOGETHER = 'placement="together"'
 
 
-def read(*faults: AnyFault, sets: tuple[str, ...] = ()) -> list[Trouble]:
+def read(*faults: AnyFault, sets: tuple[str, ...] = ()) -> list[GroupFault]:
     settings = config("deadlines.rank_timeout_s=5", "deadlines.heartbeat_s=1", *sets)
-    return troubles_of(FaultPlan(faults=faults), settings.config, restart_s=3)
+    return group_faults(FaultPlan(faults=faults), settings.config, restart_s=3)
 
 
 @pytest.mark.parametrize("kind", [WorkerCrash, OutOfMemory, MissedDecision, ReplicaRestart])
 def test_plan_whatever_takes_a_group_down_is_an_outage(kind: type[WorkerCrash]) -> None:
     assert read(kind(at_ns=2 * SECOND, group="encode")) == [
-        Outage(group="encode", lost_s=2, back_s=5)
+        GroupOutage(group="encode", at_ns=2 * SECOND, duration_ns=3 * SECOND)
     ]
 
 
 @pytest.mark.parametrize("kind", [Hang, Partition])
-def test_plan_stall_is_a_pause_until_it_is_noticed(kind: type[Hang]) -> None:
+def test_plan_stall_holds_a_group_until_it_is_noticed(kind: type[Hang]) -> None:
     short = kind(at_ns=SECOND, duration_ns=2 * SECOND, group="generate")
-    assert read(short) == [Pause(group="generate", from_s=1, to_s=3)]
+    assert read(short) == [Hang(group="generate", at_ns=1 * SECOND, duration_ns=2 * SECOND)]
     long = kind(at_ns=SECOND, duration_ns=60 * SECOND, group="generate")
     assert read(long) == [
-        Pause(group="generate", from_s=1, to_s=6),
-        Outage(group="generate", lost_s=6, back_s=9),
+        Hang(group="generate", at_ns=1 * SECOND, duration_ns=5 * SECOND),
+        GroupOutage(group="generate", at_ns=6 * SECOND, duration_ns=3 * SECOND),
     ]
 
 
-def test_plan_slowdown_is_slowness() -> None:
+def test_plan_slowdown_is_one_of_the_group() -> None:
     slow = Slowdown(at_ns=SECOND, duration_ns=SECOND, group="generate", factor=7.0)
-    assert read(slow) == [Slowness(group="generate", from_s=1, to_s=2, factor=7)]
+    assert read(slow) == [slow]
 
 
 def test_plan_group_that_is_down_is_not_lost_again() -> None:
     crashes = [WorkerCrash(at_ns=at_s * SECOND, group="generate") for at_s in (9, 1, 3)]
     assert read(*crashes) == [
-        Outage(group="generate", lost_s=1, back_s=6),
-        Outage(group="generate", lost_s=9, back_s=12),
+        GroupOutage(group="generate", at_ns=1 * SECOND, duration_ns=5 * SECOND),
+        GroupOutage(group="generate", at_ns=9 * SECOND, duration_ns=3 * SECOND),
     ]
 
 
@@ -75,8 +75,8 @@ def test_plan_groups_of_one_process_are_lost_once() -> None:
         WorkerCrash(at_ns=2 * SECOND, group="encode-1"),
     ]
     assert read(*crashes, sets=(TOGETHER, "encode.replicas=2", "generate.replicas=2")) == [
-        Outage(group="generate-1", lost_s=1, back_s=5),
-        Outage(group="encode-0", lost_s=1, back_s=4),
+        GroupOutage(group="generate-1", at_ns=1 * SECOND, duration_ns=4 * SECOND),
+        GroupOutage(group="encode-0", at_ns=1 * SECOND, duration_ns=3 * SECOND),
     ]
 
 
@@ -107,6 +107,6 @@ def test_plan_faults_lose_no_request() -> None:
         )
     )
     settings = config(*SCARCE)
-    troubles = troubles_of(plan, settings.config, restart_s=0.1)
-    figures = simulate(settings, scarce(3), cost=COST, troubles=troubles, oracles=True).figures
+    outcome = simulate(settings, scarce(3), cost=COST, faults=plan, restart_s=0.1, oracles=True)
+    figures = outcome.figures
     assert figures.finished == figures.requests == 40

@@ -25,10 +25,12 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.sim.fast.faults import EncodeFault, Outage, Trouble
 from vsched.sim.fast.run import simulate
+from vsched.sim.faults.plan import EncodeFailure, FaultPlan, GroupOutage
 from vsched.sim.setup import Setup, prepare
 from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
+
+MS = 1_000_000
 
 
 class Shadow:
@@ -116,13 +118,15 @@ def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None
 def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
     settings = config(*SCARCE)
     shadow = Shadow(prepare(settings, COST))
-    troubles: list[Trouble] = [
-        EncodeFault(at_s=0.005 * seed),
-        Outage(group="generate", lost_s=0.05, back_s=0.08),
-    ]
-    troubles.append(Outage(group="encode", lost_s=0.1, back_s=0.11))
+    plan = FaultPlan(
+        faults=(
+            EncodeFailure(at_ns=5 * seed * MS),
+            GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
+            GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
+        )
+    )
     outcome = simulate(
-        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, troubles=troubles
+        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, faults=plan
     )
     assert outcome.figures.finished + sum(outcome.figures.failed.values()) == 40
 

@@ -20,10 +20,10 @@ from vsched.sim.workload.requests import Arrival, Image, Text, Workload
 PROGRAM = """
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.sim.fast.run import simulate
-from vsched.sim.fast.faults import Outage
-lost = Outage(group="generate-0", lost_s=0.03, back_s=0.05)
+from vsched.sim.faults.plan import FaultPlan, GroupOutage
+lost = GroupOutage(group="generate-0", at_ns=30_000_000, duration_ns=20_000_000)
 settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.use=eager")
-print(simulate(settings, scarce(4), cost=COST, troubles=[lost]).digest)
+print(simulate(settings, scarce(4), cost=COST, faults=FaultPlan(faults=(lost,))).digest)
 """
 
 

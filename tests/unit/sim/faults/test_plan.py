@@ -13,7 +13,9 @@ from vsched.sim.faults.plan import (
     KINDS,
     AnyFault,
     Disconnect,
+    EncodeFailure,
     FaultPlan,
+    GroupOutage,
     Hang,
     MessageFault,
     Partition,
@@ -38,6 +40,12 @@ def test_plan_reads_back_from_json_as_it_was() -> None:
     for plan in drawn:
         assert FaultPlan.from_json(plan.to_json()) == plan
     assert FaultPlan.from_json(FaultPlan().to_json()) == FaultPlan()
+
+
+def test_plan_of_whole_groups_reads_back_but_is_not_drawn() -> None:
+    plan = FaultPlan(faults=(GroupOutage(group="generate"), EncodeFailure(at_ns=5)))
+    assert FaultPlan.from_json(plan.to_json()) == plan
+    assert not {GroupOutage, EncodeFailure} & set(KINDS)
 
 
 def test_plan_in_json_is_a_fault_a_line() -> None:
