@@ -204,7 +204,7 @@ def check_statistics(combination: Combination, counts: dict[str, Any], model: Mo
     elif keeps:
         assert encode["items_encoded"] > raw, "sets share nothing with each other"
     assert (encode["items_copied"] > 0) == (brought > 0)
-    assert (encode["cache_steals"] > 0) <= (combination["embeddings"] == "thrashing")
+    assert (encode["cache_preemptions"] > 0) <= (combination["embeddings"] == "thrashing")
     assert (generate["tokens_cached"] > 0) <= (combination["prefix"] == "on")
     assert (generate["prefix_evictions"] > 0) <= (combination["prefix"] == "on")
 
@@ -239,7 +239,7 @@ async def test_every_combination_of_policies_equals_generate(
             raise
         for factor, value in combination.items():
             preemptions[f"{factor} {value}"] += counts["generate"]["preemptions"]
-            steals[f"{factor} {value}"] += counts["encode"]["cache_steals"]
+            steals[f"{factor} {value}"] += counts["encode"]["cache_preemptions"]
             cached[f"{factor} {value}"] += counts["generate"]["tokens_cached"]
     names = {f"{factor} {value}" for one in served for factor, value in one.items()}
     assert not names - preemptions.keys(), "a value was never put to the test"

@@ -27,13 +27,13 @@ class Plant(NamedTuple):
 PLANTS = (
     Plant(
         "put at the tail",
-        "vsched.kernel.request_table:RequestTable.come_back",
-        "self.stand_in_line(state)",
-        "self._arrivals += 1; state.order = (self._arrivals, 0); self.stand_in_line(state)",
+        "vsched.kernel.request_moves:RequestMoves.requeue",
+        "commands = list(",
+        "self._table._arrivals += 1; state.order = (self._table._arrivals, 0); commands = list(",
     ),
     Plant(
         "an early counter commit",
-        "vsched.kernel.generate.group:GenerateGroup.retire",
+        "vsched.kernel.generate.group:GenerateGroup.remove",
         "computed = len(state.tokens) - 1",
         "computed = len(state.tokens)",
     ),
@@ -70,8 +70,8 @@ PLANTS = (
     ),
     Plant(
         "an eviction that ignores pins",
-        "vsched.kernel.encode.stage:EncodeStage._takeable",
-        "and not other.readers",
+        "vsched.kernel.encode.embedding_cache:EmbeddingCache._preemptible",
+        "and not other.pins",
         "",
     ),
     Plant(

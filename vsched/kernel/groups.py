@@ -29,10 +29,10 @@ class Group:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.turn(Status.DOWN)
+        self.set_status(Status.DOWN)
 
-    def turn(self, status: Status) -> None:
-        """Change what the group can be given; what is asked in every step is worked out here."""
+    def set_status(self, status: Status) -> None:
+        """Change what the group can be given; what every step asks for is worked out here."""
         self.status = status
         self.ready = status in (Status.UP, Status.DRAINING)
         self.open = status is Status.UP
@@ -40,5 +40,5 @@ class Group:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing under way."""
+        """Whether it has nothing in flight."""
         raise NotImplementedError

@@ -33,7 +33,7 @@ NOTICES_MAX = 100
 
 
 class PolicyFaults:
-    """Counts policy failures and keeps notices until the scheduler hands them out."""
+    """Counts policy failures and keeps notices of them until the scheduler takes them."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -49,6 +49,11 @@ class PolicyFaults:
             self.notices.append(
                 f"policy {name} failed ({type(error).__name__}: {error}); the default decided. Input: {shown!r:.500}"
             )
+
+    def take_notices(self) -> list[str]:
+        """Return the notices since this was last asked."""
+        notices, self.notices = self.notices, []
+        return notices
 
 
 def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFaults) -> Admission:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -14,106 +15,96 @@ from vsched.kernel.decisions import ItemPlace, RequestData
 from vsched.kernel.generate.blocks import chain_hashes, root_hash
 from vsched.types import MediaItem, Request
 
+if TYPE_CHECKING:
+    Int32Array: TypeAlias = array[int]
+else:
+    Int32Array = array
+    """`array` takes type arguments from Python 3.12 on, and msgspec evaluates the annotations of a struct."""
+
 
 class Phase(enum.StrEnum):
     """Where a request is; `Scheduler.explain` says why."""
 
     ITEMS = "waiting for embeddings"
     READY = "waiting for a slot"
-    SETTLING = "preempted, its last step is still out"
-    PARKED = "waiting for its group to come back"
+    PREEMPTED = "preempted, its last step is still in flight"
+    SUSPENDED = "waiting for its group to come back"
     PREFILL = "prefilling"
     DECODE = "decoding"
 
 
-class RequestState:
-    """All that the kernel knows of one accepted request.
+class RequestState(msgspec.Struct, eq=False, kw_only=True):
+    """All that the kernel knows of one accepted request: plain values, so that a snapshot holds it as it is.
 
     Attributes:
-        order: Its place in line for life: arrival number first.
-        tokens: Prompt, then the outputs of earlier lives (before a preemption or a restart).
+        order: Its place in every queue, for life: arrival number first.
+        items: The request's items, under the keys that the embedding cache knows them by.
+        tokens: Prompt, then the outputs from before it was last preempted or its group was lost.
+        host_bytes: Host memory that it keeps occupied.
+        uncached: Tokens still to be computed, as far as known.
         hashes: Block hashes of the full blocks of `tokens`.
         computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
-        first_step: The step that yields the first token of this life; -1 before its last chunk is decided.
+        first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.
         decoding_since: What `first_step` was set to when it began to decode.
         bucket: Which steps, modulo the block size, give it a block while it decodes.
-        wanted: Indices of its items that it asked the encode stage for and has not consumed.
-        items: The request's items, under the keys that the embedding cache knows them by.
-        host_bytes: Host memory that it keeps occupied.
+        wanted: Indices of its items that it claimed in the embedding cache and has not consumed.
         known: Whether the generate ranks hold its data.
-        losses: How often its group went down while it ran there; less, once it was seen not to be the cause.
-        home: Index of its generate group; -1 before it has one.
+        losses: How often its group went down while it ran there; 0 again once it was seen not to be the cause.
+        replica: Index of its generate group; -1 before it has one.
         counted: Tokens of it that its group counts as load, besides those it is decoding.
     """
 
-    __slots__ = (
-        "admitted_ns",
-        "blocks",
-        "bucket",
-        "cached_tokens",
-        "computed",
-        "counted",
-        "decoding_since",
-        "encoded_items",
-        "first_step",
-        "first_token_ns",
-        "hashes",
-        "home",
-        "host_bytes",
-        "items",
-        "items_ready_ns",
-        "known",
-        "losses",
-        "number",
-        "order",
-        "phase",
-        "preemptions",
-        "request",
-        "slot",
-        "stop_token_ids",
-        "submitted_ns",
-        "tokens",
-        "uncached",
-        "wanted",
-    )
+    request: Request
+    number: int
+    order: tuple[int, int]
+    stop_token_ids: tuple[int, ...]
+    items: tuple[MediaItem, ...]
+    tokens: Int32Array
+    host_bytes: int
+    submitted_ns: int
+    uncached: int
+    phase: Phase = Phase.ITEMS
+    hashes: list[bytes] = []
+    blocks: list[int] = []
+    slot: int = -1
+    bucket: int = 0
+    computed: int = 0
+    first_step: int = -1
+    decoding_since: int = 0
+    wanted: set[int] = msgspec.field(default_factory=set)
+    known: bool = False
+    losses: int = 0
+    replica: int = -1
+    counted: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    encoded_items: int = 0
+    items_ready_ns: int = 0
+    admitted_ns: int = 0
+    first_token_ns: int = 0
 
-    def __init__(
-        self,
+    @classmethod
+    def arrived(
+        cls,
         request: Request,
         number: int,
         stop_token_ids: tuple[int, ...],
         now_ns: int,
         *,
         scope: str = "item",
-    ) -> None:
-        self.request = request
-        self.items = request.items if scope == "item" else keyed_by_set(request.items)
-        self.host_bytes = host_bytes(request)
-        self.number = number
-        self.order = (number, 0)
-        self.stop_token_ids = stop_token_ids
-        self.phase = Phase.ITEMS
-        self.tokens = int32(request.prompt_token_ids)
-        self.hashes: list[bytes] = []
-        self.blocks: list[int] = []
-        self.slot = -1
-        self.bucket = 0
-        self.computed = 0
-        self.uncached = len(self.tokens)
-        self.first_step = -1
-        self.decoding_since = 0
-        self.wanted: set[int] = set()
-        self.known = False
-        self.losses = 0
-        self.home = -1
-        self.counted = 0
-        self.preemptions = 0
-        self.cached_tokens = 0
-        self.encoded_items = 0
-        self.submitted_ns = now_ns
-        self.items_ready_ns = 0
-        self.admitted_ns = 0
-        self.first_token_ns = 0
+    ) -> RequestState:
+        """Return the state of a request that was just accepted; `scope` is that of the encoding policy."""
+        return cls(
+            request=request,
+            number=number,
+            order=(number, 0),
+            stop_token_ids=stop_token_ids,
+            items=request.items if scope == "item" else keyed_by_set(request.items),
+            tokens=int32(request.prompt_token_ids),
+            host_bytes=host_bytes(request),
+            submitted_ns=now_ns,
+            uncached=len(request.prompt_token_ids),
+        )
 
     @property
     def prompt_length(self) -> int:
@@ -150,7 +141,7 @@ class RequestState:
 
 
 def int32(numbers: Sequence[int]) -> array[int]:
-    """Return numbers as an array; packed as a whole, for an array takes twice as long over them one by one."""
+    """Return numbers as an array; packed as a whole, which takes half as long as one by one."""
     if isinstance(numbers, array):
         return array("i", numbers)
     return array("i", pack(f"{len(numbers)}i", *numbers))
@@ -173,42 +164,3 @@ def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
         )
         for index, item in enumerate(items)
     )
-
-
-class ReadyEntry:
-    """A request as an admission policy sees it."""
-
-    __slots__ = ("_block_size", "order", "state")
-
-    def __init__(self, state: RequestState, block_size: int) -> None:
-        self.state = state
-        self.order = state.order
-        self._block_size = block_size
-
-    @property
-    def tokens(self) -> int:
-        """Tokens still to be computed, as far as known."""
-        return self.state.uncached
-
-    @property
-    def blocks(self) -> int:
-        """KV blocks of all its known tokens."""
-        return -(-len(self.state.tokens) // self._block_size)
-
-    @property
-    def priority(self) -> int:
-        """The request's priority."""
-        return self.state.request.priority
-
-    @property
-    def arrived_ns(self) -> int:
-        """When it was submitted."""
-        return self.state.submitted_ns
-
-    @property
-    def target_ns(self) -> int | None:
-        """When its first token is due."""
-        return self.state.target_ns
-
-    def __repr__(self) -> str:
-        return f"<request {self.state.number}: {self.tokens} tokens, {self.blocks} blocks>"

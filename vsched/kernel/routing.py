@@ -26,21 +26,21 @@ class Router:
         self._routed = 0
         self._sent: dict[bytes, int] = {}
 
-    def choose(self, state: RequestState, stages: Sequence[GenerateGroup]) -> GenerateGroup:
+    def choose(self, state: RequestState, groups: Sequence[GenerateGroup]) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will come back."""
-        usable = [stage for stage in stages if stage.open] or [
-            stage for stage in stages if not stage.retired
+        usable = [group for group in groups if group.open] or [
+            group for group in groups if not group.retired
         ]
-        chosen = usable[0] if len(usable) == 1 else self._ask(state, stages, usable)
+        chosen = usable[0] if len(usable) == 1 else self._ask(state, groups, usable)
         self._routed += 1
-        if len(stages) > 1:
-            self._remember(state, stages.index(chosen))
+        if len(groups) > 1:
+            self._remember(state, groups.index(chosen))
         return chosen
 
     def _ask(
         self,
         state: RequestState,
-        stages: Sequence[GenerateGroup],
+        groups: Sequence[GenerateGroup],
         usable: Sequence[GenerateGroup],
     ) -> GenerateGroup:
         keys = [item.key for item in state.items]
@@ -48,22 +48,22 @@ class Router:
             replicas=[
                 ReplicaView(
                     index=index,
-                    load_tokens=stage.load_tokens,
-                    healthy=stage.open,
-                    prefix_tokens=len(stage.cached_prefix(state)) * self._limits.block_size,
+                    load_tokens=group.load_tokens,
+                    healthy=group.open,
+                    prefix_tokens=group.cached_tokens(state),
                     items_seen=sum(self._sent.get(key) == index for key in keys),
                 )
-                for index, stage in enumerate(stages)
+                for index, group in enumerate(groups)
             ],
             prompt_tokens=state.prompt_length,
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
         )
-        chosen = stages[ask_routing(self._policy, view, self._faults)]
+        chosen = groups[ask_routing(self._policy, view, self._faults)]
         if chosen in usable:
             return chosen
-        return min(usable, key=lambda stage: stage.load_tokens)  # the first of equals
+        return min(usable, key=lambda group: group.load_tokens)  # the first of equals
 
     def _remember(self, state: RequestState, index: int) -> None:
         for item in state.items:

@@ -1,12 +1,12 @@
 """The scheduler: events in, commands out.
 
-`handle` applies one event to the two stages, then lets each group plan what it can. Requests are in the book; what
-happens to the groups that serve them is here.
+`handle` applies one event, then lets each group plan what it can. What a request does is in `RequestMoves`, what a
+group does in `GenerateGroup` and `EncodeStage`; here they are put together. Whatever is called returns what it
+decides, and the commands go out in the order in which they were returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vsched.kernel.commands import (
@@ -18,8 +18,8 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode.group import EncodeGroup
-from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.encode.stage import EncodeGroup, EncodeStage
 from vsched.kernel.events import (
     Aborted,
     Cleared,
@@ -35,317 +35,332 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
-from vsched.kernel.explain import explain
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults
-from vsched.kernel.request import Phase
+from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
-from vsched.types import FinishReason, group_names
+from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.types import group_names
 
 
 class Scheduler:
     """The state machine of all replicas; see `docs/architecture.md` for the whole picture.
 
-    There is one line of items for all encode groups, and one line of requests for each generate group.
+    There is one queue of items for all encode groups, and one queue of requests for each generate group.
     """
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.limits = limits
-        self._faults = PolicyFaults()
-        self.encode = EncodeStage(
-            limits, policies.encode_admission, policies.embedding_eviction, self._faults
-        )
+        self._faults = faults = PolicyFaults()
+        self._table = RequestTable(limits.waiting_ns)
+        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, faults)
+        self.encode = EncodeStage(limits, policies.encode_admission, self.embeddings, faults)
         self.generators = [
-            GenerateGroup(name, limits, policies, self.encode, self._faults)
+            GenerateGroup(name, limits, policies, self.embeddings, self._table.live, faults)
             for name in group_names("generate", limits.generators)
         ]
+        self._moves = RequestMoves(
+            limits, policies, self._table, self.embeddings, self.generators, faults
+        )
         self._groups: dict[str, Group] = {
-            group.name: group for group in (*self.encode.lanes, *self.generators)
+            group.name: group for group in (*self.encode.groups, *self.generators)
         }
         # The generate group whose processes an encode group keeps from steps.
         shared = (
-            zip(self.encode.lanes, self.generators, strict=True) if limits.encode_pauses else ()
+            zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
         )
-        self._hosts = {lane.name: stage for lane, stage in shared}
+        self._hosts = {encoder.name: generator for encoder, generator in shared}
+        self._queues: tuple[OrderedQueue[Any], ...] = (
+            self.embeddings.queue,
+            *(group.queue for group in self.generators),
+        )
         self._draining: list[Group] = []
-        self._book = RequestTable(limits, policies, self.encode, self.generators, self._faults)
+        self._now_ns = 0
         self._timer_ns: int | None = None
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Apply an event and return what to do about it, in order."""
-        book = self._book
-        book.now_ns = now_ns
-        commands = book.commands = []
+        self._now_ns = now_ns
+        commands: list[Command] = []
+        moves = self._moves
         match event:
             case Stepped():
-                self._on_stepped(event)
+                commands = self._on_stepped(event, now_ns)
             case Submitted():
-                book.submit(event.request, event.stop_token_ids)
+                commands = moves.submit(event.request, event.stop_token_ids, now_ns)
             case Encoded(step, group):
-                book.items_ready(self.encode.finish(self._lane(group), step))
+                numbers = self.encode.complete(self._encoder(group), step)
+                commands = moves.items_ready(numbers, now_ns)
             case Aborted():
-                self._on_aborted(event)
+                commands = self._on_aborted(event, now_ns)
             case EncodeFailed(step, message, group):
-                failed = self.encode.fail(self._lane(group), step)
-                book.fail_all(failed, message, code="encode_failed")
+                numbers = self.encode.fail(self._encoder(group), step)
+                commands = moves.fail_all(numbers, now_ns, message, code="encode_failed")
             case GroupReady() | Resume():
-                self._on_open(event.group)
+                commands = self._on_open(event.group, now_ns)
             case GroupLost():
-                self._on_group_lost(event)
+                commands = self._on_group_lost(event, now_ns)
             case GroupRetired():
-                self._on_retired(event)
+                commands = self._on_retired(event, now_ns)
             case Drain():
-                self._on_drain(event.group)
+                commands = self._on_drain(event.group, now_ns)
             case TimerFired():
                 self._timer_ns = None
             case Cleared():
-                book.clear(event.message, code=event.code)
-        self._plan()
+                commands = moves.clear(now_ns, event.message, code=event.code)
+        self._plan(commands, now_ns)
         return commands
 
     # --- results ---
 
-    def _lane(self, group: str) -> EncodeGroup:
-        lane = self._groups[group]
-        assert isinstance(lane, EncodeGroup), f"{group} encodes nothing"
-        return lane
+    def _encoder(self, name: str) -> EncodeGroup:
+        group = self._groups[name]
+        assert isinstance(group, EncodeGroup), f"{name} encodes nothing"
+        return group
 
-    def _on_stepped(self, event: Stepped) -> None:
-        stage = self._groups[event.group]
-        assert isinstance(stage, GenerateGroup), f"{event.group} generates nothing"
-        book = self._book
-        settled = stage.finish_step(event, book.now_ns)
-        book.commands.append(EmitTokens(event.step))
+    def _on_stepped(self, event: Stepped, now_ns: int) -> list[Command]:
+        group = self._groups[event.group]
+        assert isinstance(group, GenerateGroup), f"{event.group} generates nothing"
+        requeued = group.complete_step(event, now_ns)
+        commands: list[Command] = [EmitTokens(event.step)]
+        live = self._table.live
         for finished in event.finished:
-            state = book.live.get(finished.number)
-            if state is not None:  # else it was aborted while the step was out
-                book.end(state, finished.reason)
-        for state in settled:
-            if state.number in book.live:
-                book.come_back(state)
+            state = live.get(finished.number)
+            if state is not None:  # else it was aborted while the step was in flight
+                commands.append(self._moves.finish(state, finished.reason, now_ns))
+        for state in requeued:
+            if state.number in live:
+                commands += self._moves.requeue(state, now_ns)
+        return commands
 
-    def _on_aborted(self, event: Aborted) -> None:
-        number = self._book.numbers.get(event.request_id)
-        if number is not None:  # else it ended by itself meanwhile
-            self._book.end(self._book.live[number], event.reason)
+    def _on_aborted(self, event: Aborted, now_ns: int) -> list[Command]:
+        state = self._table.find(event.request_id)
+        if state is None:
+            return []  # it ended by itself meanwhile
+        return [self._moves.finish(state, event.reason, now_ns)]
 
     # --- groups come and go ---
 
-    def _on_open(self, name: str) -> None:
-        """A group takes work: those who waited for it take their places, oldest first."""
-        group, book = self._groups[name], self._book
-        group.turn(Status.UP)
+    def _on_open(self, name: str, now_ns: int) -> list[Command]:
+        """A group takes work: the requests that waited for it take their places, oldest first."""
+        group, moves = self._groups[name], self._moves
+        group.set_status(Status.UP)
+        commands: list[Command] = []
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
-        for state in book.of(group, Phase.PARKED):
-            book.stand_in_line(state)
-        if isinstance(group, GenerateGroup):
-            for stage in self.generators:
-                if not stage.open:
-                    book.move_waiting(stage)
+        elif isinstance(group, GenerateGroup):
+            for state in moves.requests_of(group, Phase.SUSPENDED):
+                commands += moves.enqueue(state, now_ns)
+            for other in self.generators:
+                if not other.open:
+                    commands += moves.move_waiting(other, now_ns)
+        return commands
 
-    def _on_group_lost(self, event: GroupLost) -> None:
+    def _on_group_lost(self, event: GroupLost, now_ns: int) -> list[Command]:
         group = self._groups[event.group]
-        group.turn(Status.DOWN)
-        self._book.commands.append(Notice(f"{event.group} was lost: {event.reason}"))
+        group.set_status(Status.DOWN)
+        commands: list[Command] = [Notice(f"{event.group} was lost: {event.reason}")]
         if isinstance(group, EncodeGroup):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
             )
             failed = self.encode.lose(group, blame=not event.planned)
-            self._book.fail_all(failed, message, code="encode_failed")
+            commands += self._moves.fail_all(failed, now_ns, message, code="encode_failed")
         elif isinstance(group, GenerateGroup):
-            self._lose_generator(group, blame=not event.planned)
-        self._book.commands.append(RestartGroup(event.group))
+            commands += self._lose_generator(group, now_ns, blame=not event.planned)
+        commands.append(RestartGroup(event.group))
+        return commands
 
-    def _lose_generator(self, stage: GenerateGroup, *, blame: bool) -> None:
-        """What ran there waits for its return: whatever brought it down may be among it. Who waited goes elsewhere."""
-        book = self._book
-        lost, culprit = stage.lose(blame=blame)
-        for state in book.of(stage):
+    def _lose_generator(self, group: GenerateGroup, now_ns: int, *, blame: bool) -> list[Command]:
+        """What ran there waits for its return: whatever brought it down may be among it. What waited goes elsewhere."""
+        moves = self._moves
+        lost, poison = group.lose(blame=blame)
+        commands: list[Command] = []
+        for state in moves.requests_of(group):
             state.known = False
-        if culprit is not None:
+        if poison is not None:
             message = "the request was running each time the server lost its generate group"
-            book.end(culprit, FinishReason.ERROR, message=message, code="group_lost")
+            commands.append(moves.fail(poison, now_ns, message, code="group_lost"))
         for state in lost:
-            if state is not culprit:
-                book.drop_claims(state)
-                book.stand_in_line(state)
-        book.move_waiting(stage)
+            if state is not poison:
+                moves.drop_claims(state)
+                commands += moves.enqueue(state, now_ns)
+        return commands + moves.move_waiting(group, now_ns)
 
-    def _on_retired(self, event: GroupRetired) -> None:
+    def _on_retired(self, event: GroupRetired, now_ns: int) -> list[Command]:
         """A lost group stays away: its requests go elsewhere, or end where no group of the stage is left."""
-        group, book = self._groups[event.group], self._book
+        group, moves = self._groups[event.group], self._moves
         assert not group.ready, "a group is lost before it is retired"
-        group.turn(Status.RETIRED)
+        group.set_status(Status.RETIRED)
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
-        book.commands.append(Notice(f"{event.group} is given up: {event.reason}"))
-        stages: tuple[Sequence[Group], ...] = (self.encode.lanes, self.generators)
-        if any(all(one.retired for one in groups) for groups in stages):
-            book.given_up = event.reason
-            book.clear(event.reason, code="given_up")
+        commands: list[Command] = [Notice(f"{event.group} is given up: {event.reason}")]
+        generators_gone = all(one.retired for one in self.generators)
+        if generators_gone or all(one.retired for one in self.encode.groups):
+            commands += moves.give_up(event.reason, now_ns)
         elif isinstance(group, GenerateGroup):
-            for state in book.of(group):
-                book.move(state)
+            for state in moves.requests_of(group):
+                commands += moves.move(state, now_ns)
+        return commands
 
-    def _on_drain(self, name: str) -> None:
+    def _on_drain(self, name: str, now_ns: int) -> list[Command]:
         group = self._groups[name]
-        if group.open:
-            group.turn(Status.DRAINING)
-            self._draining.append(group)
-            if isinstance(group, GenerateGroup):
-                self._book.move_waiting(group)
+        if not group.open:
+            return []
+        group.set_status(Status.DRAINING)
+        self._draining.append(group)
+        return self._moves.move_waiting(group, now_ns) if isinstance(group, GenerateGroup) else []
 
-    def _announce_drained(self) -> None:
+    def _take_drained(self) -> list[Command]:
+        """Return the news of draining groups that have nothing to do any more."""
+        drained: list[Command] = []
         for group in list(self._draining):
-            if group.ready and (not group.idle or self._book.awaits(group)):
+            if group.ready and (not group.idle or self._awaited(group)):
                 continue
             self._draining.remove(group)
             if group.status is Status.DRAINING:
-                self._book.commands.append(Drained(group.name))
+                drained.append(Drained(group.name))
+        return drained
+
+    def _awaited(self, group: Group) -> bool:
+        """Return whether a request waits for its turn in a group, and will get it."""
+        waiting = (Phase.ITEMS, Phase.READY)
+        return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
     # --- planning ---
 
-    def _plan(self) -> None:
-        """Let every group plan until none has anything to send."""
+    def _plan(self, commands: list[Command], now_ns: int) -> None:
+        """Let every group plan until none has anything to send; append what comes of it."""
         if self.limits.waiting_ns:
-            self._book.expire()
+            commands += self._moves.expire(now_ns)
         depth = self.limits.generate_depth
         while True:
-            moved = more = False
-            for stage in self.generators:
-                if self._plan_generate(stage):
-                    moved = True
-                    more = more or stage.flight.out < depth
-            if more or (self.encode.waiting and self._plan_encode()):
+            sent = more = False
+            for group in self.generators:
+                if self._plan_generate(group, commands, now_ns):
+                    sent = True
+                    more = more or group.steps_in_flight < depth
+            if more or (self.embeddings.queue.entries and self._plan_encode(commands, now_ns)):
                 continue
-            if moved or not self._break_stall():
-                break  # where something moved, something is out, and nobody can send more
+            if sent or not self._break_stall(commands, now_ns):
+                break  # where something was sent, it is in flight, and no group can send more
         if self._draining:
-            self._announce_drained()
+            commands += self._take_drained()
         if self._faults.notices:
-            self._book.commands += [Notice(text) for text in self._faults.notices]
-            self._faults.notices.clear()
-        self._set_timer()
+            commands += [Notice(text) for text in self._faults.take_notices()]
+        self._set_timer(commands, now_ns)
 
-    def _plan_generate(self, stage: GenerateGroup) -> bool:
-        book = self._book
-        decision = stage.plan(book.now_ns)
-        if stage.fallen:
-            fallen, stage.fallen = stage.fallen, []
-            for state in fallen:
-                book.come_back(state)
-        if decision is None:
+    def _plan_generate(self, group: GenerateGroup, commands: list[Command], now_ns: int) -> bool:
+        """Append the next step of a group, if it has one; return whether it has."""
+        planned = group.plan(now_ns)
+        for state in planned.requeued:
+            commands += self._moves.requeue(state, now_ns)
+        if planned.decision is None:
             return False
-        book.commands.append(Decide(stage.name, decision))
-        for chunk in decision.chunks:
+        commands.append(Decide(group.name, planned.decision))
+        for state in planned.prefilling:
             # While a chunk runs, the encoder works on the items of the next one.
-            joined = stage.running.slots[chunk.slot]
-            if joined is not None and joined.phase is Phase.PREFILL:
-                book.claim(joined, joined.computed)
+            commands += self._moves.claim_items(state, state.computed, now_ns)
         return True
 
-    def _plan_encode(self) -> bool:
-        planned = self.encode.plan(self._book.now_ns, self._held_up)
+    def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
+        """Append the next batch of items, if one can be formed; return whether it can."""
+        planned = self.encode.plan(now_ns, self._held_up)
         if planned is None:
             return False
-        lane, batch = planned
-        decision = lane.send(batch, stretch_ns=self._stretch_ns(lane))
-        self._book.commands.append(Decide(lane.name, decision))
+        group, batch = planned
+        decision = group.send(batch, stretch_ns=self._time_slice_ns(group))
+        commands.append(Decide(group.name, decision))
         return True
 
-    def _stretch_ns(self, lane: EncodeGroup) -> int:
+    def _time_slice_ns(self, group: EncodeGroup) -> int:
         """Return how long an encode group may work without a step of its processes in between; 0 for no limit."""
-        host = self._hosts.get(lane.name)
+        host = self._hosts.get(group.name)
         # Where none decodes yet, one may before the batch is done.
-        return 0 if host is None else int(host.pace.left_ns(self._held_up(lane) or 1))
+        return 0 if host is None else host.decode_slack_ns(host.decoding or 1)
 
-    def _held_up(self, lane: EncodeGroup) -> int:
+    def _held_up(self, group: EncodeGroup) -> int:
         """Return how many requests get no token while an encode group is at work."""
-        host = self._hosts.get(lane.name)
-        return 0 if host is None else len(host.running.decoding)
+        host = self._hosts.get(group.name)
+        return 0 if host is None else host.decoding
 
-    def _break_stall(self) -> bool:
-        """When nothing is out, see that what keeps the oldest waiting still holds.
+    def _break_stall(self, commands: list[Command], now_ns: int) -> bool:
+        """When nothing is in flight, see that what keeps the oldest waiting still holds; return whether it changed.
 
         A request may wait for an item behind a prefix that was evicted meanwhile, and could start
         with an earlier item now; or a younger one may hold what an older one needs. While a policy
         holds entries back, nothing is wrong yet.
         """
-        if not self._at_rest() or self._holds():
+        if not self._at_rest() or self._holds(now_ns):
             return False
-        stages = [stage for stage in self.generators if stage.ready]
-        waiting = [state for stage in stages for state in self._book.of(stage, Phase.ITEMS)]
+        groups = [group for group in self.generators if group.ready]
+        waiting: list[RequestState] = []
+        for group in groups:
+            waiting += self._moves.requests_of(group, Phase.ITEMS)
         for state in waiting:
-            self._book.stand_in_line(state)
+            commands += self._moves.enqueue(state, now_ns)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        return any(stage.favour_front() for stage in stages)
+        return any(group.favour_front() for group in groups)
 
     def _at_rest(self) -> bool:
-        """Return whether nothing is out anywhere, though an encoder and a generator could work."""
-        for stage in self.generators:
-            if stage.flight.out:
+        """Return whether nothing is in flight anywhere, though an encoder and a generator could work."""
+        for group in self.generators:
+            if group.steps_in_flight:
                 return False
         if self.encode.in_flight:
             return False
-        return self.encode.ready and any(stage.ready for stage in self.generators)
+        return self.encode.ready and any(group.ready for group in self.generators)
 
-    def _holds(self) -> list[int]:
+    def _holds(self, now_ns: int) -> list[int]:
         """Return until when policies hold waiting entries back."""
-        now_ns, holds = self._book.now_ns, []
-        until_ns = self.encode.hold_until_ns
-        if until_ns is not None and until_ns > now_ns:
-            holds.append(until_ns)
-        for stage in self.generators:
-            until_ns = stage.line.hold_until_ns
+        holds = []
+        for queue in self._queues:
+            until_ns = queue.hold_until_ns
             if until_ns is not None and until_ns > now_ns:
                 holds.append(until_ns)
         return holds
 
-    def _set_timer(self) -> None:
-        due, expiry_ns = self._holds(), self._book.next_expiry_ns
+    def _set_timer(self, commands: list[Command], now_ns: int) -> None:
+        due, expiry_ns = self._holds(now_ns), self._table.next_expiry_ns
         if expiry_ns is not None:
             due.append(expiry_ns)
         if due and (self._timer_ns is None or min(due) < self._timer_ns):
             self._timer_ns = min(due)
-            self._book.commands.append(SetTimer(self._timer_ns))
+            commands.append(SetTimer(self._timer_ns))
 
     # --- questions ---
 
     def phase(self, request_id: str) -> Phase | None:
         """Return where a request is; None when it is not here."""
-        number = self._book.numbers.get(request_id)
-        return None if number is None else self._book.live[number].phase
+        state = self._table.find(request_id)
+        return None if state is None else state.phase
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words; empty when it is not here."""
-        number = self._book.numbers.get(request_id)
-        if number is None:
-            return ""
-        state = self._book.live[number]
-        return explain(state, self.limits, self.encode, self._book.home(state))
+        state = self._table.find(request_id)
+        return "" if state is None else self._moves.group_of(state).explain(state)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and gauges of both stages, of every group, and of the request traffic."""
-        book = self._book
-        groups = {stage.name: stage.statistics() for stage in self.generators}
+        groups = {group.name: group.statistics() for group in self.generators}
         generate: dict[str, Any] = {
             name: sum(one[name] for one in groups.values()) for name in next(iter(groups.values()))
         }
         generate["groups"] = {
-            stage.name: {"state": stage.status.value, **groups[stage.name]}
-            for stage in self.generators
+            group.name: {"state": group.status.value, **groups[group.name]}
+            for group in self.generators
         }
+        running = sum(group.slots_held for group in self.generators)
         return {
-            "running": book.running,
-            "waiting": book.waiting,
-            "live_bytes": book.live_bytes,
-            "finished": dict(book.finished),
-            "refused": dict(book.refused),
+            "running": running,
+            "waiting": len(self._table.live) - running,
+            "live_bytes": self._table.live_bytes,
+            "finished": dict(self._table.finished),
+            "refused": dict(self._table.refused),
             "policy_faults": dict(self._faults.counts),
             "encode": self.encode.statistics(),
             "generate": generate,
@@ -353,16 +368,16 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
-        book = self._book
-        self.encode.check(book.live)
-        assert book.live_bytes == sum(state.host_bytes for state in book.live.values())
-        due = self._holds()
-        assert not due or self._timer_ns is not None, "entries are held, and no timer is set"
-        at_rest = self._at_rest() and not self._holds() and not self.encode.orphaned
-        for stage in self.generators:
-            own = book.of(stage)
-            stage.check(own)
-            stuck = [state for state in own if stage.takes(state) or state.slot >= 0]
+        live = self._table.live
+        self.embeddings.check(live, self.encode.orphaned)
+        assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
+        held = self._holds(self._now_ns)
+        assert not held or self._timer_ns is not None, "entries are held, and no timer is set"
+        at_rest = self._at_rest() and not held and not self.encode.orphaned
+        for group in self.generators:
+            own = self._moves.requests_of(group)
+            group.check(own)
+            stuck = [state for state in own if group.takes(state) or state.slot >= 0]
             if at_rest and stuck:
-                why = [self.explain(state.request.request_id) for state in stuck]
-                raise AssertionError(f"stuck in {stage.name}: {why}")
+                why = [group.explain(state) for state in stuck]
+                raise AssertionError(f"stuck in {group.name}: {why}")

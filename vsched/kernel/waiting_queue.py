@@ -1,4 +1,4 @@
-"""The waiting line of a stage: first come, first served, with put-front built into the order.
+"""The waiting queue of a stage: first come, first served, with put-front built into the order.
 
 An entry keeps its order number for life. A request that is preempted or recovered comes back with its old number, so
 it stands before everything that arrived after it, and several of them stand in their original order. "Put front" is
@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Ordered(Protocol):
-    """Something with a place in line."""
+    """Something with a place in a queue."""
 
     @property
     def order(self) -> tuple[int, int]: ...
@@ -24,7 +24,7 @@ Waiting = TypeVar("Waiting", bound=Ordered)
 
 
 def order_of(entry: Ordered) -> tuple[int, int]:
-    """Return an entry's place in line."""
+    """Return an entry's place in the queue."""
     return entry.order
 
 
@@ -33,11 +33,23 @@ class OrderedQueue(Generic[Waiting]):
 
     Attributes:
         entries: The entries, front first; read only, and the same object for life.
+        hold_until_ns: Until when the admission policy holds all of them back; None where it does not.
     """
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
         self.entries: Sequence[Waiting] = self._entries
+        self.hold_until_ns: int | None = None
+
+    def held_until(self, now_ns: int) -> int | None:
+        """Return until when the entries are still held back; None when they are not."""
+        until_ns = self.hold_until_ns
+        return until_ns if until_ns is not None and until_ns > now_ns else None
+
+    def put_new(self, entry: Waiting) -> None:
+        """Insert an entry that the admission policy has not seen: it may find it worth going now."""
+        self.put(entry)
+        self.hold_until_ns = None
 
     def put(self, entry: Waiting) -> None:
         """Insert an entry at its place."""

@@ -16,7 +16,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision, Join
 from vsched.kernel.events import Encoded, EncodeFailed, Event, GroupLost, Stepped, Submitted
-from vsched.kernel.request import ReadyEntry
+from vsched.kernel.generate.request_queue import ReadyEntry
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
 
@@ -105,7 +105,7 @@ class Oracles:
             if joined:
                 self._check_order(joined, kernel)
             for stage in kernel.generators:
-                self._lines[stage.name] = list(stage.line.entries)
+                self._lines[stage.name] = list(stage.queue.entries)
         if self._unstarted:
             self._check_waiting(now_ns)
         if not isinstance(event, ROUTINE) or self._events % self.check_every == 0:
@@ -177,7 +177,7 @@ class Oracles:
         for stage in kernel.generators:
             numbers = [join.number for group, join in joined if group == stage.name]
             before = {id(entry) for entry in self._lines.get(stage.name, ())}
-            stayed = next((one for one in stage.line.entries if id(one) in before), None)
+            stayed = next((one for one in stage.queue.entries if id(one) in before), None)
             if numbers and stayed is not None:
                 assert stayed.state.losses or stayed.state.number > max(numbers), (
                     f"request {max(numbers)} went before request {stayed.state.number}, which is older"

@@ -59,7 +59,7 @@ def test_embedding_of_an_older_waiting_request_stays() -> None:
         cluster.run_generate()
     cluster.drain()
     assert cluster.encoded == [[b"a"], [b"b"]]
-    assert encode_statistics(cluster)["cache_steals"] == 0
+    assert encode_statistics(cluster)["cache_preemptions"] == 0
     assert_served(cluster, "running", "old", "young")
 
 

@@ -98,11 +98,11 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
     cluster.submit(make_request("text", words(5), max_tokens=100))
     (home,) = cluster.busy("generate")
     stage = next(one for one in cluster.kernel.generators if one.name == home)
-    stage.pace.note(1000, None, decodes=1)
-    stage.pace.learn(1000, 10_000_000)
+    stage.step_times.note(1000, None, decodes=1)
+    stage.step_times.learn(1000, 10_000_000)
     cluster.run_generate(home)
     cluster.run_generate(home)
-    slow_ns = stage.pace.left_ns(1)
+    slow_ns = stage.step_times.left_ns(1)
     assert slow_ns > 60_000_000
     for key in (b"b", b"c"):
         cluster.submit(image_request(key.decode(), (key, 8)))
@@ -318,7 +318,7 @@ def test_encode_suspects_run_with_nobody_else() -> None:
     cluster.submit(image_request("younger", (b"a", 4), (b"b", 4)))
     while not cluster.encoded:
         cluster.run_generate()
-    while cluster.kernel.encode.waiting == 0:
+    while not cluster.kernel.embeddings.queue:
         cluster.run_generate()
     cluster.run_encode(fail="the encoder failed on purpose")
     cluster.drain()

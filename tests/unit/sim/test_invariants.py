@@ -14,11 +14,10 @@ import pytest
 from tests.unit.sim.shapes import COST, SCARCE, TINY, config, scarce
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Decide, Finish
-from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.running import RunningSet
-from vsched.kernel.request_table import RequestTable
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.sim.fast.run import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
@@ -39,34 +38,34 @@ def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
-    real = EncodeStage.done_reading
+    real = EmbeddingCache.unpin
 
-    def broken(self: EncodeStage, state: Any, start: int, stop: int) -> None:
-        real(self, state, start, stop)
+    def broken(self: EmbeddingCache, keys: Any) -> None:
+        real(self, keys)
         for entry in list(self):
             if entry.pages and entry.phase.value == "ready" and len(self._free) < 2:
                 self._free.append(entry.pages[0])
 
-    patch.setattr(EncodeStage, "done_reading", broken)
+    patch.setattr(EmbeddingCache, "unpin", broken)
 
 
 def put_at_the_tail(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateGroup.preempt
+    real = GenerateGroup._preempt
 
     def broken(self: GenerateGroup, state: Any) -> None:
         real(self, state)
         state.order = (state.number + 1000, 0)
 
-    patch.setattr(GenerateGroup, "preempt", broken)
+    patch.setattr(GenerateGroup, "_preempt", broken)
 
 
 def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
     real = GenerateGroup._admit
 
-    def broken(self: GenerateGroup, draft: Any, now_ns: int) -> None:
-        entries = self.line._queue._entries
+    def broken(self: GenerateGroup, plan: Any, now_ns: int) -> None:
+        entries = self.queue._entries
         entries.reverse()
-        real(self, draft, now_ns)
+        real(self, plan, now_ns)
         entries.reverse()
 
     def remove(self: OrderedQueue[Any], entry: Any) -> None:
@@ -87,17 +86,17 @@ def reply_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def reply_doubled(patch: pytest.MonkeyPatch) -> None:
-    real = RequestTable.end
+    real = Scheduler.handle
 
-    def broken(self: RequestTable, state: Any, reason: Any, **rest: str) -> None:
-        real(self, state, reason, **rest)
-        self.commands.append(self.commands[-1])
+    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
+        found = real(self, event, now_ns)
+        return found + [one for one in found if isinstance(one, Finish)]
 
-    patch.setattr(RequestTable, "end", broken)
+    patch.setattr(Scheduler, "handle", broken)
 
 
 def slot_given_twice(patch: pytest.MonkeyPatch) -> None:
-    real = RunningSet.seat
+    real = RunningSet.assign_slot
 
     def broken(self: RunningSet, state: Any, blocks: list[int], computed: int) -> None:
         real(self, state, blocks, computed)
@@ -105,7 +104,7 @@ def slot_given_twice(patch: pytest.MonkeyPatch) -> None:
         if taken:
             state.slot = taken[0]
 
-    patch.setattr(RunningSet, "seat", broken)
+    patch.setattr(RunningSet, "assign_slot", broken)
 
 
 def step_sent_twice(patch: pytest.MonkeyPatch) -> None:

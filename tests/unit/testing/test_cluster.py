@@ -11,12 +11,12 @@ import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel import request
-from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.generate import blocks
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.request import RequestState
-from vsched.kernel.request_table import RequestTable
+from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.scheduler import Scheduler
 from vsched.testing import run_random
 from vsched.types import MediaItem
@@ -38,8 +38,9 @@ def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
 
 
 def unpinned_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EncodeStage, "_takeable", lambda *_: [])
-    patch.setattr(EncodeStage, "_is_idle", lambda _, entry: bool(entry.pages) and not entry.users)
+    idle = property(lambda entry: bool(entry.pages) and not entry.claims)
+    patch.setattr(EmbeddingCache, "_preemptible", lambda *_: [])
+    patch.setattr(EmbeddingEntry, "is_idle", idle)
 
 
 def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -48,19 +49,19 @@ def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def early_chunks(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateGroup.chunk_stop
+    real = GenerateGroup._chunk_stop
 
     def broken(self: GenerateGroup, state: RequestState, start: int, budget: int) -> int:
         return min(real(self, state, start, budget) + 1, start + budget, len(state.tokens))
 
-    patch.setattr(GenerateGroup, "chunk_stop", broken)
+    patch.setattr(GenerateGroup, "_chunk_stop", broken)
 
 
 def lost_claims(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestTable, "drop_claims", lambda *_: None)
+    patch.setattr(RequestMoves, "drop_claims", lambda *_: None)
 
 
-def sleepy_line(patch: pytest.MonkeyPatch) -> None:
+def sleepy_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_break_stall", lambda *_: False)
 
 
@@ -79,7 +80,7 @@ def run_many() -> None:
         leaked_blocks,
         early_chunks,
         lost_claims,
-        sleepy_line,
+        sleepy_queue,
     ],
 )
 def test_cluster_notices_a_broken_kernel(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,29 @@
-"""One item's embedding, from the first request that wants it until it leaves the cache."""
+"""The embedding cache: which items have their embeddings in the arena, who needs them, and which are evicted.
+
+An item has one entry under its content key, however many requests want it. An entry is *queued*, *encoding* or *ready*.
+Two things keep a ready entry in place: *claims* of requests that still need it, and *pins* of generate steps in flight
+that read its pages. Claims are soft, pins are hard.
+
+Why this cannot deadlock. Entries wait in the queue by (arrival of their oldest claimant, index of the item in its
+request). The front of the queue may take the pages of any ready entry whose every claimant is younger and that no step
+in flight reads; such an entry is preempted: it goes back to the queue. So the oldest request always gets its next item:
+all pages but those of steps in flight, which end by themselves, and those of its own earlier items, which it consumes
+first, can be taken for it. An item larger than the whole region is refused at submission.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
+from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults
 from vsched.kernel.request import RequestState
+from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.policy import EvictionPolicy
+from vsched.types import MediaItem
 
 
 class EntryPhase(enum.Enum):
@@ -15,48 +34,32 @@ class EntryPhase(enum.Enum):
     READY = "ready"
 
 
-class EmbeddingEntry:
+class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
     """One item's embedding; also what an admission policy sees of it.
 
-    `tainted`: everybody who wanted it left while it was being encoded. Its pixels may have been overwritten meanwhile,
-    so the result is thrown away. `cohort`: it is encoded again together with those of the same number and nobody else,
-    because a batch that it was in failed; 0 for none.
+    Attributes:
+        order: Its place in the queue.
+        claims: The queue order of the item in each request that needs it, by the request's number.
+        pins: Steps in flight that read its pages.
+        attempts: How often its encoding failed.
+        retry_batch: It is encoded again together with the entries of the same number and no others, because a batch
+            that it was in failed; 0 for none.
+        stale: Its last claim was dropped while it was being encoded. Its pixels may have been overwritten meanwhile,
+            so the result is thrown away.
     """
 
-    __slots__ = (
-        "arrived_ns",
-        "attempts",
-        "cohort",
-        "item",
-        "order",
-        "pages",
-        "phase",
-        "priority",
-        "readers",
-        "tainted",
-        "target_ns",
-        "users",
-    )
-
-    def __init__(self, state: RequestState, index: int, now_ns: int) -> None:
-        self.item = state.items[index]
-        self.order = (state.number, index)
-        self.phase = EntryPhase.QUEUED
-        self.pages: list[int] = []
-        self.users: dict[int, tuple[int, int]] = {state.number: self.order}
-        self.readers = 0
-        self.attempts = 0
-        self.cohort = 0
-        self.tainted = False
-        self.arrived_ns = now_ns
-        self.priority = state.request.priority
-        self.target_ns = state.target_ns
-
-    def heed(self, state: RequestState) -> None:
-        """Be as urgent as the most urgent of those who want it."""
-        self.priority = max(self.priority, state.request.priority)
-        targets = [one for one in (self.target_ns, state.target_ns) if one is not None]
-        self.target_ns = min(targets, default=None)
+    item: MediaItem
+    order: tuple[int, int]
+    claims: dict[int, tuple[int, int]]
+    arrived_ns: int
+    priority: int
+    target_ns: int | None
+    phase: EntryPhase = EntryPhase.QUEUED
+    pages: list[int] = []
+    pins: int = 0
+    attempts: int = 0
+    retry_batch: int = 0
+    stale: bool = False
 
     @property
     def tokens(self) -> int | None:
@@ -64,7 +67,7 @@ class EmbeddingEntry:
 
         None once it was part of a batch that failed: no policy decides what it runs with.
         """
-        if self.cohort:
+        if self.retry_batch:
             return None
         return 0 if self.item.encoded else self.item.tokens
 
@@ -73,5 +76,265 @@ class EmbeddingEntry:
         """Items need no KV blocks."""
         return 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is ready, and neither claimed nor pinned."""
+        return self.phase is EntryPhase.READY and not self.claims and not self.pins
+
+    def inherit_priority(self, state: RequestState) -> None:
+        """Be as urgent as the most urgent of its claimants."""
+        self.priority = max(self.priority, state.request.priority)
+        targets = [one for one in (self.target_ns, state.target_ns) if one is not None]
+        self.target_ns = min(targets, default=None)
+
     def __repr__(self) -> str:
         return f"<item {self.item.key.hex()[:8]}: {self.item.tokens} tokens>"
+
+
+class EmbeddingCache:
+    """The entries of all items that are claimed or cached, and the arena's pages for them.
+
+    Attributes:
+        queue: The entries that wait for an encoder.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, eviction: EvictionPolicy, faults: PolicyFaults
+    ) -> None:
+        self.queue: OrderedQueue[EmbeddingEntry] = OrderedQueue()
+        self._limits = limits
+        self._entries: dict[bytes, EmbeddingEntry] = {}
+        self._order: GuardedOrder[bytes] = GuardedOrder(eviction, faults)
+        self._free = list(range(limits.pages - 1, -1, -1))
+        self._evictable_pages = 0
+        self._hits = 0
+        self._misses = 0
+        self._evictions = 0
+        self._preemptions = 0
+
+    # --- claims of requests ---
+
+    def claim(self, state: RequestState, index: int, now_ns: int) -> bool:
+        """Claim an item for a request; return whether its embedding is ready."""
+        item, order = state.items[index], (state.number, index)
+        entry = self._entries.get(item.key)
+        if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
+            # The digest says the same, the length another: the cached entry cannot be trusted.
+            self._discard(entry)
+            entry = None
+        if entry is None:
+            self._misses += 1
+            entry = EmbeddingEntry(
+                item=item,
+                order=order,
+                claims={state.number: order},
+                arrived_ns=now_ns,
+                priority=state.request.priority,
+                target_ns=state.target_ns,
+            )
+            self._entries[item.key] = entry
+            self.queue.put_new(entry)
+            return False
+        if state.number not in entry.claims:
+            self._hits += 1
+            self._use(entry)
+            if entry.item.tokens == item.tokens:
+                entry.item = item  # the pixels of an earlier claimant may be gone
+            entry.inherit_priority(state)
+        entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
+        self._move_up(entry, order)
+        return entry.phase is EntryPhase.READY
+
+    def matches(self, item: MediaItem) -> bool:
+        """Return whether the entry of a claimed item has the item's own length."""
+        return self._entries[item.key].item.tokens == item.tokens
+
+    def release(self, state: RequestState, index: int) -> None:
+        """Drop a request's claim on one item; another of its items may have the same content."""
+        key = state.items[index].key
+        entry = self._entries[key]
+        others = [other for other in sorted(state.wanted) if state.items[other].key == key]
+        if others:
+            entry.claims[state.number] = (state.number, others[0])
+            return
+        del entry.claims[state.number]
+        if entry.claims:
+            return
+        if entry.phase is EntryPhase.QUEUED:
+            self.queue.remove(entry)
+            del self._entries[key]
+        elif entry.phase is EntryPhase.ENCODING:
+            entry.stale = True
+        else:
+            self._let_go(entry)
+
+    # --- what generate steps read ---
+
+    def is_ready(self, key: bytes) -> bool:
+        """Return whether an item's embedding lies in the arena."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.phase is EntryPhase.READY
+
+    def pin(self, key: bytes) -> list[int]:
+        """Keep a ready entry in place for a generate step, and return its pages."""
+        entry = self._entries[key]
+        assert entry.phase is EntryPhase.READY, "a step reads an embedding that is not ready"
+        self._use(entry)
+        entry.pins += 1
+        return list(entry.pages)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """A step that read these items is over."""
+        for key in keys:
+            entry = self._entries[key]
+            entry.pins -= 1
+            if not entry.claims:
+                self._let_go(entry)
+
+    # --- encoding ---
+
+    def start_encoding(self, entry: EmbeddingEntry) -> bool:
+        """Give a queued entry its pages and take it out of the queue; False, and no change, where there is no room."""
+        if not self._allocate(entry):
+            return False
+        self.queue.remove(entry)
+        entry.phase = EntryPhase.ENCODING
+        return True
+
+    def finish_encoding(self, entry: EmbeddingEntry) -> bool:
+        """Take an entry that was encoded; False where the result is thrown away."""
+        if entry.stale:
+            self.requeue(entry)
+            return False
+        entry.phase = EntryPhase.READY
+        entry.retry_batch = 0
+        if not entry.claims:
+            self._let_go(entry)
+        return True
+
+    def requeue(self, entry: EmbeddingEntry) -> None:
+        """Take an entry's pages back; it waits again where it is claimed, and is forgotten where it is not."""
+        self._free.extend(entry.pages)
+        entry.pages = []
+        entry.phase = EntryPhase.QUEUED
+        entry.stale = False
+        if entry.claims:
+            entry.order = min(entry.claims.values())
+            self.queue.put(entry)
+        else:
+            del self._entries[entry.item.key]
+
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Take pages back that a lost group could write to until now."""
+        self._free += pages
+
+    def _allocate(self, entry: EmbeddingEntry) -> bool:
+        """Give an entry its pages, evicting or preempting what may go; all or nothing."""
+        count = self._limits.pages_for(entry.item.tokens)
+        missing = count - len(self._free) - self._evictable_pages
+        victims: list[EmbeddingEntry] = []
+        if missing > 0:
+            victims = self._preemptible(entry.order, missing)
+            if sum(len(other.pages) for other in victims) < missing:
+                return False
+        while len(self._free) < count and len(self._order) > 0:
+            evicted = self._entries[self._order.take_victims(1)[0]]
+            self._evictions += 1
+            self._evictable_pages -= len(evicted.pages)
+            self._drop(evicted)
+        for other in victims:
+            self._preemptions += 1
+            self.requeue(other)
+        entry.pages = [self._free.pop() for _ in range(count)]
+        return True
+
+    def _preemptible(self, order: tuple[int, int], pages: int) -> list[EmbeddingEntry]:
+        """Return entries of younger claimants, youngest first, until they make up that many pages."""
+        candidates = [
+            other
+            for other in self._entries.values()
+            if other.phase is EntryPhase.READY
+            and not other.pins
+            and other.claims
+            and min(other.claims.values()) > order
+        ]
+        candidates.sort(key=lambda other: min(other.claims.values()), reverse=True)
+        chosen = []
+        for other in candidates:
+            if pages <= 0:
+                break
+            chosen.append(other)
+            pages -= len(other.pages)
+        return chosen
+
+    # --- eviction ---
+
+    def _use(self, entry: EmbeddingEntry) -> None:
+        """Keep an entry from eviction, before its first claim or pin is added."""
+        if entry.is_idle:
+            self._order.reuse(entry.item.key)
+            self._evictable_pages -= len(entry.pages)
+
+    def _let_go(self, entry: EmbeddingEntry) -> None:
+        """Let an idle entry become evictable, or drop it where the policy keeps nothing."""
+        if not entry.is_idle:
+            return
+        if self._order.add(entry.item.key, len(entry.pages)):
+            self._evictable_pages += len(entry.pages)
+        else:
+            self._drop(entry)
+
+    def _discard(self, entry: EmbeddingEntry) -> None:
+        self._order.drop(entry.item.key)
+        self._evictable_pages -= len(entry.pages)
+        self._drop(entry)
+
+    def _drop(self, entry: EmbeddingEntry) -> None:
+        self._free.extend(entry.pages)
+        del self._entries[entry.item.key]
+
+    def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
+        """An older request wants a queued item too: it takes the older place."""
+        if order >= entry.order:
+            return
+        if entry.phase is EntryPhase.QUEUED:
+            self.queue.remove(entry)
+            entry.order = order
+            self.queue.put(entry)
+        else:
+            entry.order = order
+
+    # --- views ---
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters and sizes; pages are of `page_rows` embedding rows."""
+        return {
+            "cache_hits": self._hits,
+            "cache_misses": self._misses,
+            "cache_entries": len(self._entries),
+            "cache_evictions": self._evictions,
+            "cache_preemptions": self._preemptions,
+            "pages_total": self._limits.pages,
+            "pages_free": len(self._free),
+            "pages_evictable": self._evictable_pages,
+        }
+
+    def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
+        """Assert that pages are conserved, phases consistent and every claimant alive."""
+        alive = set(live)
+        pages = [*self._free, *orphaned]
+        for key, entry in self._entries.items():
+            assert key == entry.item.key
+            assert entry.claims.keys() <= alive, "a dead request claims an item"
+            pages.extend(entry.pages)
+            queued = entry.phase is EntryPhase.QUEUED
+            assert queued == (entry in self.queue), "queue and phase disagree"
+            assert queued == (not entry.pages), "a queued entry has pages, or another has none"
+            assert not (queued and not entry.claims), "a queued entry that nobody wants"
+        assert sorted(pages) == list(range(self._limits.pages)), "pages lost or owned twice"
+        idle = sorted(key for key, entry in self._entries.items() if entry.is_idle)
+        assert sorted(self._order) == idle, "evictable entries are not the idle ones"
+        assert self._evictable_pages == sum(len(self._entries[key].pages) for key in idle)
+
+    def __iter__(self) -> Iterator[EmbeddingEntry]:
+        return iter(self._entries.values())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from vsched.kernel.decisions import ChunkItem
-from vsched.kernel.encode.stage import EncodeStage
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
 
 
 def chunk_stop(
-    state: RequestState, start: int, budget: int, *, limits: SchedulerLimits, encode: EncodeStage
+    state: RequestState, start: int, budget: int, *, limits: SchedulerLimits, cache: EmbeddingCache
 ) -> int:
     """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
 
@@ -24,29 +24,27 @@ def chunk_stop(
             break
         if item.end <= start:
             continue
-        if not encode.is_ready(item.key):
+        if not cache.is_ready(item.key):
             cut = max(item.offset, start)
             return max(consumed, cut - cut % limits.block_size)
         consumed = item.end
     return stop
 
 
-def read_items(
-    state: RequestState, start: int, stop: int, *, encode: EncodeStage
-) -> list[ChunkItem]:
-    """Pin the items that a chunk over [start, stop) meets (D1), and return where they lie."""
-    return [
-        ChunkItem(item.offset, item.tokens, list(encode.read(item.key)))
-        for item in state.items
-        if item.offset < stop and item.end > start
-    ]
+def pin_items(
+    state: RequestState, start: int, stop: int, *, cache: EmbeddingCache
+) -> tuple[list[ChunkItem], list[bytes]]:
+    """Pin the items that a chunk over [start, stop) meets; return where they lie, and their keys."""
+    met = [item for item in state.items if item.offset < stop and item.end > start]
+    items = [ChunkItem(item.offset, item.tokens, cache.pin(item.key)) for item in met]
+    return items, [item.key for item in met]
 
 
-def drop_claims_before(state: RequestState, computed: int, *, encode: EncodeStage) -> None:
-    """Let go of the items before `computed`: they lie in the KV cache, their embeddings are not needed."""
+def drop_claims_before(state: RequestState, computed: int, *, cache: EmbeddingCache) -> None:
+    """Drop claims on the items before `computed`: they lie in the KV cache, their embeddings are not needed."""
     for index, item in enumerate(state.items):
         if item.end > computed:
             break
         if index in state.wanted:
             state.wanted.discard(index)
-            encode.consume(state, index)
+            cache.release(state, index)

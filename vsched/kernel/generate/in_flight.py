@@ -1,4 +1,4 @@
-"""Generate steps that are out: what they read, whose first token they bring, what they left behind.
+"""Generate steps in flight: what they read, whose first token they bring, what they left behind.
 
 A decision may go out while the step before is still running, so the kernel plans on results that it has not seen. This
 is the one place that knows the difference between what is decided (`planned`) and what has happened (`done`).
@@ -7,93 +7,142 @@ is the one place that knows the difference between what is decided (`planned`) a
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Mapping
 
-from vsched.kernel.decisions import ChunkPlan
-from vsched.kernel.generate.token_log import TokenLog
+import msgspec
+
 from vsched.kernel.request import RequestState
 
 
-class InFlightSteps:
-    """Steps up to `planned` are decided, those up to `done` are back."""
+class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk that reads embeddings: the request, where the chunk ends, and the keys of the items."""
 
-    def __init__(self, planned: int) -> None:
+    number: int
+    stop: int
+    keys: list[bytes]
+
+
+class InFlightSteps:
+    """Steps up to `planned` are decided, those up to `done` have completed.
+
+    Requests are known by number; `requests` finds those that are live.
+    """
+
+    def __init__(self, planned: int, requests: Mapping[int, RequestState]) -> None:
         self.planned = planned
         self.done = planned
+        self._requests = requests
         self._log = TokenLog()
-        self._reads: dict[int, list[tuple[RequestState, ChunkPlan]]] = {}
-        self._firsts: dict[int, list[RequestState]] = {}
-        self._settling: dict[int, tuple[RequestState, int, int]] = {}
+        self._reads: dict[int, list[ChunkRead]] = {}
+        self._firsts: dict[int, list[int]] = {}
+        self._preempted: dict[int, tuple[int, int]] = {}
+        """Preempted requests: the slot that each left, and the last step that brings a token of it."""
 
     @property
-    def out(self) -> int:
-        """Steps whose results are not back."""
+    def count(self) -> int:
+        """Steps that have not completed."""
         return self.planned - self.done
 
     @property
-    def settling(self) -> int:
-        """Preempted requests whose last step is out."""
-        return len(self._settling)
+    def preempted(self) -> int:
+        """Preempted requests whose last step has not completed."""
+        return len(self._preempted)
 
-    def note_read(self, step: int, state: RequestState, plan: ChunkPlan) -> None:
-        """A chunk of this step reads embeddings: they stay until it is back."""
-        self._reads.setdefault(step, []).append((state, plan))
+    def note_read(self, step: int, read: ChunkRead) -> None:
+        """A chunk of this step reads embeddings: they stay until it has completed."""
+        self._reads.setdefault(step, []).append(read)
 
-    def note_first(self, step: int, state: RequestState) -> None:
-        """This step brings a request's first token (of this life)."""
-        self._firsts.setdefault(step, []).append(state)
+    def note_first(self, step: int, number: int) -> None:
+        """This step brings a request's first token since it joined."""
+        self._firsts.setdefault(step, []).append(number)
 
     def firsts(self, step: int) -> int:
         """Return how many requests get their first token in this step."""
         return len(self._firsts.get(step, ())) if self._firsts else 0
 
-    def land(
-        self, step: int, tokens: array[int], now_ns: int
-    ) -> list[tuple[RequestState, ChunkPlan]]:
-        """Take the oldest step that is out; return the chunks that read embeddings in it."""
+    def complete(self, step: int, tokens: array[int], now_ns: int) -> list[ChunkRead]:
+        """Take the result of the oldest step; return the chunks that read embeddings in it."""
         assert step == self.done + 1, f"step {step} came back, {self.done + 1} was due"
         assert step <= self.planned, f"step {step} came back, {self.planned} is the last decided"
         self.done = step
         self._log.append(step, tokens)
         if self._firsts:
-            for state in self._firsts.pop(step, ()):
-                if not state.first_token_ns:
+            for number in self._firsts.pop(step, ()):
+                state = self._requests.get(number)
+                if state is not None and not state.first_token_ns:
                     state.first_token_ns = now_ns
         return self._reads.pop(step, []) if self._reads else []
 
-    def crash(self) -> list[tuple[RequestState, ChunkPlan]]:
-        """Nothing that is out will come back; return the chunks that were reading embeddings."""
+    def lost_reads(self) -> list[ChunkRead]:
+        """Return the chunks that were reading embeddings: no step that is in flight will complete."""
         return [read for step in sorted(self._reads) for read in self._reads[step]]
 
-    def settle(self, state: RequestState, slot: int) -> None:
-        """A preempted request waits for the steps that are out: they bring tokens of it."""
-        self._settling[state.number] = (state, slot, self.planned)
+    def await_last(self, number: int, slot: int) -> None:
+        """A preempted request waits for the steps in flight: they bring tokens of it."""
+        self._preempted[number] = (slot, self.planned)
 
-    def oldest_settling(self) -> tuple[int, int] | None:
-        """Return the place in line of the oldest request that settles."""
-        return min((state.order for state, _, _ in self._settling.values()), default=None)
+    def oldest_preempted(self) -> tuple[int, int] | None:
+        """Return the queue order of the oldest request that waits for its last step."""
+        return min((self._requests[number].order for number in self._preempted), default=None)
 
-    def unsettle(self, state: RequestState) -> None:
-        """A settling request ended."""
-        self._settling.pop(state.number, None)
+    def drop_preempted(self, number: int) -> None:
+        """A request ended that may wait for its last step."""
+        self._preempted.pop(number, None)
 
     def take_settled(self, *, crashed: bool = False) -> list[RequestState]:
-        """Return the requests whose steps are all back, with their outputs added to their tokens."""
+        """Return preempted requests whose steps have all completed, with their outputs added to their tokens."""
         settled = []
-        for state, slot, last_step in list(self._settling.values()):
+        for number, (slot, last_step) in list(self._preempted.items()):
             if crashed or last_step <= self.done:
-                del self._settling[state.number]
+                del self._preempted[number]
+                state = self._requests[number]
                 self.gather(state, slot)
                 settled.append(state)
         return settled
 
     def gather(self, state: RequestState, slot: int) -> None:
-        """End a life: add the outputs that it yielded in this slot to the request's known tokens."""
+        """Add the outputs that a request yielded in this slot to its known tokens."""
         if state.first_step >= 0:
             state.tokens.extend(self._log.gather(slot, state.first_step, self.done))
             state.first_step = -1
 
     def trim(self, oldest: RequestState | None) -> None:
         """Forget the tokens of steps before the first step of `oldest`, the oldest decoding request."""
-        needed = [state.first_step for state, _, _ in self._settling.values()]
+        needed = [self._requests[number].first_step for number in self._preempted]
         needed.append(self.done + 1 if oldest is None else oldest.first_step)
         self._log.forget_before(min(step for step in needed if step >= 0))
+
+
+class TokenLog:
+    """The token batches of past steps, kept as they came.
+
+    A step appends its batch without looking into it, so the kernel's cost does not grow with the running requests.
+    Only when a request leaves its slot are its tokens gathered, slot by slot, from the steps that it took part in.
+    """
+
+    def __init__(self) -> None:
+        self._batches: deque[array[int]] = deque()
+        self._first_step = 0
+
+    def append(self, step: int, tokens: array[int]) -> None:
+        """Keep the batch of a step; steps come without gaps."""
+        if not self._batches:
+            self._first_step = step
+        assert step == self._first_step + len(self._batches), "a step's tokens are missing"
+        self._batches.append(tokens)
+
+    def gather(self, slot: int, first_step: int, last_step: int) -> array[int]:
+        """Return the tokens of a slot over the steps [first_step, last_step]."""
+        start = first_step - self._first_step
+        stop = last_step - self._first_step + 1
+        if start == 0 and stop == len(self._batches):
+            return array("i", [batch[slot] for batch in self._batches])
+        batches = self._batches
+        return array("i", [batches[index][slot] for index in range(start, stop)])
+
+    def forget_before(self, step: int) -> None:
+        """Drop the batches that no running request needs any more."""
+        while self._batches and self._first_step < step:
+            self._batches.popleft()
+            self._first_step += 1

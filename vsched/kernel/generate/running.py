@@ -1,7 +1,7 @@
-"""The running set: who holds which slot and blocks, and in which step whom to give a block.
+"""The running set: which request holds which slot and blocks, and in which step it needs another block.
 
 A decoding request grows into a new block every `block_size` steps; which steps those are follows from its length when
-it began to decode. So decoding requests stand in `block_size` buckets, by the step (modulo `block_size`) in which they
+it began to decode. So decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they
 need a block, and a step looks at one bucket however many requests run.
 """
 
@@ -33,8 +33,8 @@ class RunningSet:
         return len(self.prefilling) + len(self.decoding)
 
     @property
-    def untold(self) -> set[int]:
-        """The requests that are gone, which ranks hear with the next decision."""
+    def unannounced(self) -> set[int]:
+        """The requests that are gone, of which ranks learn with the next decision."""
         return {leave.number for leave in self._left if not leave.keep} | set(self._forgotten)
 
     @property
@@ -57,7 +57,7 @@ class RunningSet:
             arrived_ns=state.submitted_ns,
         )
 
-    def seat(self, state: RequestState, blocks: list[int], computed: int) -> None:
+    def assign_slot(self, state: RequestState, blocks: list[int], computed: int) -> None:
         """Give a request a free slot, and the blocks of all its known tokens."""
         state.slot = self._free_slots.pop()
         state.blocks = blocks
@@ -78,7 +78,7 @@ class RunningSet:
         self._growth[state.bucket][state.number] = state
 
     def decoded(self, planned: int) -> int:
-        """Return the tokens that decoding requests have got in this life, with those of steps that are out."""
+        """Return the tokens that decoding requests got since they joined, with those of steps in flight."""
         return len(self.decoding) * (planned + 1) - self._first_steps
 
     def due(self, step: int) -> list[RequestState]:
@@ -86,7 +86,7 @@ class RunningSet:
         bucket = self._growth[step % self._block_size]
         return list(bucket.values()) if bucket else []
 
-    def vacate(self, state: RequestState, *, keep: bool) -> None:
+    def release_slot(self, state: RequestState, *, keep: bool) -> None:
         """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens."""
         if state.phase is Phase.DECODE:
             del self._growth[state.bucket][state.number]
@@ -109,7 +109,7 @@ class RunningSet:
         return any(leave.slot == slot for leave in self._left)
 
     def take_changes(self) -> tuple[list[int], list[Leave]]:
-        """Return whom to forget and who left, for the next decision to carry."""
+        """Return the requests to forget and those that left, for the next decision to carry."""
         changes = self._forgotten, self._left
         self._forgotten, self._left = [], []
         return changes
@@ -133,5 +133,5 @@ class RunningSet:
 
 
 def order_of(state: RequestState) -> tuple[int, int]:
-    """Return a request's place in line."""
+    """Return a request's queue order."""
     return state.order

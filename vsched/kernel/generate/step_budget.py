@@ -14,9 +14,6 @@ The times come in with events, so the kernel stays a function of its events.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-
-from vsched.kernel.decisions import ChunkPlan, Join
 
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
@@ -24,8 +21,8 @@ FORGET = 0.9
 _UNPLANNED = (0, 0, 0.0)
 
 
-class Pace:
-    """Knows what decoding and prefill cost here; `target_ns` is how long a step with both may take, 0 for no limit.
+class StepTimeModel:
+    """What decoding and prefill cost in this group; `target_ns` is how long a step with both may take, 0 for no limit.
 
     `ratio` times the time of decoding alone is always allowed: a target near that time would starve prefill, and the
     few requests that decode already would keep the others from joining them.
@@ -41,11 +38,11 @@ class Pace:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
-        """Return what a step may prefill that has room for so many tokens beside so many decodes."""
+        """Return what a step may prefill that has room for `tokens` beside its decodes."""
         return StepBudget(self, tokens, self.left_ns(decodes) or math.inf)
 
     def left_ns(self, decodes: int) -> float:
-        """Return how long so many decodes may be kept from their next step by something else; 0 for no limit."""
+        """Return how long something else may keep `decodes` requests from their next step; 0 for no limit."""
         if not (self._target_ns and decodes):
             return 0.0
         decode_ns = self.decode_ns(decodes)
@@ -78,15 +75,15 @@ class Pace:
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
 
     def decode_ns(self, decodes: float) -> float:
-        """Return what so many decodes should take by themselves."""
+        """Return what `decodes` decodes should take by themselves."""
         token_ns, _ = self.costs()
         if not (decodes and self._known_decodes):
             return token_ns * decodes
         mean_ns = self._known_ns / self._known_decodes
         return self._known_ns + min(token_ns, mean_ns) * (decodes - self._known_decodes)
 
-    def lose(self) -> None:
-        """The steps that are out will not come back."""
+    def drop_planned(self) -> None:
+        """No step in flight will complete."""
         self._planned.clear()
 
     def costs(self) -> tuple[float, float]:
@@ -101,7 +98,7 @@ class Pace:
         return (0.0, pc / pp) if pp and pc * tt > tc * tp else (tc / tt if tt else 0.0, 0.0)
 
     def tokens_within(self, left_ns: float, start: int) -> float:
-        """Return how many tokens from position `start` on take so long; a block at least."""
+        """Return how many tokens from position `start` on take `left_ns`; a block at least."""
         token_ns, pair_ns = self.costs()
         first_ns = token_ns + pair_ns * start
         if not first_ns or left_ns == math.inf:
@@ -119,11 +116,11 @@ class Pace:
 class StepBudget:
     """What one step may still prefill, in tokens and in time, and what it has been given."""
 
-    def __init__(self, pace: Pace, tokens: int, left_ns: float) -> None:
+    def __init__(self, model: StepTimeModel, tokens: int, left_ns: float) -> None:
         self.tokens = tokens
         self.prefilled = 0
         self.pairs = 0.0
-        self._pace = pace
+        self._model = model
         self._left_ns = left_ns
 
     @property
@@ -135,24 +132,14 @@ class StepBudget:
         """Return how many tokens of a prompt, from position `start` on, fit: a block at least, while any is left."""
         if self.spent:
             return 0
-        return int(min(self.tokens, self._pace.tokens_within(self._left_ns, start)))
+        return int(min(self.tokens, self._model.tokens_within(self._left_ns, start)))
 
     def take(self, start: int, tokens: int) -> None:
-        """A chunk of so many tokens from `start` on is in the step."""
+        """A chunk of `tokens` tokens from `start` on is in the step."""
         self.tokens -= tokens
-        self._left_ns -= self._pace.nanoseconds(start, tokens)
+        self._left_ns -= self._model.nanoseconds(start, tokens)
         self.prefilled += tokens
         self.pairs += pairs_of(start, tokens)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """A step while it is formed."""
-
-    step: int
-    budget: StepBudget
-    joined: list[Join] = field(default_factory=list)
-    chunks: list[ChunkPlan] = field(default_factory=list)
 
 
 def pairs_of(start: int, tokens: int) -> float:

@@ -24,8 +24,8 @@ from vsched.types import MediaItem, Request, SamplingParams
 PHASES: dict[KernelPhase, RequestPhase] = {
     KernelPhase.ITEMS: "encode",
     KernelPhase.READY: "wait",
-    KernelPhase.SETTLING: "wait",
-    KernelPhase.PARKED: "wait",
+    KernelPhase.PREEMPTED: "wait",
+    KernelPhase.SUSPENDED: "wait",
     KernelPhase.PREFILL: "prefill",
     KernelPhase.DECODE: "decode",
 }
@@ -157,8 +157,8 @@ class ClientSession:
 
     def _awaits_embedding(self, kernel: Scheduler) -> bool:
         return any(
-            self.number in entry.users and entry.phase is not EntryPhase.READY
-            for entry in kernel.encode
+            self.number in entry.claims and entry.phase is not EntryPhase.READY
+            for entry in kernel.embeddings
         )
 
     def leave(self) -> None:

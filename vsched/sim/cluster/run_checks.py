@@ -191,7 +191,7 @@ def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
     return (
         back
         and not kernel.encode.in_flight
-        and not any(one.flight.out for one in kernel.generators)
+        and not any(one.steps_in_flight for one in kernel.generators)
     )
 
 
@@ -203,10 +203,10 @@ def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
     held = {
         "requests": statistics["running"] + statistics["waiting"],
         "bytes of requests": statistics["live_bytes"],
-        "items in line": kernel.encode.waiting,
-        "claims on embeddings": sum(len(entry.users) + entry.readers for entry in kernel.encode),
-        "KV blocks": sum(stage.pool.held for stage in kernel.generators),
-        "slots": sum(len(stage.running) for stage in kernel.generators),
+        "items in line": len(kernel.embeddings.queue),
+        "claims on embeddings": sum(len(entry.claims) + entry.pins for entry in kernel.embeddings),
+        "KV blocks": sum(stage.statistics()["blocks_held"] for stage in kernel.generators),
+        "slots": sum(stage.slots_held for stage in kernel.generators),
         "load": sum(stage.load_tokens for stage in kernel.generators),
         "preparations": media["preparing"],
         "bytes of preparations": media["preparing_bytes"],
@@ -220,6 +220,6 @@ def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
         for rank in run.launcher.ranks:
             kept = rank.sequences(stage.name) if rank.alive else None
             expect(
-                kept is None or kept == stage.running.untold,
-                f"in the end, a rank of {stage.name} keeps requests {kept}, not {stage.running.untold}",
+                kept is None or kept == stage.unannounced,
+                f"in the end, a rank of {stage.name} keeps requests {kept}, not {stage.unannounced}",
             )

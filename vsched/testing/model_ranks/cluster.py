@@ -274,10 +274,10 @@ class ModelCluster:
                 assert explained, f"{name} failed without a fault: {finish.message}"
         kernel = self.kernel
         for stage in kernel.generators:
-            assert stage.pool.held == 0, "KV blocks are held by nobody"
-            assert len(stage.running) == 0, "a slot is held by nobody"
+            assert stage.statistics()["blocks_held"] == 0, "KV blocks are held by nobody"
+            assert stage.slots_held == 0, "a slot is held by nobody"
             assert stage.load_tokens == 0, "a load is counted for nobody"
-        assert kernel.encode.waiting == 0, "an item waits for nobody"
-        for entry in kernel.encode:
-            assert not entry.users, "an embedding is claimed by nobody"
-            assert not entry.readers, "an embedding is pinned by nobody"
+        assert not kernel.embeddings.queue, "an item waits for nobody"
+        for entry in kernel.embeddings:
+            assert not entry.claims, "an embedding is claimed by nobody"
+            assert not entry.pins, "an embedding is pinned by nobody"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.kernel.generate.step_budget import Pace, pairs_of
+from vsched.kernel.generate.step_budget import StepTimeModel, pairs_of
 
 DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 
@@ -16,37 +16,45 @@ def decodes_ns(decodes: int) -> int:
     return DECODE_NS + (decodes - DECODES) * TOKEN_NS if decodes else 0
 
 
-def run_step(pace: Pace, step: int, start: int, tokens: int, *, decodes: int = DECODES) -> None:
+def run_step(
+    model: StepTimeModel, step: int, start: int, tokens: int, *, decodes: int = DECODES
+) -> None:
     true_ns = tokens * TOKEN_NS + pairs_of(start, tokens) * PAIR_NS + decodes_ns(decodes)
-    tell(pace, step, start, tokens, int(true_ns), decodes=decodes)
+    tell(model, step, start, tokens, int(true_ns), decodes=decodes)
 
 
 def tell(
-    pace: Pace, step: int, start: int, tokens: int, busy_ns: int, *, decodes: int = DECODES
+    model: StepTimeModel,
+    step: int,
+    start: int,
+    tokens: int,
+    busy_ns: int,
+    *,
+    decodes: int = DECODES,
 ) -> None:
     """Have a step take so long."""
-    budget = pace.start_step(1_000_000, decodes=decodes)
+    budget = model.start_step(1_000_000, decodes=decodes)
     budget.take(start, tokens)
-    pace.note(step, budget, decodes=decodes)
-    pace.learn(step, busy_ns)
+    model.note(step, budget, decodes=decodes)
+    model.learn(step, busy_ns)
 
 
-def learned(target_ns: int, ratio: float = 2.0) -> Pace:
-    pace = Pace(target_ns, ratio, block_size=16)
+def learned(target_ns: int, ratio: float = 2.0) -> StepTimeModel:
+    model = StepTimeModel(target_ns, ratio, block_size=16)
     for step, start in enumerate([0, 0, 1000, 4000, 0, 9000]):
-        run_step(pace, 2 * step, 0, 0)
-        run_step(pace, 2 * step + 1, start, 64 + 16 * step)
-    return pace
+        run_step(model, 2 * step, 0, 0)
+        run_step(model, 2 * step + 1, start, 64 + 16 * step)
+    return model
 
 
-def test_pace_finds_both_costs() -> None:
+def test_model_finds_both_costs() -> None:
     token_ns, pair_ns = learned(25_000_000).costs()
     assert token_ns == pytest.approx(TOKEN_NS, rel=0.01)
     assert pair_ns == pytest.approx(PAIR_NS, rel=0.01)
 
 
 @pytest.mark.parametrize("start", [0, 2_000, 16_000])
-def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
+def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
     target_ns = 40_000_000
     tokens = learned(target_ns).start_step(100_000, decodes=DECODES).tokens_at(start)
     assert tokens % 16 == 0
@@ -55,7 +63,7 @@ def test_pace_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) 
         assert (step_ns <= target_ns * 1.01) == fits
 
 
-def test_pace_tells_how_long_decodes_may_wait_for_something_else() -> None:
+def test_model_tells_how_long_decodes_may_wait_for_something_else() -> None:
     """What a step's prefill may take, an encoder in the same process may; nothing binds it where none wait."""
     assert learned(25_000_000).left_ns(DECODES) == pytest.approx(20_000_000, rel=0.01)
     assert learned(6_000_000, ratio=4).left_ns(DECODES) == pytest.approx(15_000_000, rel=0.01)
@@ -64,13 +72,15 @@ def test_pace_tells_how_long_decodes_may_wait_for_something_else() -> None:
     assert learned(0).left_ns(DECODES) == 0
 
 
-def test_pace_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
+def test_model_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
     assert learned(25_000_000).start_step(5_000, decodes=0).tokens_at(16_000) == 5_000
     assert learned(0).start_step(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
 
 
 @pytest.mark.parametrize("ratio", [2.0, 5.0])
-def test_pace_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(ratio: float) -> None:
+def test_model_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(
+    ratio: float,
+) -> None:
     tokens = learned(1, ratio).start_step(5_000, decodes=DECODES).tokens_at(0)
     step_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert step_ns == pytest.approx(ratio * DECODE_NS, rel=0.12)
@@ -78,36 +88,36 @@ def test_pace_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(ra
 
 
 @pytest.mark.parametrize("decodes", [1, 8, 32, 128])
-def test_pace_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes: int) -> None:
+def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes: int) -> None:
     """While requests wait, every step has prefill: decodes by themselves are never seen at that number."""
-    pace = learned(1, 5.0)
+    model = learned(1, 5.0)
     for step in range(100, 110):
-        run_step(pace, step, 0, 64 + step, decodes=decodes)
-    assert pace.decode_ns(decodes) == pytest.approx(decodes_ns(decodes), rel=0.05)
-    assert pace.costs()[0] == pytest.approx(TOKEN_NS, rel=0.05)
-    tokens = pace.start_step(5_000, decodes=decodes).tokens_at(0)
+        run_step(model, step, 0, 64 + step, decodes=decodes)
+    assert model.decode_ns(decodes) == pytest.approx(decodes_ns(decodes), rel=0.05)
+    assert model.costs()[0] == pytest.approx(TOKEN_NS, rel=0.05)
+    tokens = model.start_step(5_000, decodes=decodes).tokens_at(0)
     prefill_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert prefill_ns == pytest.approx(4 * decodes_ns(decodes), rel=0.1)
 
 
-def test_pace_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> None:
+def test_model_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> None:
     """On a GPU a prompt token can cost what a decode does, and reading the weights is shared by all."""
-    pace = Pace(1, 2.0, block_size=16)
-    run_step(pace, 0, 0, 0)
+    model = StepTimeModel(1, 2.0, block_size=16)
+    run_step(model, 0, 0, 0)
     for step in range(1, 10):
-        tell(pace, step, 0, 16, 100 * DECODE_NS)
-    assert pace.costs()[0] > DECODE_NS
-    assert pace.decode_ns(2 * DECODES) <= 2 * DECODE_NS
+        tell(model, step, 0, 16, 100 * DECODE_NS)
+    assert model.costs()[0] > DECODE_NS
+    assert model.decode_ns(2 * DECODES) <= 2 * DECODE_NS
 
 
-def test_pace_keeps_a_target_that_is_above_that_multiple() -> None:
+def test_model_keeps_a_target_that_is_above_that_multiple() -> None:
     target_ns = 40_000_000
     assert learned(target_ns, 8.0).start_step(5_000, decodes=DECODES).tokens_at(0) == pytest.approx(
         learned(target_ns, 2.0).start_step(5_000, decodes=DECODES).tokens_at(0), abs=16
     )
 
 
-def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
+def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
     """F5: a target that nothing fits in must not stop prefill."""
     budget = learned(6_000_000).start_step(5_000, decodes=DECODES)
     assert budget.tokens_at(10_000_000) == 16
@@ -116,19 +126,19 @@ def test_pace_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> No
     assert budget.tokens_at(0) == 0
 
 
-def test_pace_shares_a_step_between_its_chunks() -> None:
+def test_model_shares_a_step_between_its_chunks() -> None:
     budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
     alone = budget.tokens_at(0)
     budget.take(0, 128)
     assert 0 < budget.tokens_at(0) < alone
 
 
-def test_pace_believes_new_times_after_some_steps() -> None:
-    pace = learned(40_000_000)
-    before = pace.start_step(5_000, decodes=DECODES).tokens_at(0)
+def test_model_believes_new_times_after_some_steps() -> None:
+    model = learned(40_000_000)
+    before = model.start_step(5_000, decodes=DECODES).tokens_at(0)
     for step in range(100, 140):
-        tell(pace, step, 0, 64, DECODE_NS + 64 * TOKEN_NS * 4)
-    assert pace.start_step(5_000, decodes=DECODES).tokens_at(0) < before / 2
+        tell(model, step, 0, 64, DECODE_NS + 64 * TOKEN_NS * 4)
+    assert model.start_step(5_000, decodes=DECODES).tokens_at(0) < before / 2
 
 
 @given(
@@ -143,12 +153,12 @@ def test_pace_believes_new_times_after_some_steps() -> None:
     ),
     st.integers(0, 20_000),
 )
-def test_pace_always_gives_something_whatever_it_was_told(
+def test_model_always_gives_something_whatever_it_was_told(
     steps: list[tuple[int, int, int, int]], start: int
 ) -> None:
     """F5: noise and nonsense in the times never stop prefill."""
-    pace = Pace(1_000_000, 2.0, block_size=16)
+    model = StepTimeModel(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
-        tell(pace, step, at, tokens, busy_ns, decodes=decodes)
-    assert min(pace.costs()) >= 0
-    assert 16 <= pace.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
+        tell(model, step, at, tokens, busy_ns, decodes=decodes)
+    assert min(model.costs()) >= 0
+    assert 16 <= model.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
