@@ -75,23 +75,25 @@ def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
 
 
 def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
-    """Return the prefill kernel: pairs or tiles where they are faster, and torch's own where `exact` is asked for."""
+    """Return the prefill kernel: torch's own where `exact` is asked for, and else the custom one or oneDNN's."""
     here = settings.device == "cpu" and dtype == torch.bfloat16 and settings.attention != "exact"
     if not here:
         return prefill_by_gather
     try:
-        from vsched_workers.backends.cpu.paired_attention import prefill_by_pairs
-        from vsched_workers.backends.cpu.tiled_attention import prefill_by_tiles
+        from vsched_workers.backends.cpu.prefill_attention import prefill as custom_prefill
+        from vsched_workers.backends.cpu.tiled_attention import prefill as tiled_prefill
     except ImportError:
         return prefill_by_gather
-    return prefill_by_pairs if _pairs_pay(settings.threads) else prefill_by_tiles
+    return custom_prefill if _custom_pays(settings.threads) else tiled_prefill
 
 
 def choose_patches(threads: int) -> PatchKernel:
     """Return the kernel for the patches of images, in bfloat16 on a CPU."""
-    from vsched_workers.backends.cpu import paired_attention, tiled_attention
+    from vsched_workers.backends.cpu import prefill_attention, tiled_attention
 
-    return paired_attention.attend_all if _pairs_pay(threads) else tiled_attention.attend_all
+    if _custom_pays(threads):
+        return prefill_attention.attend_patches
+    return tiled_attention.attend_patches
 
 
 def choose_products(settings: WorkerSettings) -> MakeOwn | None:
@@ -105,19 +107,18 @@ def choose_products(settings: WorkerSettings) -> MakeOwn | None:
     return functools.partial(panel_product, threads=settings.threads)
 
 
-def _pairs_pay(threads: int) -> bool:
-    """Return whether pairs attend for many rows of bfloat16 here; compile what does.
+def _custom_pays(threads: int) -> bool:
+    """Return whether the custom kernel attends for many rows of bfloat16 here, or oneDNN; compile the one that does.
 
-    Pairs leave heads of odd sizes to tiles, which are compiled then by the profiling run or the worst batch.
+    The custom kernel leaves heads of odd sizes to oneDNN; the profiling run compiles for them.
     """
     from vsched_workers.backends.cpu import operand_choice
-    from vsched_workers.backends.cpu.kernels import prefill_attention as paired_kernels
-    from vsched_workers.backends.cpu.kernels import softmax as softmax_kernels
+    from vsched_workers.backends.cpu.kernels import prefill_attention, softmax
 
     if not operand_choice.pays_here():
-        softmax_kernels.warm_up(threads=threads)
+        softmax.warm_up(threads=threads)
         return False
-    paired_kernels.warm_up(operand_choice.operand(), threads=threads)
+    prefill_attention.warm_up(operand_choice.operand(), threads=threads)
     return True
 
 

@@ -69,7 +69,7 @@ def _highest(logits: torch.Tensor) -> npt.NDArray[np.int32]:
     """Return the place of the largest logit of every row."""
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.is_contiguous():
         with contextlib.suppress(ImportError):
-            from vsched_workers.backends.cpu.kernels.elementwise import argmax
+            from vsched_workers.backends.cpu.kernels.argmax import argmax
 
             found = np.empty(len(logits), dtype=np.int32)
             argmax(logits.data_ptr(), *logits.shape, found)

@@ -15,11 +15,10 @@ import torch
 from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu import operand_choice, paired_attention, tiled_attention
-from vsched_workers.backends.cpu.kernels import softmax as softmax_kernels
-from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE, can_multiply
-from vsched_workers.backends.cpu.paired_attention import prefill_by_pairs
-from vsched_workers.backends.cpu.tiled_attention import prefill_by_tiles
+from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
 from vsched_workers.backends.kernel_choice import choose_decode, choose_patches, choose_prefill
 from vsched_workers.batching.paged_attention import (
     KvCache,
@@ -35,8 +34,8 @@ from vsched_workers.batching.paged_attention import (
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
 
-needs_pairs = pytest.mark.skipif(
-    not can_multiply(), reason="the processor has no product of bfloat16"
+needs_bf16_dot = pytest.mark.skipif(
+    not has_bf16_dot(), reason="the processor has no product of bfloat16"
 )
 
 
@@ -45,7 +44,7 @@ def with_operand(operand: npt.NDArray[Any], kernel: Callable[..., Any]) -> Calla
 
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paired_attention, "operand", lambda: operand)
+            patch.setattr(prefill_attention, "operand", lambda: operand)
             return kernel(*arguments)
 
     return call
@@ -178,10 +177,18 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     [
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
-        (prefill_by_tiles, torch.bfloat16, 4e-2),
-        pytest.param(with_operand(PAIR, prefill_by_pairs), torch.bfloat16, 4e-2, marks=needs_pairs),
+        (tiled_attention.prefill, torch.bfloat16, 4e-2),
         pytest.param(
-            with_operand(SINGLE, prefill_by_pairs), torch.bfloat16, 1e-2, marks=needs_pairs
+            with_operand(BF16, prefill_attention.prefill),
+            torch.bfloat16,
+            4e-2,
+            marks=needs_bf16_dot,
+        ),
+        pytest.param(
+            with_operand(FLOAT32, prefill_attention.prefill),
+            torch.bfloat16,
+            1e-2,
+            marks=needs_bf16_dot,
         ),
     ],
 )
@@ -226,9 +233,7 @@ def test_prefill_equals_attention_written_out(
 
 
 @pytest.mark.parametrize("heads", [1, 12, 16, 28])
-def test_prefill_by_tiles_multiplies_few_shapes(
-    monkeypatch: pytest.MonkeyPatch, heads: int
-) -> None:
+def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     """What oneDNN compiled for a shape stays: 1,000 chunks of many lengths once took a gigabyte."""
     shapes: set[tuple[int, ...]] = set()
 
@@ -255,22 +260,23 @@ def test_prefill_by_tiles_multiplies_few_shapes(
     assert seen[-1] < 134, "fewer than chunks"
 
 
-@pytest.mark.parametrize("soften", [softmax_kernels.soften, softmax_kernels.soften_parallel])
-def test_soften_keeps_an_online_softmax(soften: Any) -> None:
+@pytest.mark.parametrize("kernel", softmax_tile)
+def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
     """Two tiles whose highest scores rise, far apart and close, causal and whole; the unseen weighs nothing."""
     period, width, dim = 5, 40, 3
     rows = 3 * period
     chance = torch.Generator().manual_seed(3)
     tiles = [(torch.randn(rows, width, generator=chance) * 9 + lift).bfloat16() for lift in (0, 30)]
     values = torch.randn(2, width, dim, generator=chance).bfloat16()
-    highest = np.full(rows, softmax_kernels.LOWEST, dtype=np.float32)
+    highest = np.full(rows, SCORE_MIN, dtype=np.float32)
     total = np.zeros(rows, dtype=np.float32)
     summed = np.zeros((rows, dim), dtype=np.float32)
     seen = torch.arange(rows)[:, None] % period + 1 > torch.arange(width)
     masks = [seen, torch.arange(width).expand(rows, -1) < 33]
     for tile, value, (first, more) in zip(tiles, values, ((1, 1), (33, 0)), strict=True):
         weights = tile.clone()
-        soften(weights.data_ptr(), width, first, more, period, highest, total, summed)
+        online = OnlineSoftmax(highest, total, summed)
+        kernel(weights.data_ptr(), width, first, more, period, online)
         summed += (weights.float() @ value.float()).numpy()
     scores = torch.cat(
         [t.double().masked_fill(~m, -torch.inf) for t, m in zip(tiles, masks, strict=True)], 1
@@ -284,10 +290,10 @@ def test_soften_keeps_an_online_softmax(soften: Any) -> None:
 @pytest.mark.parametrize(
     "attend_all",
     [
-        tiled_attention.attend_all,
+        tiled_attention.attend_patches,
         *(
-            pytest.param(with_operand(each, paired_attention.attend_all), marks=needs_pairs)
-            for each in (PAIR, SINGLE)
+            pytest.param(with_operand(each, prefill_attention.attend_patches), marks=needs_bf16_dot)
+            for each in (BF16, FLOAT32)
         ),
     ],
 )
@@ -315,10 +321,10 @@ def test_attend_all_equals_attention_written_out(
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
-@needs_pairs
-@pytest.mark.parametrize("operand", [PAIR, SINGLE], ids=["pairs", "float32"])
+@needs_bf16_dot
+@pytest.mark.parametrize("operand", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(
+def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
     threads: int, operand: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever chunks a prompt comes in, and through whatever blocks, to the last bit."""
@@ -328,7 +334,7 @@ def test_pairs_give_a_row_the_same_however_its_prompt_is_cut(
         torch.randn(length, count, head_dim, generator=chance).bfloat16()
         for count in (heads, kv_heads, kv_heads)
     )
-    monkeypatch.setattr(paired_attention, "operand", lambda: operand)
+    monkeypatch.setattr(prefill_attention, "operand", lambda: operand)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -347,7 +353,7 @@ def _in_chunks(
     *,
     block_size: int,
 ) -> torch.Tensor:
-    """Return what `prefill_by_pairs` makes of a prompt in chunks, [rows, heads, head dim]."""
+    """Return what `prefill_attention.prefill` makes of a prompt in chunks, [rows, heads, head dim]."""
     length, kv_heads, head_dim = keys.shape
     blocks = -(-length // block_size)
     cache = KvCache(
@@ -371,26 +377,26 @@ def _in_chunks(
             table, start=0, first=first, last=last, block_size=block_size, device="cpu"
         )
         queries, *own = (each[first:last].transpose(0, 1) for each in (query, keys, values))
-        made = prefill_by_pairs(queries, own[0], own[1], 0, segment, step, 0.2)
+        made = prefill_attention.prefill(queries, own[0], own[1], 0, segment, step, 0.2)
         parts.append(made.transpose(0, 1))
         first = last
     return torch.cat(parts)
 
 
-def test_choose_prefill_takes_pairs_or_tiles_for_bfloat16_on_the_cpu_only(
+def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operand_choice, "pays_here", lambda: False)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_tiles
-    assert choose_patches(1) is tiled_attention.attend_all
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
+    assert choose_patches(1) is tiled_attention.attend_patches
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert choose_prefill(WorkerSettings(device="cuda:0"), torch.bfloat16) is prefill_by_gather
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
 
 
-@needs_pairs
-def test_pairs_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_bf16_dot
+def test_custom_prefill_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operand_choice, "pays_here", lambda: True)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_by_pairs
-    assert choose_patches(1) is paired_attention.attend_all
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
+    assert choose_patches(1) is prefill_attention.attend_patches
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

@@ -17,15 +17,16 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import crowd
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import paired_attention
-from vsched_workers.backends.cpu import products as panel_products
-from vsched_workers.backends.cpu.kernels import elementwise as cpu_kernels
-from vsched_workers.backends.cpu.kernels import heads as head_kernels
-from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE
+from vsched_workers.backends.cpu import prefill_attention, products
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.argmax import argmax
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.norm import add_norm
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.backends.cpu.operand_choice import pays_here
-from vsched_workers.backends.cpu.products import PAIR_ROWS_MAX
+from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.rotary_angles import Angles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 
@@ -47,7 +48,7 @@ def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
 
 
-def turned(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = head.chunk(2, dim=-1)
     half = torch.cat([-second, first], dim=-1)
     return head * torch.cat([cos, cos], dim=-1) + half * torch.cat([sin, sin], dim=-1)
@@ -55,7 +56,7 @@ def turned(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 @pytest.mark.parametrize(
     "kernel",
-    [cpu_kernels.add_norm, pytest.param(cpu_kernels.add_norm_parallel, marks=pytest.mark.slow)],
+    [add_norm.serial, pytest.param(add_norm.parallel, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("width", [16, 40, 257])
 @pytest.mark.parametrize("adds", ["adds", "adds nothing"])
@@ -75,9 +76,9 @@ def test_add_norm_equals_the_modules(kernel: Any, width: int, adds: str) -> None
 
 @pytest.mark.parametrize(
     "kernel",
-    [cpu_kernels.activate, pytest.param(cpu_kernels.activate_parallel, marks=pytest.mark.slow)],
+    [swiglu.serial, pytest.param(swiglu.parallel, marks=pytest.mark.slow)],
 )
-def test_activate_equals_the_modules(kernel: Any) -> None:
+def test_swiglu_equals_the_modules(kernel: Any) -> None:
     """Far from zero the exponential neither overflows nor yields what is no number."""
     gate, up = draw(7, 37) * 40, draw(7, 37, seed=1)
     gate[0, :4] = torch.tensor([0.0, -0.0, 3e38, -3e38])
@@ -97,38 +98,36 @@ def test_argmax_takes_the_first_of_the_largest() -> None:
     logits[4, 0] = torch.inf
     logits[5] = 0.0
     found = np.empty(6, dtype=np.int32)
-    cpu_kernels.argmax(logits.data_ptr(), 6, 300, found)
+    argmax(logits.data_ptr(), 6, 300, found)
     assert found.tolist() == logits.argmax(-1).tolist()
     assert found[2] == 7
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
-    "kernel", [head_kernels.turn, pytest.param(head_kernels.turn_parallel, marks=pytest.mark.slow)]
+    "kernel", [rope_prefill.serial, pytest.param(rope_prefill.parallel, marks=pytest.mark.slow)]
 )
-def test_turn_equals_the_modules(kernel: Any, has_norms: bool) -> None:
-    """Heads are normed and turned as by the modules, and keys and values are where the cache has them."""
+def test_rope_equals_the_modules(kernel: Any, has_norms: bool) -> None:
+    """Heads are normed and rotated as by the modules, and keys and values are where the cache has them."""
     rows, heads, kv_heads, dim = 5, 4, 2, 16
     qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(rows, 8), draw(rows, 8, seed=1)
-    weights = [draw(dim, seed=seed) for seed in (2, 3)] if has_norms else [draw(0), draw(0)]
+    weights = [draw(dim, seed=seed) for seed in (2, 3)]
+    norms = [weight.data_ptr() if has_norms else 0 for weight in weights]
     keys, values = (torch.zeros(20, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
     room = torch.zeros(heads + 2 * kv_heads, rows + 3, dim, dtype=torch.bfloat16)
     slots = np.array([3, 19, 0, 7, 8])
     kernel(
         qkv.data_ptr(),
-        rows,
-        heads,
-        *(each.view(torch.uint16).numpy() for each in (cos, sin)),
-        slots,
-        *(each.view(torch.uint16).numpy() for each in (keys, values, *weights)),
-        np.float32(EPS),
         room[:, 2:].data_ptr(),
         rows + 3,
+        heads_of(heads, norms[0], norms[1], EPS, 1.0),
+        RopeRows(cos.view(torch.uint16).numpy(), sin.view(torch.uint16).numpy(), slots),
+        *(each.view(torch.uint16).numpy() for each in (keys, values)),
     )
     split = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     if has_norms:
         split = (normed(split[0], weights[0]), normed(split[1], weights[1]), split[2])
-    wanted = [*(turned(each, cos[:, None], sin[:, None]) for each in split[:2]), split[2]]
+    wanted = [*(rotated(each, cos[:, None], sin[:, None]) for each in split[:2]), split[2]]
     found = room[:, 2 : 2 + rows].transpose(0, 1).split([heads, kv_heads, kv_heads], dim=1)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0.01, atol=0.01)
@@ -140,7 +139,7 @@ def test_turn_equals_the_modules(kernel: Any, has_norms: bool) -> None:
 
 
 def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
-    """Each frequency turns with the axis that the family gives it, whichever way the two interleave them."""
+    """Each frequency belongs to the axis that the family gives it, whichever way the two interleave them."""
     rotary = stages(size, "auto", "bfloat16").generator._model.rotary_emb  # type: ignore[attr-defined]
     positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
@@ -164,15 +163,15 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor")
-@pytest.mark.parametrize("chosen", [PAIR, SINGLE], ids=["pairs", "float32"])
+@pytest.mark.parametrize("chosen", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of larger models lie in whole panels; rows are filled up no more. Images, too."""
-    monkeypatch.setattr(panel_products, "operand", lambda: chosen)
-    monkeypatch.setattr(paired_attention, "operand", lambda: chosen)
+    monkeypatch.setattr(products, "operand", lambda: chosen)
+    monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
-    assert fused.generator._fused._own >= PAIR_ROWS_MAX  # type: ignore[attr-defined]
+    assert fused.generator._fused._own >= BF16_ROWS_MAX  # type: ignore[attr-defined]
     assert exact.generator._head._own is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("numba")
 
-from vsched_workers.backends.cpu import operand_choice
-from vsched_workers.backends.cpu import products as panel_products
-from vsched_workers.backends.cpu.kernels.vectors import PAIR, SINGLE
+from vsched_workers.backends.cpu import operand_choice, products
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedWeight, filled, packs
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here
-from vsched_workers.backends.cpu.products import INPUTS_MAX, PAIR_ROWS_MAX, panel_product
+from vsched_workers.backends.cpu.products import BF16_ROWS_MAX, INPUTS_MAX, panel_product
 
 pytestmark = [
     pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
@@ -24,7 +23,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-OPERANDS = [pytest.param(PAIR, id="pairs"), pytest.param(SINGLE, id="float32")]
+OPERANDS = [pytest.param(BF16, id="bf16"), pytest.param(FLOAT32, id="float32")]
 Operand = npt.NDArray[Any]
 SHAPES = [(64, 32), (192, 96), (320, 256)]
 
@@ -33,7 +32,7 @@ SHAPES = [(64, 32), (192, 96), (320, 256)]
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operand:
     """Multiply this, whatever is faster here."""
     found: Operand = request.param
-    monkeypatch.setattr(panel_products, "operand", lambda: found)
+    monkeypatch.setattr(products, "operand", lambda: found)
     return found
 
 
@@ -60,8 +59,8 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
     for bias in (None, torch.randn(outputs).bfloat16()):
         weight = torch.randn(outputs, inputs).bfloat16()
         packed = _packed(weight, bias, threads)
-        assert packed.own_rows_max >= PAIR_ROWS_MAX
-        for count in (*range(20), 23, 24, 25, 31, 36, 100, PAIR_ROWS_MAX, 257):
+        assert packed.own_rows_max >= BF16_ROWS_MAX
+        for count in (*range(20), 23, 24, 25, 31, 36, 100, BF16_ROWS_MAX, 257):
             rows = torch.randn(count, inputs).bfloat16()
             found = packed(rows)
             assert found.shape == (count, outputs)
@@ -74,8 +73,8 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """What a request is answered does not depend, to the bit, on how many decode beside it."""
     torch.manual_seed(1)
     packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
-    assert packed.own_rows_max >= PAIR_ROWS_MAX
-    rows = torch.randn(PAIR_ROWS_MAX, 544).bfloat16()
+    assert packed.own_rows_max >= BF16_ROWS_MAX
+    rows = torch.randn(BF16_ROWS_MAX, 544).bfloat16()
     whole = packed(rows)
     for count in (1, 2, 5, 7, 13, 40):
         assert torch.equal(packed(rows[:count]), whole[:count])
@@ -86,7 +85,7 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
     packed = _packed(weight)
-    assert packed.own_rows_max >= PAIR_ROWS_MAX
+    assert packed.own_rows_max >= BF16_ROWS_MAX
     found = packed(rows)
     assert found.shape == (3, 5, 64)
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
@@ -109,11 +108,11 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
     block = FEW_ROWS[-1]
     rows = torch.randn(block + 5, 32).bfloat16()
     assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
-    assert seen == ([5] if chosen is PAIR else [block, 5])
+    assert seen == ([5] if chosen is BF16 else [block, 5])
     most = packed.own_rows_max
     assert filled(block + 5, own=most) == block + 5
-    rest = PAIR_ROWS_MAX + 1
-    assert filled(block + rest, own=most) == block + (160 if chosen is PAIR else rest)
+    rest = BF16_ROWS_MAX + 1
+    assert filled(block + rest, own=most) == block + (160 if chosen is BF16 else rest)
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (64, 33), (64, INPUTS_MAX + 32)])
@@ -131,8 +130,8 @@ def test_last_panel_is_filled_up_where_we_lay_the_weight_out(
     outputs, inputs = shape
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     packed = _packed(weight, bias, threads)
-    assert (packed.own_rows_max > 0) is (chosen is SINGLE)
-    if chosen is SINGLE:
+    assert (packed.own_rows_max > 0) is (chosen is FLOAT32)
+    if chosen is FLOAT32:
         assert packed.size_bytes == -(-outputs // 64) * 64 * inputs * 2
     for count in (1, 7, 300):
         rows = torch.randn(count, inputs).bfloat16()
@@ -152,29 +151,29 @@ def test_weight_that_lies_otherwise_is_left_to_onednn(
     other = weight.clone()
     other[-1, -1] += 1
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda _: reorder(other))
-    assert (panel_product(weight, None, threads=1) is None) is (chosen is PAIR)
+    assert (panel_product(weight, None, threads=1) is None) is (chosen is BF16)
 
 
-@pytest.mark.parametrize(("asked", "answer"), [("can_multiply", False), ("multiplies_tiles", True)])
+@pytest.mark.parametrize(("asked", "answer"), [("has_bf16_dot", False), ("has_amx", True)])
 def test_processors_with_less_or_more_are_left_to_onednn(
     asked: str, *, answer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the instruction there is no product of pairs; with tiles of it, oneDNN is far ahead."""
+    """Without VDPBF16PS there is no custom product; with AMX, oneDNN is far ahead."""
     weight = torch.randn(192, 64).bfloat16()
     monkeypatch.setattr(operand_choice, asked, lambda: answer)
     assert panel_product(weight, None, threads=1) is None
 
 
-@pytest.mark.parametrize(("single_s", "wanted"), [(0.5, SINGLE), (0.95, PAIR), (2.0, PAIR)])
+@pytest.mark.parametrize(("float32_s", "wanted"), [(0.5, FLOAT32), (0.95, BF16), (2.0, BF16)])
 def test_operand_is_what_takes_less_time(
-    single_s: float, wanted: Operand, monkeypatch: pytest.MonkeyPatch
+    float32_s: float, wanted: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best of several rounds counts, and float32 must win by more than widening costs."""
-    taken = {PAIR.dtype: iter([9.0, 1.0] * 8), SINGLE.dtype: iter([single_s, 9.0] * 8)}
-    monkeypatch.setattr(operand_choice, "_seconds", lambda kind: next(taken[kind.dtype]))
+    taken = {BF16.dtype: iter([9.0, 1.0] * 8), FLOAT32.dtype: iter([float32_s, 9.0] * 8)}
+    monkeypatch.setattr(operand_choice, "_seconds", lambda tag: next(taken[tag.dtype]))
     assert operand.__wrapped__() is wanted
 
 
 def test_operands_are_timed_by_what_they_take() -> None:
-    assert operand_choice._seconds(PAIR) > 0 < operand_choice._seconds(SINGLE)
-    assert operand() in (PAIR, SINGLE)
+    assert operand_choice._seconds(BF16) > 0 < operand_choice._seconds(FLOAT32)
+    assert operand() in (BF16, FLOAT32)

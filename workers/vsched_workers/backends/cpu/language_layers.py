@@ -1,19 +1,19 @@
-"""The layers of a language model in bfloat16 on a CPU, written out: five products a layer and little between them.
+"""The layers of a language model in bfloat16 on a CPU, fused: five products a layer and four passes between them.
 
 transformers' modules spend three quarters of a small decode step on calls: some forty-five a layer, each over all rows.
-Here a layer is five products of packed weights, queries, keys and values being one of them, and four passes of
-`kernels/elementwise.py`. One step's rows are filled up once to a number that packed weights are multiplied with, and
-long ones are cut into blocks, so that what one product makes is still in the cache when the next takes it.
+Here a layer is five products of packed weights, queries, keys and values being one of them, and four calls of the
+compiled kernels in `kernels/`. A step's rows are padded once to a number that packed weights are multiplied with, and
+long steps are cut into blocks, so that the result of one product is still in the cache when the next takes it.
 
-What a layer computes follows from the modules that it is made of. A model with a layer of another make keeps
-transformers' modules.
+What a layer computes follows from the modules that it is made of. A model with other modules in a layer keeps
+transformers' own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,21 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 
-from vsched_workers.backends.cpu.decode_attention import parts_of, use_threads
-from vsched_workers.backends.cpu.kernels import elementwise as cpu_kernels
-from vsched_workers.backends.cpu.kernels import heads as head_kernels
-from vsched_workers.backends.cpu.kernels.decode_attention import scored_type
+from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
+from vsched_workers.backends.cpu.kernels import activation, argmax, decode_attention, norm, rope
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.decode_attention import decode, score_tag
+from vsched_workers.backends.cpu.kernels.norm import add_norm
+from vsched_workers.backends.cpu.kernels.rope import (
+    Bf16Array,
+    RopeRows,
+    heads_of,
+    rope_prefill,
+)
 from vsched_workers.backends.cpu.modules import PackedLinear, Product, filled
-from vsched_workers.backends.cpu.rotary_angles import Angles, Halves
-from vsched_workers.backends.cpu.row_blocks import Block, Rows
+from vsched_workers.backends.cpu.rotary_angles import Angles
+from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.parallel.slicing import SummedLinear
 
 if TYPE_CHECKING:
@@ -38,11 +46,11 @@ if TYPE_CHECKING:
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
 
-USUAL_BLOCK = 16
-"""Kernels for blocks of such a size are compiled at once, others by the profiling run."""
-
 DECODE_VALUES_MIN = 1 << 18
 """The same for attention, in products of a query and a key."""
+
+USUAL_BLOCK = 16
+"""Kernels for blocks of this size are compiled at load, others by the profiling run."""
 
 
 class FusedAttention(nn.Module):
@@ -72,7 +80,7 @@ def _frozen(parts: Sequence[torch.Tensor]) -> nn.Parameter:
 
 
 def fuse(model: Any) -> bool:
-    """Merge the first products of every layer, and tell whether all layers look as it is written here.
+    """Merge the first products of every layer; return whether all layers are of a kind that can be fused.
 
     The linear layers are packed afterwards, and `FusedLanguage` made of the model.
     """
@@ -101,18 +109,16 @@ def _is_known(layer: Any) -> bool:
 
 @dataclass(slots=True)
 class Norm:
-    """An RMS norm: where its weights lie, which the module owns."""
+    """An RMS norm: the address of its weights, which the module owns, their number, and epsilon."""
 
-    weight: int
+    weight_at: int
     width: int
     eps: np.float32
 
     @classmethod
     def of(cls, module: Any) -> Norm:
         """Take the weights of transformers' module."""
-        weight: torch.Tensor = module.weight
-        assert weight.is_contiguous(), "its values are read one after the other"
-        return cls(weight.data_ptr(), len(weight), np.float32(module.variance_epsilon))
+        return cls(_weight_at(module), len(module.weight), np.float32(module.variance_epsilon))
 
 
 @dataclass(slots=True)
@@ -126,25 +132,38 @@ class _Layer:
     down: Product
     norm: Norm
     middle: Norm
-    query_weight: Halves
-    key_weight: Halves
-    head_eps: np.float32
+    heads: npt.NDArray[Any]
     attention: FusedAttention
 
 
-@dataclass(slots=True)
-class _Heads:
-    """What attention needs of a step beside the rows: angles and slot of each, room for prefill rows, and more.
+class _Part(NamedTuple):
+    """A block's decode rows or prefill rows: from `start` of the step's rows on."""
 
-    Shape: cos, sin [count, head dim / 2]; slots [count]; room [heads + 2 * kv heads, prefill rows, head dim].
+    start: int
+    rows: RopeRows
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _StepAttention:
+    """What attention needs of a step beside the hidden states, the same in all layers.
+
+    Attributes:
+        parts: For each block its decode rows and its prefill rows.
+        room: Where the heads of prefill rows are written, [heads + 2 * kv heads, prefill rows, head dim].
+        decode: The decode kernel, for one thread or all.
+        decode_threads: Threads of it.
+        rope: The kernel for the heads of prefill rows, for one thread or all.
+        tag: The dtype tag that decode rows score keys in.
     """
 
-    cos: Halves
-    sin: Halves
-    slots: npt.NDArray[np.int64]
+    parts: list[tuple[_Part | None, _Part | None]]
     room: torch.Tensor
-    many: bool
-    scored: npt.NDArray[Any]
+    decode: Any
+    decode_threads: int
+    rope: Any
+    tag: npt.NDArray[Any]
 
 
 class FusedLanguage:
@@ -159,9 +178,11 @@ class FusedLanguage:
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
         self._own = min((weight.own_rows_max for weight in packed), default=0)
         use_threads(threads)
-        cpu_kernels.warm_up(threads=threads)
+        for kernels in (norm, activation, rope):
+            kernels.warm_up(threads=threads)
+        argmax.warm_up()
         head_dim = self._layers[0].attention.head_dim
-        head_kernels.warm_up(scored_type(head_dim, USUAL_BLOCK), threads=threads)
+        decode_attention.warm_up(score_tag(head_dim, USUAL_BLOCK), threads=threads)
 
     def __call__(
         self,
@@ -171,7 +192,7 @@ class FusedLanguage:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [rows, hidden]; what fills them up comes after them.
+        """Return the normed hidden states of the wanted rows, [rows, hidden], and padding after them.
 
         Wanted are all decode rows, and the last rows of some chunks.
         """
@@ -185,19 +206,8 @@ class FusedLanguage:
             hidden[places] = images.levels[0]
             levels = list(images.levels[1:])
         first = self._layers[0].attention
-        rows = Rows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
-        cos, sin = self._angles(positions)
-        kinds = first.heads + 2 * first.kv_heads
-        room = hidden.new_empty(kinds, count - step.decode_rows, first.head_dim)
-        seen = int(step.contexts.sum()) * first.heads * first.head_dim
-        heads = _Heads(
-            cos,
-            sin,
-            step.slots.numpy(),
-            room,
-            self._many(seen, DECODE_VALUES_MIN),
-            scored_type(first.head_dim, step.cache.block_size),
-        )
+        rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
+        attention_step = self._prepare_attention(rows, self._angles(positions), step)
         # A profiling run takes the first layers only, if any.
         layers = self._layers[: len(self._model.layers)]
         norms = [*(layer.norm for layer in layers), self._last]
@@ -206,21 +216,52 @@ class FusedLanguage:
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
-                self._attend(layer, rows, heads, step, _ends(step, wanted))
+                self._attend(layer, rows, attention_step, step, _ends(step, wanted))
                 rows, select = rows.only(select, self._own), None
             else:
-                self._attend(layer, rows, heads, step, step.segments)
+                self._attend(layer, rows, attention_step, step, step.segments)
             self._feed_forward(layer, rows, following)
             if index < len(levels):
                 rows.hidden[places] += levels[index]
                 self._add_norm(rows, None, following)
         return rows.normed if select is None else rows.normed[select]
 
+    def _prepare_attention(
+        self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
+    ) -> _StepAttention:
+        first = self._layers[0].attention
+        kinds = first.heads + 2 * first.kv_heads
+        room = rows.hidden.new_empty(kinds, rows.count - step.decode_rows, first.head_dim)
+        seen = int(step.contexts.sum()) * first.heads * first.head_dim
+        (cos, sin), slots = angles, step.slots.numpy()
+
+        def part_of(start: int, stop: int) -> _Part | None:
+            if start == stop:
+                return None
+            part = slice(start, stop)
+            rows = RopeRows(cos[part], sin[part], slots[part])
+            return _Part(start, rows, step.tables[part], step.contexts[part])
+
+        parts = []
+        for block in rows.blocks:
+            stop = min(block.stop, rows.count)
+            middle = min(max(step.decode_rows, block.start), stop)
+            parts.append((part_of(block.start, middle), part_of(middle, stop)))
+        many = self._many(seen, DECODE_VALUES_MIN)
+        return _StepAttention(
+            parts=parts,
+            room=room,
+            decode=decode.parallel if many else decode.serial,
+            decode_threads=self._threads if many else 1,
+            rope=self._pick(rope_prefill, room.numel()),
+            tag=score_tag(first.head_dim, step.cache.block_size),
+        )
+
     def _attend(
         self,
         layer: _Layer,
-        rows: Rows,
-        heads: _Heads,
+        rows: StepRows,
+        given: _StepAttention,
         step: PagedStep,
         segments: Sequence[Segment],
     ) -> None:
@@ -230,100 +271,86 @@ class FusedLanguage:
         """
         attention = layer.attention
         keys, values = step.cache.arrays[attention.index]
-        shared = (layer.query_weight, layer.key_weight, layer.head_eps)
-        decode_rows = step.decode_rows
-        turn = head_kernels.turn
-        if self._many(heads.room.numel(), PARALLEL_VALUES_MIN):
-            turn = head_kernels.turn_parallel
-        for block in rows.blocks:
+        for block, (decoding, prefilling) in zip(rows.blocks, given.parts, strict=True):
             qkv = layer.qkv(block.normed)
-            start, stop = block.start, min(block.stop, rows.count)
-            middle = min(max(decode_rows, start), stop)
-            if start < middle:
-                part = slice(start, middle)
-                (head_kernels.decode_parallel if heads.many else head_kernels.decode)(
-                    qkv.data_ptr(),
-                    middle - start,
-                    attention.heads,
-                    heads.cos[part],
-                    heads.sin[part],
-                    heads.slots[part],
-                    keys,
-                    values,
-                    step.tables[part],
-                    step.contexts[part],
-                    step.cache.block_size,
-                    *shared,
-                    np.float32(attention.scaling),
+            qkv_at = qkv.data_ptr()
+            if decoding is not None:
+                given.decode(
+                    qkv_at,
                     block.attended.data_ptr(),
-                    parts_of(
-                        middle - start, attention.kv_heads, self._threads if heads.many else 1
-                    ),
-                    heads.scored,
-                )
-            if middle < stop:
-                part = slice(middle, stop)
-                turn(
-                    qkv.data_ptr() + (middle - start) * qkv.shape[1] * qkv.itemsize,
-                    stop - middle,
-                    attention.heads,
-                    heads.cos[part],
-                    heads.sin[part],
-                    heads.slots[part],
+                    layer.heads,
+                    decoding.rows,
                     keys,
                     values,
-                    *shared,
-                    heads.room.data_ptr() + (middle - decode_rows) * attention.head_dim * 2,
-                    heads.room.shape[1],
+                    decoding.tables,
+                    decoding.contexts,
+                    step.cache.block_size,
+                    shares_of(len(decoding.rows.slots), attention.kv_heads, given.decode_threads),
+                    given.tag,
                 )
-        self._attend_chunks(attention, rows, heads, step, segments)
+            if prefilling is not None:
+                skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
+                place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
+                given.rope(
+                    qkv_at + skipped,
+                    given.room.data_ptr() + place,
+                    given.room.shape[1],
+                    layer.heads,
+                    prefilling.rows,
+                    keys,
+                    values,
+                )
+        self._attend_chunks(attention, rows, given.room, step, segments)
 
     @staticmethod
     def _attend_chunks(
         attention: FusedAttention,
-        rows: Rows,
-        heads: _Heads,
+        rows: StepRows,
+        room: torch.Tensor,
         step: PagedStep,
         segments: Sequence[Segment],
     ) -> None:
         """Attend for rows of prefill, whose heads lie in the room."""
-        queries, seen, taken = heads.room.split(
+        queries, keys, values = room.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
         for segment in segments:
             part = slice(segment.start - step.decode_rows, segment.stop - step.decode_rows)
-            own = queries[:, part], seen[:, part], taken[:, part]
-            attended = step.prefill(*own, attention.index, segment, step, attention.scaling)
+            of_chunk = queries[:, part], keys[:, part], values[:, part]
+            attended = step.prefill(*of_chunk, attention.index, segment, step, attention.scaling)
             rows.attended[segment.start : segment.stop].view(
                 -1, attention.heads, attention.head_dim
             ).copy_(attended.transpose(0, 1))
 
-    def _feed_forward(self, layer: _Layer, rows: Rows, following: Norm) -> None:
+    def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
         for block in rows.blocks:
             self._add_norm_block(block, layer.output(block.attended), layer.middle)
             gate, up = layer.gate(block.normed), layer.up(block.normed)
-            many = self._many(gate.numel(), PARALLEL_VALUES_MIN)
-            activate = cpu_kernels.activate_parallel if many else cpu_kernels.activate
-            activate(gate.data_ptr(), up.data_ptr(), *gate.shape)
+            kernel = self._pick(swiglu, gate.numel())
+            kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
             self._add_norm_block(block, layer.down(gate), following)
 
-    def _add_norm(self, rows: Rows, delta: torch.Tensor | None, norm: Norm) -> None:
+    def _add_norm(self, rows: StepRows, delta: torch.Tensor | None, norm: Norm) -> None:
         for block in rows.blocks:
             self._add_norm_block(block, delta, norm)
 
-    def _add_norm_block(self, block: Block, delta: torch.Tensor | None, norm: Norm) -> None:
+    def _add_norm_block(self, block: RowBlock, delta: torch.Tensor | None, norm: Norm) -> None:
         """Write the norms of a block's rows, to which `delta` is added before."""
-        many = self._many(block.rows * norm.width, PARALLEL_VALUES_MIN)
-        (cpu_kernels.add_norm_parallel if many else cpu_kernels.add_norm)(
+        kernel = self._pick(add_norm, block.rows * norm.width)
+        kernel(
             block.hidden_at,
             0 if delta is None else delta.data_ptr(),
-            norm.weight,
+            norm.weight_at,
             norm.width,
             norm.eps,
             block.normed_at,
             block.rows,
         )
+
+    def _pick(self, kernel: Threaded, values: int) -> Any:
+        """Return the variant of a kernel that is faster for this number of values."""
+        return kernel.parallel if self._many(values, PARALLEL_VALUES_MIN) else kernel.serial
 
     def _many(self, values: int, least: int) -> bool:
         return self._threads > 1 and values >= least
@@ -339,9 +366,13 @@ def _layer_of(layer: Any) -> _Layer:
         down=product_of(layer.mlp.down_proj),
         norm=Norm.of(layer.input_layernorm),
         middle=Norm.of(layer.post_attention_layernorm),
-        query_weight=_values_of(attention.q_norm),
-        key_weight=_values_of(attention.k_norm),
-        head_eps=np.float32(getattr(attention.q_norm, "variance_epsilon", 0.0)),
+        heads=heads_of(
+            attention.heads,
+            _weight_at(attention.q_norm),
+            _weight_at(attention.k_norm),
+            getattr(attention.q_norm, "variance_epsilon", 0.0),
+            attention.scaling,
+        ),
         attention=attention,
     )
 
@@ -353,16 +384,17 @@ def _ends(step: PagedStep, wanted: npt.NDArray[np.int64]) -> list[Segment]:
 
 
 def product_of(module: nn.Module) -> Product:
-    """Return what multiplies by a packed linear layer, without the call of a module where there is no need of one."""
+    """Return the product by a packed linear layer, without the call of a module where there is no need of one."""
     if isinstance(module, PackedLinear):
         return module.packed
     forward: Product = module.forward
     return forward
 
 
-def _values_of(norm: Any) -> Halves:
-    """Return the weights of a norm; none where there is no norm."""
+def _weight_at(norm: Any) -> int:
+    """Return the address of a norm's weights; 0 where there is no norm."""
     if norm is None:
-        return np.empty(0, dtype=np.uint16)
-    found: Halves = norm.weight.detach().view(torch.uint16).numpy()
-    return found
+        return 0
+    weight: torch.Tensor = norm.weight
+    assert weight.is_contiguous(), "its values are read one after the other"
+    return weight.data_ptr()

@@ -1,7 +1,7 @@
-"""What multiplies rows by a weight that lies in panels, as `kernels/gemm.py` reads it.
+"""Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
 
-Where pairs are multiplied, oneDNN takes over from some number of rows on. So there is one copy of the weight, which
-oneDNN has packed, and it is read there. Where float32 is faster, oneDNN is not needed, and the weight is laid out here.
+With bfloat16 operands oneDNN takes over from some number of rows on. So there is one copy of the weight, which oneDNN
+has packed, and the kernel reads it there. Where float32 is faster, oneDNN is not needed, and the weight is packed here.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 from torch.nn import functional
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
-from vsched_workers.backends.cpu.kernels import gemm as panel_kernels
-from vsched_workers.backends.cpu.kernels.gemm import PANEL
-from vsched_workers.backends.cpu.kernels.vectors import LINE, SINGLE
+from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
+from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
+from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here
 
 INPUTS_MAX = 4096
 """Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
 
-PAIR_ROWS_MAX = 128
-"""Most rows that are multiplied by pairs: with 256, which leave the cache between two panels, oneDNN is as fast."""
+BF16_ROWS_MAX = 128
+"""Most rows that are multiplied as bfloat16: with 256, which leave the cache between two panels, oneDNN is as fast."""
 
-FILLED_SHARE_MAX = 1 / 8
-"""Most of a weight that its last panel may be filled up with: it is read and multiplied as the rest is."""
+PADDING_SHARE_MAX = 1 / 8
+"""The largest share of a weight that may be padding of its last panel: it is read and multiplied as the rest is."""
 
 
 class PanelProduct:
-    """Multiplies by a weight [out, in] in panels; the result does not depend on how many rows there are.
+    """The product by a weight [out, in] in panels; a row's result does not depend on the other rows.
 
     Attributes:
         rows_max: Most rows that it is worth using for.
-        packed: What oneDNN multiplies more rows with.
-        size_bytes: Bytes of the weight as it lies.
+        packed: The weight as oneDNN packs it, for more rows than that.
+        size_bytes: Bytes of the padded weight.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PanelProduct:
         threads: int,
     ) -> None:
         """Take a weight of this shape, whose panels lie at an address in memory that `panels` owns."""
-        single = operand() is SINGLE
-        self.rows_max = sys.maxsize if single else PAIR_ROWS_MAX
-        self.packed = None if single else panels
+        is_float32 = operand() is FLOAT32
+        self.rows_max = sys.maxsize if is_float32 else BF16_ROWS_MAX
+        self.packed = None if is_float32 else panels
         self._panels = panels
         self._address = address
         self._out, self._in = shape
@@ -62,11 +62,10 @@ class PanelProduct:
         if bias is not None:
             self._bias[: self._out] = bias
         self._bias_at = self._bias.data_ptr()
-        # By place: numba takes microseconds to sort out names.
-        self._multiply = functools.partial(panel_kernels.multiply, operand())
-        if threads > 1:
-            use_threads(threads)
-            self._multiply = functools.partial(panel_kernels.multiply_parallel, threads, operand())
+        use_threads(threads)
+        kernel = multiply.parallel if threads > 1 else multiply.serial
+        # By position: numba takes microseconds to sort out names.
+        self._multiply = functools.partial(kernel, threads, operand())
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
@@ -87,22 +86,22 @@ class PanelProduct:
 def panel_product(
     weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
 ) -> PanelProduct | None:
-    """Return what multiplies by a weight, of which it holds a copy.
+    """Return the product by a weight, of which it holds a copy.
 
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
     inputs = weight.shape[1]
     if inputs % 2 or inputs > INPUTS_MAX or not pays_here():
         return None
-    found = _laid_out(weight) if operand() is SINGLE else _packed(weight)
+    found = _pack(weight) if operand() is FLOAT32 else _pack_with_onednn(weight)
     return None if found is None else PanelProduct(*found, weight.shape, bias, threads)
 
 
-def _laid_out(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return a weight in panels, the last one filled up with zeros, and their address."""
+def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight in panels, the last one padded with zeros, and their address."""
     outputs, inputs = weight.shape
     missing = -outputs % PANEL
-    if missing > FILLED_SHARE_MAX * outputs:
+    if missing > PADDING_SHARE_MAX * outputs:
         return None
     whole = functional.pad(weight.detach(), (0, 0, 0, missing)).view(-1, PANEL, inputs // 2, 2)
     panels = whole.transpose(1, 2).contiguous()
@@ -110,7 +109,7 @@ def _laid_out(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     return None if address % LINE else (panels, address)
 
 
-def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """Return a weight as oneDNN packs it, and the address of its panels, if that is how it packs."""
     operations: Any = torch.ops.mkldnn
     if weight.shape[0] % PANEL:
@@ -123,7 +122,7 @@ def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Compare some panels with what they hold if oneDNN, which does not tell, packs as `kernels/gemm.py` reads."""
+    """Compare some panels with what they should hold: oneDNN does not document its layout."""
     outputs, inputs = weight.shape
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
     found = np.ctypeslib.as_array(pointer, (outputs // PANEL, inputs // 2, PANEL, 2))

@@ -1,30 +1,28 @@
-"""The angles by which the heads of a row are turned."""
+"""The angles of rotary position embedding."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Halves = npt.NDArray[np.uint16]
+from vsched_workers.backends.cpu.kernels.rope import Bf16Array
 
 
 class Angles:
-    """The angles by which heads are turned, for each row's positions on three axes."""
+    """The angles by which heads are rotated, for each row's positions on three axes."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
         self._half: int = len(rotary.inv_freq)
         one = torch.eye(3, dtype=torch.int64)[:, None]
         _, sin = rotary(torch.empty(0, dtype=torch.float32), one)
-        # Which axis a frequency belongs to shows where it turns with nothing else.
-        turned = sin[0, :, : self._half].ne(0)
-        self._axes = turned.int().argmax(0)
-        self._plain = rotary.rope_type == "default" and bool((turned.sum(0) == 1).all())
+        # A frequency belongs to the axis that alone changes its angle.
+        changed = sin[0, :, : self._half].ne(0)
+        self._axes = changed.int().argmax(0)
+        self._plain = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
 
-    def __call__(self, positions: torch.Tensor) -> tuple[Halves, Halves]:
+    def __call__(self, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
         """Return cosines and sines [rows, head dim / 2] for positions [4, 1, rows], the first of which count text."""
         if self._plain:
             scaling = self._rotary.attention_scaling

@@ -8,10 +8,10 @@ from torch.nn import functional
 from vsched_workers.backends.cpu.modules import FEW_ROWS, filled
 
 
-class Rows:
+class StepRows:
     """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
 
-    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]; `count` rows count, the rest is filling.
+    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]. Rows behind the first `count` are padding.
     """
 
     def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
@@ -22,20 +22,20 @@ class Rows:
         attended[count:] = 0
         size = FEW_ROWS[-1]
         self.blocks = [
-            Block(
+            RowBlock(
                 start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
             )
             for start in range(0, len(hidden), size)
         ]
 
-    def only(self, wanted: torch.Tensor, own: int) -> Rows:
-        """Return some of the rows, and filling; their norms are lost."""
+    def only(self, wanted: torch.Tensor, own: int) -> StepRows:
+        """Return some of the rows, and padding; their norms are lost."""
         count = len(wanted)
         wanted = functional.pad(wanted, (0, filled(count, own=own) - count))
-        return Rows(self.hidden[wanted], self.attended[wanted], count)
+        return StepRows(self.hidden[wanted], self.attended[wanted], count)
 
 
-class Block:
+class RowBlock:
     """Part of the rows, from `start` on, and where in memory it lies."""
 
     __slots__ = ("attended", "hidden_at", "normed", "normed_at", "rows", "start", "stop")

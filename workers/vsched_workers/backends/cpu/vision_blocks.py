@@ -1,4 +1,4 @@
-"""The blocks of a vision tower in bfloat16 on a CPU, written out as the layers of `language_layers.py` are.
+"""The blocks of a vision tower in bfloat16 on a CPU, fused as the layers of `language_layers.py` are.
 
 Rows go through the products in blocks, so that what one product makes is still in the cache when the next takes it.
 Windows of one size are attended to in one call: by themselves they are too small to be worth one.
@@ -17,8 +17,11 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
-from vsched_workers.backends.cpu.kernels import elementwise as cpu_kernels
-from vsched_workers.backends.cpu.kernels import heads as head_kernels
+from vsched_workers.backends.cpu.kernels import activation, norm, rope
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.norm import add_norm
+from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, Norm, product_of
 from vsched_workers.backends.cpu.modules import MANY_ROWS
 from vsched_workers.backends.kernel_choice import choose_patches
@@ -28,12 +31,13 @@ BLOCK = MANY_ROWS[-1]
 
 
 def fuse_blocks(tower: Any, threads: int) -> bool:
-    """Replace the blocks of a tower whose linear layers are packed; tell whether they look as it is written here."""
+    """Replace the blocks of a tower whose linear layers are packed; return whether they can be fused."""
     if not all(_is_known(block) for block in tower.blocks):
         return False
     use_threads(threads)
-    cpu_kernels.warm_up(threads=threads)
-    head_kernels.warm_up_patches(threads=threads)
+    norm.warm_up(threads=threads)
+    activation.warm_up(threads=threads)
+    rope.warm_up_patches(threads=threads)
     attend = choose_patches(threads)
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads, attend)
@@ -79,10 +83,8 @@ class FusedBlock(nn.Module):
             normed = torch.empty_like(rows)
             self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
             gate, up = self._gate(normed), self._up(normed)
-            many = self._many(gate.numel())
-            (cpu_kernels.activate_parallel if many else cpu_kernels.activate)(
-                gate.data_ptr(), up.data_ptr(), *gate.shape
-            )
+            kernel = self._pick(swiglu, gate.numel())
+            kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
             rows += self._down(gate)
         return hidden
 
@@ -96,19 +98,17 @@ class FusedBlock(nn.Module):
         heads = self.block.attn.num_heads
         count = len(hidden)
         half = angles[0].shape[1] // 2
-        # Both halves of a head turn by the same angles.
+        # Both halves of a head are rotated by the same angles.
         cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
         room = hidden.new_empty(3 * heads, count, 2 * half)
-        turn = head_kernels.turn_patches
-        if self._many(room.numel()):
-            turn = head_kernels.turn_patches_parallel
+        rotate = self._pick(rope_patches, room.numel())
         for part in self._parts(hidden):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, None, self._norms[0], normed)
             qkv = self._qkv(normed)
             start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
-            turn(start_at, part.start, part.start + len(rows), heads, cos, sin, room.data_ptr())
+            rotate(start_at, part.start, part.start + len(rows), heads, cos, sin, room.data_ptr())
         query, key, value = room.split(heads)
         attended = hidden.new_empty(count, heads, 2 * half)
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
@@ -128,19 +128,21 @@ class FusedBlock(nn.Module):
     def _add_norm(
         self, rows: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor
     ) -> None:
-        many = self._many(rows.numel())
-        (cpu_kernels.add_norm_parallel if many else cpu_kernels.add_norm)(
+        kernel = self._pick(add_norm, rows.numel())
+        kernel(
             rows.data_ptr(),
             0 if delta is None else delta.data_ptr(),
-            norm.weight,
+            norm.weight_at,
             norm.width,
             norm.eps,
             out.data_ptr(),
             len(rows),
         )
 
-    def _many(self, values: int) -> bool:
-        return self._threads > 1 and values >= PARALLEL_VALUES_MIN
+    def _pick(self, kernel: Threaded, values: int) -> Any:
+        """Return the variant of a kernel that is faster for this number of values."""
+        many = self._threads > 1 and values >= PARALLEL_VALUES_MIN
+        return kernel.parallel if many else kernel.serial
 
     @staticmethod
     def _parts(hidden: torch.Tensor) -> Iterator[slice]:

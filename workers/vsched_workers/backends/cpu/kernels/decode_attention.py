@@ -1,9 +1,11 @@
-"""Decode attention over a paged cache of bfloat16, for one row and the query heads that share some key heads.
+"""Decode attention over the paged KV cache: one query row a sequence, which attends to all its tokens.
 
-Where the processor multiplies pairs of bfloat16 (see `kernels/vectors.py`), sixteen keys are scored at a time: the sums
-of all sixteen are kept in registers and added up across lanes together, which by itself costs more than the products.
-Values are added up for up to four heads at a time, which share them. Elsewhere, or where heads or blocks have other
-sizes, `decode_attention.py` does both.
+Gathering every context before attending costs more than attending. These kernels walk the block tables instead.
+
+`decode` is for fused layers in bfloat16: it takes a row from the merged product of queries, keys and values to what the
+output product takes. `decode_queries` is attention alone, for transformers' modules.
+
+A task is a row, or a row's share of the key heads where there are fewer rows than would keep the threads busy.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -16,322 +18,165 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.decode_attention import (
-    LOG2_E,
-    attend_scaled,
-    prefetch_head,
-    softmax,
-)
-from vsched_workers.backends.cpu.kernels.elementwise import halves
-from vsched_workers.backends.cpu.kernels.numba_basics import as_float, compiled
-from vsched_workers.backends.cpu.kernels.vectors import (
-    HALVES,
-    LANES,
-    LINE,
-    LONG,
-    NOTHING,
-    PAIR,
-    PAIRS,
-    SINGLE,
-    SINGLES,
-    WORD,
-    Loop,
-    Writer,
-    can_multiply,
-)
-
-KEYS = LANES
-"""Keys that are scored at a time."""
-COLUMNS = 4 * LANES
-"""Values of a head that are added up at a time, for up to four heads: all sums fill half of the registers."""
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, copy, narrow, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.decode_bf16 import COLUMNS, KEYS, attend_bf16
+from vsched_workers.backends.cpu.kernels.decode_float import RowContext, attend_float
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, no_rows, rope_head
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
 
-def _scoring(
-    _context: Any, _query_at: Any, _keys_at: Any, _key_bytes: Any, _parts: Any, _scores_at: Any
-) -> Any:
-    """Write the products of a query of so many vectors of pairs with 16 keys, which lie `key_bytes` apart."""
-
-    def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        query_at, keys_at, key_bytes, parts, scores_at = arguments
-        writer = Writer(builder)
-        loop = Loop(builder, [NOTHING] * KEYS)
-        query = writer.load(writer.moved(query_at, loop.index, LINE), PAIRS)
-        first_at = writer.moved(keys_at, loop.index, LINE)
-        sums = [
-            writer.multiply(
-                total, query, writer.load(writer.moved(first_at, key_bytes, key), PAIRS)
-            )
-            for key, total in enumerate(loop.carried)
-        ]
-        loop.end(sums, parts)
-        writer.store(_added_across(builder, sums), scores_at, 4)
-
-    return numba.void(*[numba.intp] * 5), make
-
-
-def _added_across(builder: Any, vectors: list[Any]) -> Any:
-    """Return one vector whose lanes are the sums of 16 vectors.
-
-    Each turn adds lanes that lie `apart`, of two vectors at once: half of the lanes are left to each of them.
-    """
-    apart = 1
-    while len(vectors) > 1:
-        lower, upper = [], []
-        for lane in range(LANES):
-            own = not lane & apart
-            lower.append(lane if own else LANES + lane - apart)
-            upper.append(lane + apart if own else LANES + lane)
-        masks = [ir.Constant(ir.VectorType(WORD, LANES), each) for each in (lower, upper)]
-        vectors = [
-            builder.fadd(*(builder.shuffle_vector(one, other, mask) for mask in masks))
-            for one, other in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        apart *= 2
-    return vectors[0]
-
-
-def _combining(
-    _context: Any,
-    _heads: Any,
-    _weights_at: Any,
-    _weight_bytes: Any,
-    _values_at: Any,
-    _value_bytes: Any,
-    _count: Any,
-    _sums_at: Any,
-    _sum_bytes: Any,
-) -> Any:
-    """Add 64 columns of so many values, times the weights of 1, 2 or 4 heads, to the sums of these heads."""
-
-    def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        heads, *others = arguments
-        end = builder.append_basic_block("end")
-        switch = builder.switch(heads, end)
-        for count in (1, 2, 4):
-            block = builder.append_basic_block("heads")
-            switch.add_case(ir.Constant(LONG, count), block)
-            builder.position_at_end(block)
-            _write_combining(builder, count, others)
-            builder.branch(end)
-        builder.position_at_end(end)
-
-    return numba.void(*[numba.intp] * 8), make
-
-
-def _write_combining(builder: Any, heads: int, arguments: Any) -> None:
-    weights_at, weight_bytes, values_at, value_bytes, count, sums_at, sum_bytes = arguments
-    writer, one = Writer(builder), ir.Constant(LONG, 1)
-    vectors = range(COLUMNS // LANES)
-    places = [
-        writer.moved(writer.moved(sums_at, sum_bytes, head), one, vector * LINE)
-        for head in range(heads)
-        for vector in vectors
-    ]
-    loop = Loop(builder, [writer.load(at, SINGLES, 4) for at in places])
-    value_at = builder.add(values_at, builder.mul(loop.index, value_bytes))
-    values = [
-        builder.fpext(writer.load(writer.moved(value_at, one, vector * LINE // 2), HALVES), SINGLES)
-        for vector in vectors
-    ]
-    sums: list[Any] = []
-    for head in range(heads):
-        weight_at = writer.moved(writer.moved(weights_at, weight_bytes, head), loop.index, 4)
-        weight = writer.repeated(writer.load(weight_at, ir.FloatType(), 4))
-        for value in values:
-            total = loop.carried[len(sums)]
-            product = builder.fmul(weight, value, flags=("contract",))
-            sums.append(builder.fadd(total, product, flags=("contract",)))
-    loop.end(sums, count)
-    for total, at in zip(sums, places, strict=True):
-        writer.store(total, at, 4)
-
-
-_score: Any = numba.extending.intrinsic(_scoring)
-_combine: Any = numba.extending.intrinsic(_combining)
-
-
-def scored_type(head_dim: int, block_size: int) -> npt.NDArray[Any]:
-    """Return an array of the type that keys are scored in here: uint16 for pairs where sizes suit them, or float32."""
-    suits = can_multiply() and not head_dim % COLUMNS and not block_size % KEYS
-    return PAIR if suits else SINGLE
+def score_tag(head_dim: int, block_size: int) -> npt.NDArray[Any]:
+    """Return the dtype tag that keys are scored in: bfloat16 where the processor and the sizes suit, or float32."""
+    suits = has_bf16_dot() and not head_dim % COLUMNS and not block_size % KEYS
+    return BF16 if suits else FLOAT32
 
 
 @compiled()
-def _slot_of(table: Any, token: int, block_size: int) -> int:
-    """Return where a token lies; the others of its vector of keys lie behind it."""
-    slot: int = table[token // block_size] * block_size + token % block_size
-    return slot
-
-
-@compiled()
-def _prefetch_next(
-    cached: Any, table: Any, first: int, length: int, block_size: int, kv_first: int, kv_stop: int
-) -> None:
-    """Fetch what comes after some keys or values."""
-    following = first + KEYS
-    if following < length:
-        slot = _slot_of(table, following, block_size)
-        for index in range(min(KEYS, length - following)):
-            prefetch_head(cached, slot + index, kv_first, kv_stop)
-
-
-@compiled()
-def _score_all(
-    query_at: int,
-    keys: Any,
-    table: Any,
-    kv_first: int,
-    kv_stop: int,
-    length: int,
-    block_size: int,
-    scores: Any,
-) -> None:
-    """Write the products of queries with all keys to `scores` [heads, whole vectors of keys]."""
-    heads, size = len(scores), 2 * keys.shape[2]
-    group, slot_bytes = heads // (kv_stop - kv_first), keys.shape[1] * size
-    for first in range(0, length, KEYS):
-        at = keys.ctypes.data + _slot_of(table, first, block_size) * slot_bytes + kv_first * size
-        _prefetch_next(keys, table, first, length, block_size, kv_first, kv_stop)
-        for head in range(heads):
-            to = scores.ctypes.data + (head * scores.shape[1] + first) * 4
-            key_at = at + head // group * size
-            _score(query_at + head * size, key_at, slot_bytes, size // LINE, to)
-
-
-@compiled()
-def _combine_all(
-    weights: Any,
-    values: Any,
-    table: Any,
-    kv_first: int,
-    kv_stop: int,
-    length: int,
-    block_size: int,
-    summed: Any,
-) -> None:
-    """Add all values, times the weights [heads, whole vectors of keys], to `summed` [heads, head dim]."""
-    heads, head_dim = summed.shape
-    size, weight_bytes = 2 * head_dim, 4 * weights.shape[1]
-    group, slot_bytes = heads // (kv_stop - kv_first), values.shape[1] * size
-    for first in range(0, length, KEYS):
-        at = values.ctypes.data + _slot_of(table, first, block_size) * slot_bytes + kv_first * size
-        _prefetch_next(values, table, first, length, block_size, kv_first, kv_stop)
-        count = min(KEYS, length - first)
-        head = 0
-        while head < heads:
-            left = group - head % group
-            take = 4 if left >= 4 else 2 if left >= 2 else 1
-            for column in range(0, head_dim, COLUMNS):
-                _combine(
-                    take,
-                    weights.ctypes.data + head * weight_bytes + first * 4,
-                    weight_bytes,
-                    at + head // group * size + column * 2,
-                    slot_bytes,
-                    count,
-                    summed.ctypes.data + (head * head_dim + column) * 4,
-                    head_dim * 4,
-                )
-            head += take
-
-
-@compiled()
-def _attend_pairs(
-    query_at: int,
-    keys: Any,
-    values: Any,
-    table: Any,
-    kv_first: int,
-    kv_stop: int,
-    length: int,
-    block_size: int,
-    scaling: Any,
-    summed: Any,
-) -> None:
-    # What is scored behind the last token of a block is nobody's, and left out of the softmax.
-    scores = np.empty((len(summed), (length + KEYS - 1) // KEYS * KEYS), dtype=np.float32)
-    _score_all(query_at, keys, table, kv_first, kv_stop, length, block_size, scores)
-    for head in range(len(summed)):
-        softmax(scores, head, length, scaling * LOG2_E)
-    _combine_all(scores, values, table, kv_first, kv_stop, length, block_size, summed)
-
-
-@compiled()
-def _attend_plain(
-    query_at: int,
-    keys: Any,
-    values: Any,
-    table: Any,
-    kv_first: int,
-    kv_stop: int,
-    length: int,
-    block_size: int,
-    scaling: Any,
-    summed: Any,
-) -> None:
+def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Attend for bfloat16 queries [heads, head dim] in float32; adds to `summed`, float32 of that shape."""
     heads, head_dim = summed.shape
     query = np.empty((heads, head_dim), dtype=np.float32)
     for head in range(heads):
-        turned = halves(query_at + head * 2 * head_dim, head_dim)
+        given = bf16_array(query_at + head * 2 * head_dim, head_dim)
         for index in range(head_dim):
-            query[head, index] = as_float(turned[index]) * scaling
-    attend_scaled(query, keys, values, table, kv_first, kv_stop, length, block_size, summed)
+            query[head, index] = widen(given[index]) * scaling
+    attend_float(query, context, summed)
 
 
-def attend_row(
-    like: Any,
-    query_at: int,
-    keys: Any,
-    values: Any,
-    table: Any,
-    kv_first: int,
-    kv_stop: int,
-    length: int,
-    block_size: int,
-    scaling: Any,
-    summed: Any,
-) -> None:
-    """Attend for queries [heads, head dim] at an address to the first `length` tokens of the blocks in `table`.
-
-    They are those of the key heads from `kv_first` to `kv_stop`. Adds to `summed`, float32 [heads, head dim]. `like` is
-    an array of the type that keys are scored in, see `scored_type`. Only what is asked for is compiled.
-    """
+def _attend_row(tag: Any, query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Call the kernel of the tag's type; only that one is compiled."""
     raise NotImplementedError
 
 
-@numba.extending.overload(attend_row, inline="always")
-def _choose(
-    like: Any,
-    query_at: Any,
-    keys: Any,
-    values: Any,
-    table: Any,
-    kv_first: Any,
-    kv_stop: Any,
-    length: Any,
-    block_size: Any,
-    scaling: Any,
-    summed: Any,
-) -> Any:
-    chosen = _attend_plain if isinstance(like.dtype, numba.types.Float) else _attend_pairs
+@numba.extending.overload(_attend_row, inline="always")
+def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) -> Any:
+    chosen = attend_widened if isinstance(tag.dtype, numba.types.Float) else attend_bf16
 
-    def attend(
-        like: Any,
-        query_at: Any,
-        keys: Any,
-        values: Any,
-        table: Any,
-        kv_first: Any,
-        kv_stop: Any,
-        length: Any,
-        block_size: Any,
-        scaling: Any,
-        summed: Any,
-    ) -> None:
-        chosen(
-            query_at, keys, values, table, kv_first, kv_stop, length, block_size, scaling, summed
-        )
+    def attend(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) -> None:
+        chosen(query_at, context, scaling, summed)
 
     return attend
+
+
+@compiled()
+def _decode_task(
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    row: int,
+    context: RowContext,
+    tag: Any,
+) -> None:
+    """Write some of a row's keys and values into the cache, and attend for the queries that share them."""
+    kv_heads, head_dim = context.keys.shape[1], context.keys.shape[2]
+    size, group = 2 * head_dim, heads.queries // kv_heads
+    row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
+    for kv_head in range(context.kv_first, context.kv_stop):
+        at = row_at + (heads.queries + kv_head) * size
+        place = (rows.slots[row] * kv_heads + kv_head) * size
+        key_at = context.keys.ctypes.data + place
+        rope_head(at, key_at, rows, row, heads.key_norm_at, heads.norm_eps)
+        copy(at + kv_heads * size, context.values.ctypes.data + place, head_dim)
+    first, count = context.kv_first * group, (context.kv_stop - context.kv_first) * group
+    summed = np.zeros((count, head_dim), dtype=np.float32)
+    # The rotated queries lie where the attended rows will.
+    row_at += first * size
+    to = out_at + (row * heads.queries + first) * size
+    for head in range(count):
+        source_at = row_at + head * size
+        rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads.norm_eps)
+    _attend_row(tag, to, context, heads.scaling, summed)
+    for head in range(count):
+        out = bf16_array(to + head * size, head_dim)
+        for index in range(head_dim):
+            out[index] = narrow(summed[head, index])
+
+
+@threaded
+def decode(
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    shares: int,
+    tag: Any,
+) -> None:
+    """Rotate the heads of decode rows, write keys and values into the cache, and attend.
+
+    Args:
+        qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
+        out_at: The attended rows, bfloat16 [rows, heads, head dim].
+        heads: The record of the layer's heads (`rope.heads_of`).
+        rows: The positions of the rows.
+        keys: The layer's keys, [slots, kv heads, head dim]; `values` as well.
+        values: The layer's values.
+        tables: The block tables of the rows' sequences, int32 [rows, blocks].
+        contexts: The tokens that a row attends to, itself included, int32 [rows].
+        block_size: Slots of a block.
+        shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
+        tag: The dtype tag that keys are scored in (`score_tag`).
+    """
+    size = keys.shape[1] // shares
+    for task in numba.prange(len(rows.slots) * shares):
+        row, first = task // shares, task % shares * size
+        context = RowContext(
+            keys, values, tables[row], contexts[row], block_size, first, first + size
+        )
+        _decode_task(qkv_at, out_at, heads[0], rows, row, context, tag)
+
+
+@compiled()
+def _attend_task(query: Any, row: int, context: RowContext, scaling: Any, out: Any) -> None:
+    group, head_dim = query.shape[1] // context.keys.shape[1], query.shape[2]
+    first, heads = context.kv_first * group, (context.kv_stop - context.kv_first) * group
+    scaled = np.empty((heads, head_dim), dtype=np.float32)
+    summed = np.zeros((heads, head_dim), dtype=np.float32)
+    for head in range(heads):
+        for value in range(head_dim):
+            scaled[head, value] = query[row, first + head, value] * scaling
+    attend_float(scaled, context, summed)
+    for head in range(heads):
+        for value in range(head_dim):
+            out[row, first + head, value] = summed[head, value]
+
+
+@threaded
+def decode_queries(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    scaling: Any,
+    shares: int,
+    out: Any,
+) -> None:
+    """Attend for query rows whose keys and values are in the cache already.
+
+    Shape: query, out float32 [rows, heads, head dim]; keys, values float32 or bfloat16 [slots, kv heads, head dim];
+    tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
+    """
+    size = keys.shape[1] // shares
+    for task in numba.prange(query.shape[0] * shares):
+        row, first = task // shares, task % shares * size
+        context = RowContext(
+            keys, values, tables[row], contexts[row], block_size, first, first + size
+        )
+        _attend_task(query, row, context, scaling, out)
+
+
+def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
+    """Compile `decode` for a dtype tag, so that the first request does not wait for it."""
+    cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
+    tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
+    for kernel in decode.needed(threads):
+        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)

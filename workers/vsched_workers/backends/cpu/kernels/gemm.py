@@ -1,13 +1,21 @@
-"""The product of rows and a packed weight in bfloat16, which reads the next weights while it multiplies.
+"""The product of bfloat16 rows and a packed weight (GEMM), which prefetches the next weights while it multiplies.
 
-A weight [out, in] lies in panels of 64 outputs, in which what belongs to two inputs lies together: [out / 64, in / 2,
-64, 2]. That is how oneDNN packs it, too. It takes the rows a few at a time: the first few wait for a panel to come from
-memory, and the others find it in the cache, so that a step of a large model takes the time of reading and that of
-multiplying, one after the other. Here each pass of rows over a panel fetches a part of the panel after it.
+    out[r, o] = bias[o] + sum_i rows[r, i] * weight[o, i]      (sums float32, result rounded)
 
-The processor's own instruction multiplies (see `kernels/vectors.py`): pairs of bfloat16, added up in float32. Some
-processors multiply float32 faster than that. There rows are widened first, and weights in registers: the products are
-the same, which float32 holds exactly, and only the order of the sums differs.
+**Layout.** A weight [out, in] lies in panels of 64 outputs, in which two neighbouring inputs lie together:
+[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. The weight and the
+bias are padded to whole panels.
+
+**Blocking.** A pass multiplies up to 6 rows with a panel: 6 x 4 vectors of sums stay in registers while all inputs are
+walked, beside 4 vectors of weights and one broadcast input. oneDNN takes rows a few at a time, too: its first pass
+waits for a panel to come from memory, and the others find it in the cache, so that a step of a large model takes the
+time of reading plus that of multiplying. Here each pass over a panel prefetches a part of the next panel.
+
+**Operands.** Some processors multiply float32 faster than VDPBF16PS multiplies bfloat16. There rows are widened first,
+and weights in registers: a product of two bfloat16 is exact in float32, and only the order of the sums differs.
+
+Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 2008), for panels and
+register blocking.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -22,74 +30,86 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.elementwise import halves
-from vsched_workers.backends.cpu.kernels.numba_basics import as_float, as_kind, compiled
-from vsched_workers.backends.cpu.kernels.vectors import (
-    HALVES,
+from vsched_workers.backends.cpu.kernels.bf16 import as_type_of, bf16_array, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.simd import (
+    BF16_PAIRS,
+    BF16S,
+    FLOATS,
     LANES,
     LINE,
     LONG,
-    NOTHING,
-    PAIRS,
-    SINGLES,
     WORD,
     WORDS,
+    ZEROS,
+    InstructionWriter,
     Loop,
-    Writer,
+    cases,
 )
 
 PANEL = 64
 """Outputs of a panel."""
 PASS_ROWS = 6
-"""Rows of a pass: their sums, four vectors each, fill the registers but for those of four weights and one input."""
-_PAIR = PANEL * 2 * 2
-"""Bytes of a pair of inputs in a panel."""
+"""Most rows of a pass: their sums, four vectors each, leave registers for four weights and one input."""
+_PAIR_BYTES = PANEL * 2 * 2
+"""Bytes of two neighbouring inputs in a panel."""
+_PREFETCHED_LINES = (0, 1, 2, 4)
+"""Lines that a pass may prefetch for each pair of inputs; four are the whole next panel."""
 
 
 class Pass:
-    """Writes one pass: rows times a panel of so many vectors, and so many lines fetched for each pair of inputs.
-
-    Rows are bfloat16, and multiplied by pairs, or `single`, and multiplied one by one in float32.
-    """
+    """Writes one pass: some rows times a panel of some vectors."""
 
     def __init__(
-        self, builder: Any, rows: int, *, lines: int = 0, vectors: int = 4, single: bool = False
+        self, builder: Any, rows: int, *, lines: int = 0, vectors: int = 4, float32: bool = False
     ) -> None:
+        """Describe a pass.
+
+        Args:
+            builder: Where to write it.
+            rows: Rows of it.
+            lines: Lines of memory to prefetch for each pair of inputs.
+            vectors: Vectors of outputs of the panel.
+            float32: Whether rows are float32 and weights are widened; else both are bfloat16, and VDPBF16PS is used.
+        """
         self._builder = builder
-        self._writer = Writer(builder)
+        self._writer = InstructionWriter(builder)
         self._rows = rows
         self._lines = lines
         self._vectors = vectors
-        self._single = single
+        self._float32 = float32
 
     def sums(
-        self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any, ahead_at: Any = None
+        self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any, next_at: Any = None
     ) -> Sequence[Any]:
-        """Write it where the builder is, and leave that at the end of it; returns the sums of each row."""
-        moved = self._writer.moved
-        loop = Loop(self._builder, [NOTHING] * (self._rows * self._vectors))
-        inputs_at = moved(rows_at, loop.index, 8 if self._single else 4)
-        weights_at = moved(panel_at, loop.index, self._vectors * LINE)
-        add = self._add_singles if self._single else self._add_pairs
+        """Write the loop over all pairs of inputs; returns the sums, a row's behind those of the row before."""
+        advance = self._writer.advance
+        loop = Loop(self._builder, [ZEROS] * (self._rows * self._vectors))
+        inputs_at = advance(rows_at, loop.index, 8 if self._float32 else 4)
+        weights_at = advance(panel_at, loop.index, self._vectors * LINE)
+        add = self._add_float32 if self._float32 else self._add_bf16
         sums: Sequence[Any] = add(loop.carried, inputs_at, row_bytes, weights_at)
         for line in range(self._lines):
-            self._writer.fetch(moved(ahead_at, loop.index, self._lines * LINE, line * LINE))
+            at = advance(next_at, loop.index, self._lines * LINE, line * LINE)
+            self._writer.prefetch(at, locality=2)
         loop.end(sums, pairs)
         return sums
 
-    def _add_pairs(self, sums: Any, inputs_at: Any, row_bytes: Any, panel_at: Any) -> list[Any]:
-        """Add the products of one pair of inputs to the sums of all rows, a row's behind those of the one before."""
+    def _add_bf16(
+        self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, panel_at: Any
+    ) -> Sequence[Any]:
+        """Add the products of one pair of inputs to the sums of all rows."""
         writer = self._writer
-        weights = self._weights(panel_at, PAIRS)
+        weights = self._weights(panel_at, BF16_PAIRS)
         added = []
         for row in range(self._rows):
-            word = writer.load(writer.moved(inputs_at, row_bytes, row), WORD, 4)
-            inputs = self._builder.bitcast(writer.repeated(word), PAIRS)
-            pairs = zip(self._of(sums, row), weights, strict=True)
-            added += [writer.multiply(total, inputs, each) for total, each in pairs]
+            pair = writer.load(writer.advance(inputs_at, row_bytes, row), WORD, 4)
+            inputs = self._builder.bitcast(writer.broadcast(pair), BF16_PAIRS)
+            of_row = zip(self._of(sums, row), weights, strict=True)
+            added += [writer.dot(total, inputs, weight) for total, weight in of_row]
         return added
 
-    def _add_singles(
+    def _add_float32(
         self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, panel_at: Any
     ) -> Sequence[Any]:
         """Do the same in float32: first the lower ones of all pairs, then the upper ones."""
@@ -102,25 +122,23 @@ class Pass:
             [builder.and_(each, upper) for each in words],
         )
         for place, half in enumerate(halves):
-            weights = [builder.bitcast(each, SINGLES) for each in half]
+            weights = [builder.bitcast(each, FLOATS) for each in half]
             added = []
             for row in range(self._rows):
-                at = writer.moved(inputs_at, row_bytes, row)
+                at = writer.advance(inputs_at, row_bytes, row)
                 at = builder.add(at, ir.Constant(LONG, 4 * place))
-                value = writer.repeated(writer.load(at, ir.FloatType(), 4))
-                for total, weight in zip(self._of(sums, row), weights, strict=True):
-                    product = builder.fmul(value, weight, flags=("contract",))
-                    added.append(builder.fadd(total, product, flags=("contract",)))
+                value = writer.broadcast(writer.load(at, ir.FloatType(), 4))
+                of_row = zip(self._of(sums, row), weights, strict=True)
+                added += [writer.multiply_add(total, value, weight) for total, weight in of_row]
             sums = added
         return sums
 
     def _weights(self, panel_at: Any, kind: Any) -> list[Any]:
-        at = self._writer.moved
         one = ir.Constant(LONG, 1)
-        vectors = range(self._vectors)
-        return [
-            self._writer.load(at(panel_at, one, vector * LINE), kind, LINE) for vector in vectors
+        places = [
+            self._writer.advance(panel_at, one, vector * LINE) for vector in range(self._vectors)
         ]
+        return [self._writer.load(at, kind, LINE) for at in places]
 
     def _of(self, sums: Sequence[Any], row: int) -> Sequence[Any]:
         return sums[row * self._vectors : (row + 1) * self._vectors]
@@ -132,81 +150,62 @@ class Pass:
         out_bytes: Any,
         *,
         bias_at: Any = None,
-        single: bool = False,
+        float32: bool = False,
     ) -> None:
-        """Add the bias, if there is one, to the sums and write them: rounded, or `single` as they are."""
+        """Add the bias, if there is one, to the sums, and write them: as float32, or else rounded to bfloat16."""
         builder, writer = self._builder, self._writer
-        size = 4 if single else 2
+        size = 4 if float32 else 2
         for vector in range(self._vectors):
             bias = None
             if bias_at is not None:
                 at = builder.add(bias_at, ir.Constant(LONG, vector * LANES * 2))
-                bias = builder.fpext(writer.load(at, HALVES), SINGLES)
+                bias = builder.fpext(writer.load(at, BF16S), FLOATS)
             for row in range(self._rows):
-                whole = self._of(sums, row)[vector]
-                whole = whole if bias is None else builder.fadd(whole, bias)
-                at = writer.moved(out_at, out_bytes, row)
+                total = self._of(sums, row)[vector]
+                total = total if bias is None else builder.fadd(total, bias)
+                at = writer.advance(out_at, out_bytes, row)
                 at = builder.add(at, ir.Constant(LONG, vector * LANES * size))
-                writer.store(whole if single else builder.fptrunc(whole, HALVES), at)
+                writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
-def _passing(
-    _context: Any,
+@emits(numba.void, None, *[numba.intp] * 10)
+def _multiply_pass(
+    builder: Any,
     kind: Any,
-    _rows: Any,
-    _lines: Any,
-    _rows_at: Any,
-    _row_bytes: Any,
-    _panel_at: Any,
-    _pairs: Any,
-    _ahead_at: Any,
-    _bias_at: Any,
-    _out_at: Any,
-    _out_bytes: Any,
-) -> Any:
-    """Multiply 1 to 6 rows with a panel, fetching 0, 1, 2 or 4 lines of what lies ahead for each pair of inputs.
-
-    Rows are of the type that `kind` is of: float32, or uint16 for bfloat16.
-    """
-    single = isinstance(kind, numba.types.Float)
-
-    def make(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, rows, lines, rows_at, row_bytes, panel_at, pairs, *others = arguments
-        ahead_at, bias_at, *out = others
-        end = builder.append_basic_block("end")
-        # The number of a pass: its lines in the lower three bits, its rows above.
-        number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
-        switch = builder.switch(number, end)
-        for row_count in range(1, PASS_ROWS + 1):
-            for line_count in (0, 1, 2, 4):
-                block = builder.append_basic_block("pass")
-                switch.add_case(ir.Constant(LONG, row_count * 8 + line_count), block)
-                builder.position_at_end(block)
-                one = Pass(builder, row_count, lines=line_count, single=single)
-                one.store(
-                    one.sums(rows_at, row_bytes, panel_at, pairs, ahead_at), *out, bias_at=bias_at
-                )
-                builder.branch(end)
-        builder.position_at_end(end)
-
-    return numba.void(kind, *[numba.intp] * 10), make
-
-
-_multiply_pass: Any = numba.extending.intrinsic(_passing)
+    rows: Any,
+    lines: Any,
+    rows_at: Any,
+    row_bytes: Any,
+    panel_at: Any,
+    pairs: Any,
+    next_at: Any,
+    bias_at: Any,
+    out_at: Any,
+    out_bytes: Any,
+) -> None:
+    """Multiply 1 to 6 rows, of the type of `kind`, with a panel, and prefetch lines of the next panel."""
+    # A case's number has the lines in its lower three bits and the rows above.
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
+    numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
+    for case in cases(builder, number, numbers):
+        float32 = isinstance(kind, numba.types.Float)
+        one = Pass(builder, case // 8, lines=case % 8, float32=float32)
+        sums = one.sums(rows_at, row_bytes, panel_at, pairs, next_at)
+        one.store(sums, out_at, out_bytes, bias_at=bias_at)
 
 
 @compiled()
 def _multiply_panel(
-    inputs: Any, panel_at: int, bias_at: int, out_at: int, out_bytes: int, fetches: int
+    inputs: Any, panel_at: int, bias_at: int, out_at: int, out_bytes: int, has_next: int
 ) -> None:
-    """Multiply all rows with one panel, in passes of about as many rows, and fetch the next panel if there is one."""
+    """Multiply all rows with one panel, in passes of about as many rows, and prefetch the next panel, if any."""
     rows, pairs = len(inputs), inputs.shape[1] // 2
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     lines = 4 if passes == 1 else 2 if passes < 4 else 1
     row = 0
     for index in range(passes):
         count = (rows - row) // (passes - index)
-        fetched = lines if fetches and index * lines < 4 else 0
+        fetched = lines if has_next and index * lines < 4 else 0
         _multiply_pass(
             inputs[0, 0],
             count,
@@ -215,7 +214,7 @@ def _multiply_panel(
             inputs.strides[0],
             panel_at,
             pairs,
-            panel_at + pairs * (_PAIR + index * fetched * LINE),
+            panel_at + pairs * (_PAIR_BYTES + index * fetched * LINE),
             bias_at,
             out_at + row * out_bytes,
             out_bytes,
@@ -227,60 +226,38 @@ def _multiply_panel(
 def _multiply_panels(
     first: int, stop: int, inputs: Any, weight_at: int, outputs: int, bias_at: int, out_at: int
 ) -> None:
-    """Multiply all rows with some panels; of the last panel of all, only so many outputs count that there are."""
+    """Multiply all rows with the panels `first` to `stop`; the padding of the last panel of all is left out."""
     out_bytes = 2 * outputs
     for panel in range(first, stop):
-        panel_at = weight_at + panel * inputs.shape[1] * _PAIR // 2
+        panel_at = weight_at + panel * inputs.shape[1] * _PAIR_BYTES // 2
         column = panel * PANEL
-        fetches = panel + 1 < stop
+        has_next = panel + 1 < stop
         at = out_at + 2 * column
         if column + PANEL <= outputs:
-            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, fetches)
+            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
             continue
         part = np.empty((len(inputs), PANEL), dtype=np.uint16)
         part_at, part_bytes = part.ctypes.data, 2 * PANEL
-        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, fetches)
+        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next)
         for row in range(len(inputs)):
-            target, source = halves(at + row * out_bytes, outputs - column), part[row]
+            target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
             for index in range(len(target)):
                 target[index] = source[index]
 
 
 @compiled()
-def take(row_at: int, inputs: Any) -> None:
+def read_row(row_at: int, inputs: Any) -> None:
     """Write a row of bfloat16 in the type of the inputs."""
-    given = halves(row_at, len(inputs))
+    given = bf16_array(row_at, len(inputs))
     for index in range(len(inputs)):
-        inputs[index] = as_kind(inputs[0], as_float(given[index]))
+        inputs[index] = as_type_of(inputs[0], widen(given[index]))
 
 
-@compiled()
+# Flat arguments: a step of a small model spends a few microseconds on a product, 2 to 5 % of which a record would be.
+@threaded
 def multiply(
-    like: Any,
-    rows_at: int,
-    rows: int,
-    pairs: int,
-    weight_at: int,
-    outputs: int,
-    bias_at: int,
-    out_at: int,
-) -> None:
-    """Write the products of rows [rows, 2 * pairs] and a weight of so many outputs, and the bias, to [rows, outputs].
-
-    `like` is an array of the type that is multiplied: float32, or uint16 for pairs of bfloat16. Weight and bias are
-    filled up to whole panels.
-    """
-    inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
-    for row in range(rows):
-        take(rows_at + row * pairs * 4, inputs[row])
-    panels = (outputs + PANEL - 1) // PANEL
-    _multiply_panels(0, panels, inputs, weight_at, outputs, bias_at, out_at)
-
-
-@compiled(parallel=True)
-def multiply_parallel(
     threads: int,
-    like: Any,
+    tag: Any,
     rows_at: int,
     rows: int,
     pairs: int,
@@ -289,11 +266,50 @@ def multiply_parallel(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Do as `multiply` does on so many threads, each of which has neighbouring panels."""
-    inputs = np.empty((rows, 2 * pairs), dtype=like.dtype)
+    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+
+    Shape: rows [rows, 2 * pairs]; weight and bias as the head of this file says; out [rows, outputs].
+    `tag` is the dtype tag of the operands.
+    """
+    inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
     for row in numba.prange(rows):
-        take(rows_at + row * pairs * 4, inputs[row])
+        read_row(rows_at + row * pairs * 4, inputs[row])
     panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads
         _multiply_panels(first, stop, inputs, weight_at, outputs, bias_at, out_at)
+
+
+# --- what is timed to choose the operands (`operand_choice.py`) ---
+
+
+@emits(numba.void, None, *[numba.intp] * 6)
+def _timed_pass(
+    builder: Any,
+    kind: Any,
+    rows_at: Any,
+    row_bytes: Any,
+    panel_at: Any,
+    pairs: Any,
+    out_at: Any,
+    out_bytes: Any,
+) -> None:
+    """Multiply six rows, of the type of `kind`, with a panel."""
+    one = Pass(builder, PASS_ROWS, float32=isinstance(kind, numba.types.Float))
+    one.store(one.sums(rows_at, row_bytes, panel_at, pairs), out_at, out_bytes)
+
+
+@compiled()
+def repeat_pass(
+    kind: Any,
+    repeats: int,
+    rows_at: int,
+    row_bytes: int,
+    panel_at: int,
+    pairs: int,
+    out_at: int,
+    out_bytes: int,
+) -> None:
+    """Multiply six rows with a panel again and again; rows lie `row_bytes` apart, results `out_bytes`."""
+    for _ in range(repeats):
+        _timed_pass(kind, rows_at, row_bytes, panel_at, pairs, out_at, out_bytes)

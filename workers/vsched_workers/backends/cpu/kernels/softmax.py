@@ -1,9 +1,18 @@
-"""A kernel for the softmax between the two products of attention on the CPU in bfloat16.
+"""The online softmax of attention in tiles, for bfloat16 scores.
 
 torch's fused attention spends four nanoseconds on a score, more than on both products of it: the exponential. Here a
 row of scores is read twice and written once where it lies, a tenth of that time.
 
-See `kernels/elementwise.py` for rounding, addresses and threads.
+Of the tiles that a row has seen it keeps the highest score m, the total l of the weights, and the weighted sum a of the
+values. For another tile of scores s, which are logarithms to the base 2,
+
+    m' = max(m, max_i s_i),   w_i = 2**(s_i - m')  (rounded),   l' = l * 2**(m - m') + sum_i w_i,   a' = a * 2**(m - m')
+
+The weights take the place of the scores, and the caller adds the product of weights and values to a'. In the end a / l
+is the attention.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention"
+(NeurIPS 2022).
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -11,97 +20,76 @@ See `kernels/elementwise.py` for rounding, addresses and threads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.elementwise import halves, rounded
-from vsched_workers.backends.cpu.kernels.numba_basics import as_float, compiled, exp2, larger
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, exp2, larger, narrow, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
 
-LOWEST = np.float32(-1e30)
+SCORE_MIN = np.float32(-1e30)
 """Where the highest score of a row begins: finite, since the compiler may take infinities for impossible."""
 
 
+class OnlineSoftmax(NamedTuple):
+    """The online softmax of each row.
+
+    Attributes:
+        highest: m, float32 [rows], at first `SCORE_MIN`.
+        total: l, float32 [rows], at first 0.
+        summed: a, float32 [rows, head dim], at first 0.
+    """
+
+    highest: npt.NDArray[np.float32]
+    total: npt.NDArray[np.float32]
+    summed: npt.NDArray[np.float32]
+
+
 @compiled()
-def _soften_row(
-    scores_at: int,
-    width: int,
-    seen: int,
-    more: int,
-    period: int,
-    highest: Any,
-    total: Any,
-    summed: Any,
-    row: int,
-) -> None:
-    """Soften one row, and fade what was summed for it before."""
-    scores_at += 2 * row * width
-    seen = min(seen + row % period * more, width)
-    scores, unseen = halves(scores_at, seen), halves(scores_at + 2 * seen, width - seen)
-    top = highest[row]
+def _softmax_row(scores_at: int, width: int, seen: int, online: OnlineSoftmax, row: int) -> None:
+    scores, unseen = bf16_array(scores_at, seen), bf16_array(scores_at + 2 * seen, width - seen)
+    top = online.highest[row]
     for index in range(seen):
-        top = larger(top, as_float(scores[index]))
+        top = larger(top, widen(scores[index]))
     added = np.float32(0.0)
     for index in range(seen):
-        weight = rounded(exp2(as_float(scores[index]) - top))
+        weight = narrow(exp2(widen(scores[index]) - top))
         scores[index] = weight
-        added += as_float(weight)
+        added += widen(weight)
     for index in range(width - seen):
         unseen[index] = 0
-    fading = exp2(highest[row] - top)
-    highest[row] = top
-    total[row] = total[row] * fading + added
+    fading = exp2(online.highest[row] - top)
+    online.highest[row] = top
+    online.total[row] = online.total[row] * fading + added
     if fading < np.float32(1.0):
-        for index in range(summed.shape[1]):
-            summed[row, index] *= fading
+        for index in range(online.summed.shape[1]):
+            online.summed[row, index] *= fading
 
 
-@compiled()
-def soften(
-    scores_at: int,
-    width: int,
-    seen: int,
-    more: int,
-    period: int,
-    highest: Any,
-    total: Any,
-    summed: Any,
+@threaded
+def softmax_tile(
+    scores_at: int, width: int, seen: int, step: int, period: int, online: OnlineSoftmax
 ) -> None:
-    """Replace rows of scores, which are powers of two, by their share of the highest, and keep an online softmax.
+    """Replace a tile of scores by weights and update the online softmax.
 
     Args:
-        scores_at: Address of bfloat16 scores, [rows, width]; they become weights.
+        scores_at: Scores, bfloat16 [rows, width].
         width: Scores of a row.
-        seen: How many of them the first row of each period sees; the rest become zero.
-        more: How many more each further row of a period sees: 1 is causal, 0 is all alike.
-        period: How many rows that rule goes for, before it begins anew.
-        highest: The highest score of each row so far, float32 [rows].
-        total: The sum of each row's weights so far, float32 [rows].
-        summed: The values summed so far by weight, float32 [rows, head dim]; they fade where there is a higher score.
+        seen: Scores that the first row of each period sees; those behind it become 0.
+        step: Scores that each further row of a period sees beyond the row before: 1 is causal, 0 has no mask.
+        period: Rows after which that rule begins anew.
+        online: The online softmax of the rows.
     """
-    for row in range(len(highest)):
-        _soften_row(scores_at, width, seen, more, period, highest, total, summed, row)
-
-
-@compiled(parallel=True)
-def soften_parallel(
-    scores_at: int,
-    width: int,
-    seen: int,
-    more: int,
-    period: int,
-    highest: Any,
-    total: Any,
-    summed: Any,
-) -> None:
-    """As `soften`, on all threads."""
-    for row in numba.prange(len(highest)):
-        _soften_row(scores_at, width, seen, more, period, highest, total, summed, row)
+    for row in numba.prange(len(online.highest)):
+        seen_by_row = min(seen + row % period * step, width)
+        _softmax_row(scores_at + 2 * row * width, width, seen_by_row, online, row)
 
 
 def warm_up(*, threads: int) -> None:
     """Compile, so that the first request does not wait for it."""
-    one, summed = np.empty(0, dtype=np.float32), np.empty((0, 1), dtype=np.float32)
-    for kernel in (soften, soften_parallel)[: 1 + (threads > 1)]:
-        kernel(0, 1, 1, 0, 1, one, one, summed)
+    nothing = np.empty(0, dtype=np.float32)
+    online = OnlineSoftmax(nothing, nothing, np.empty((0, 1), dtype=np.float32))
+    for kernel in softmax_tile.needed(threads):
+        kernel(0, 1, 1, 0, 1, online)

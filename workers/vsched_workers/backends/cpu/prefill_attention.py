@@ -1,11 +1,10 @@
-"""Attention of chunks and images on processors that multiply pairs of bfloat16: calls `kernels/prefill_attention.py`.
+"""Attention of chunks and images on processors with VDPBF16PS: calls `kernels/prefill_attention.py`.
 
-Where it does not, or heads have another size, `tiled_attention.py` does the same with oneDNN.
+On other processors, or where heads have another size, `tiled_attention.py` does the same with oneDNN.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,17 +12,17 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu import tiled_attention
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
-from vsched_workers.backends.cpu.kernels.prefill_attention import Work, attend, attend_parallel
-from vsched_workers.backends.cpu.kernels.vectors import LANES
+from vsched_workers.backends.cpu.kernels.prefill_attention import PrefillArguments, attend
+from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 PARALLEL_SCORES_MIN = 1 << 14
-"""Waking threads takes as long as so many scores."""
-_LOG2_E = 1 / math.log(2)
+"""Waking threads takes as long as this number of scores."""
 
 
 def fits(head_dim: int) -> bool:
@@ -31,7 +30,7 @@ def fits(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
-def prefill_by_pairs(
+def prefill(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -43,14 +42,14 @@ def prefill_by_pairs(
     """Attend for the rows of a chunk, whose keys and values are in the cache already, to all before and among them."""
     heads, rows, head_dim = query.shape
     if not fits(head_dim):
-        return tiled_attention.prefill_by_tiles(query, key, value, layer, segment, step, scaling)
+        return tiled_attention.prefill(query, key, value, layer, segment, step, scaling)
     out = query.new_empty(rows, heads, head_dim)
     keys, values = step.cache.keys[layer].transpose(0, 1), step.cache.values[layer].transpose(0, 1)
-    _attend(query[:, None], keys, values, segment.slots().numpy(), scaling, out[None], more=1)
+    _attend(query[:, None], keys, values, segment.slots().numpy(), scaling, out[None], causal=True)
     return out.transpose(0, 1)
 
 
-def attend_all(
+def attend_patches(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, out: torch.Tensor
 ) -> None:
     """Attend within each of some sequences of one length, every row to all rows of its own.
@@ -60,10 +59,10 @@ def attend_all(
     """
     rows, head_dim = query.shape[2:]
     if not fits(head_dim):
-        tiled_attention.attend_all(query, key, value, scaling, out)
+        tiled_attention.attend_patches(query, key, value, scaling, out)
         return
     keys, values = (each.flatten(1, 2) for each in (key, value))
-    _attend(query, keys, values, np.arange(rows), scaling, out, more=0)
+    _attend(query, keys, values, np.arange(rows), scaling, out, causal=False)
 
 
 def _attend(
@@ -74,20 +73,23 @@ def _attend(
     scaling: float,
     out: torch.Tensor,
     *,
-    more: int,
+    causal: bool,
 ) -> None:
     """Attend for queries [heads, sequences, rows, head dim] to keys and values [kv heads, slots, head dim].
 
-    `slots` says where the keys of the first sequence lie; those of the others lie behind, one sequence after the other.
+    `slots` are those of the first sequence's keys; the keys of the others lie behind, one sequence after the other.
     """
     heads, sequences, rows, head_dim = query.shape
     assert keys.stride() == values.stride(), "both are walked alike"
     query = query if query[0].is_contiguous() else query.contiguous()
     assert out.is_contiguous(), "it is written as a whole"
-    padded = -(-len(slots) // PANEL) * PANEL
-    laid = query.new_empty(len(keys) * sequences * padded * 2 * head_dim)
-    many = torch.get_num_threads() > 1 and query.numel() // head_dim * padded >= PARALLEL_SCORES_MIN
-    work = Work(
+    padded_keys = -(-len(slots) // PANEL) * PANEL
+    packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * head_dim)
+    many = (
+        torch.get_num_threads() > 1
+        and query.numel() // head_dim * padded_keys >= PARALLEL_SCORES_MIN
+    )
+    arguments = PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
         heads=heads,
@@ -100,11 +102,11 @@ def _attend(
         head_bytes=keys.stride(0) * keys.itemsize,
         kv_heads=len(keys),
         slots=slots,
-        laid_at=laid.data_ptr(),
-        padded=padded,
-        more=more,
-        factor=np.float32(scaling * _LOG2_E),
+        packed_at=packed.data_ptr(),
+        padded_keys=padded_keys,
+        causal=int(causal),
+        factor=np.float32(scaling * LOG2_E),
         out_at=out.data_ptr(),
-        like=operand(),
+        tag=operand(),
     )
-    (attend_parallel if many else attend)(work)
+    (attend.parallel if many else attend.serial)(arguments)

@@ -1,0 +1,107 @@
+"""How kernels are compiled: one source for one thread and for all, and a cache on disk."""
+
+# numba compiles these functions: to a type checker they are untyped.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """Compile with a cache on disk where there is a place for one.
+
+    The error model is numpy's: a division that may raise is not vectorised.
+    """
+    _key_cache_by_content()
+    options |= {"fastmath": True, "nogil": True, "error_model": "numpy"}
+
+    def compile_function(function: Any) -> Any:
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:
+            return numba.njit(**options)(function)
+
+    return compile_function
+
+
+class Threaded(NamedTuple):
+    """A kernel compiled twice from one source: for the calling thread, and for all threads.
+
+    Waking the other threads takes some microseconds, so a caller uses `parallel` for large inputs only.
+    """
+
+    serial: Any
+    parallel: Any
+
+    def needed(self, threads: int) -> Sequence[Any]:
+        """Return the variants that a process with this number of threads calls."""
+        return self if threads > 1 else self[:1]
+
+
+def threaded(function: Any) -> Threaded:
+    """Compile a kernel for one thread, where `numba.prange` is `range`, and for all threads."""
+    # The cache on disk tells functions apart by their names, not by the options they are compiled with.
+    twin = types.FunctionType(
+        function.__code__, function.__globals__, f"{function.__name__}_parallel"
+    )
+    twin.__qualname__, twin.__module__ = twin.__name__, function.__module__
+    return Threaded(compiled()(function), compiled(parallel=True)(twin))
+
+
+@functools.cache
+def _key_cache_by_content() -> None:
+    """Have numba keep what it compiles in a folder that is named by the content of all kernels.
+
+    By itself it compiles a function anew when the function's own file has changed, but not when the file of a function
+    that is inlined into it has. Where the folder cannot be made, or `NUMBA_CACHE_DIR` is set, numba's rule holds.
+    """
+    here = Path(__file__).parent
+    sources = b"".join(file.read_bytes() for file in sorted(here.glob("*.py")))
+    content = hashlib.blake2b(sources, digest_size=6)
+    folder = here / "__pycache__" / f"numba-{content.hexdigest()}"
+    config: Any = numba.config
+    if not config.CACHE_DIR:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            config.CACHE_DIR = str(folder)
+
+
+def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function that compiled code can call out of one that writes its instructions for LLVM.
+
+    The decorated function takes LLVM's builder and the values of the arguments, and returns the value of the call.
+
+    Args:
+        returns: The numba type of the result; None for the type of the first argument.
+        parameters: The numba types of the arguments. None accepts any type: the decorated function then gets that type
+            instead of a value, so that instructions can depend on it.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def definition(_context: Any, *given: Any) -> Any:
+            accepted = [
+                parameter or kind for parameter, kind in zip(parameters, given, strict=True)
+            ]
+
+            def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+                passed = [
+                    value if parameter else kind
+                    for parameter, kind, value in zip(parameters, given, values, strict=True)
+                ]
+                return emit(builder, *passed)
+
+            return (returns or given[0])(*accepted), generate
+
+        functools.update_wrapper(definition, emit, assigned=("__name__", "__qualname__", "__doc__"))
+        return numba.extending.intrinsic(definition)
+
+    return decorate

@@ -1,0 +1,211 @@
+"""Decode attention of one row in float32, over a paged cache of float32 or bfloat16.
+
+For the query heads q_h that share a key head, over the tokens t of the row's blocks,
+
+    s_t = q_h . k_t,    w = softmax(s),    out_h = sum_t w_t v_t          (all float32)
+
+The inner loops run over the values of one head, which lie together, so that LLVM vectorises them. A key or value is
+widened once for two heads.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, exp2, larger, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.simd import prefetch
+
+
+class RowContext(NamedTuple):
+    """What the query heads of one row attend to.
+
+    Attributes:
+        keys: The keys of a layer, [slots, kv heads, head dim], float32 or bfloat16.
+        values: The values, as the keys.
+        table: The blocks of the row's sequence, int32.
+        length: Tokens of the sequence.
+        block_size: Tokens of a block; block b holds the slots from `b * block_size` on.
+        kv_first: First of the key heads that the queries share.
+        kv_stop: The key head behind the last of them.
+    """
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    table: npt.NDArray[np.int32]
+    length: int
+    block_size: int
+    kv_first: int
+    kv_stop: int
+
+
+@compiled()
+def softmax(scores: Any, head: int, length: int, factor: Any) -> None:
+    """Replace a head's scores s by 2**(factor (s_t - max s)), divided by their sum."""
+    highest = scores[head, 0]
+    for index in range(1, length):
+        highest = larger(highest, scores[head, index])
+    total = np.float32(0.0)
+    for index in range(length):
+        weight = exp2((scores[head, index] - highest) * factor)
+        scores[head, index] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for index in range(length):
+        scores[head, index] *= share
+
+
+@compiled()
+def prefetch_heads(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
+    """Prefetch the heads of one slot: blocks lie anywhere, and a processor foresees nothing across pages."""
+    size = cached.shape[2] * cached.itemsize
+    start = cached.ctypes.data + (slot * cached.shape[1] + kv_first) * size
+    for line in range(0, (kv_stop - kv_first) * size, 64):
+        prefetch(start + line)
+
+
+# Every array below is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the
+# vectors. All heads of a slot lie together, so they are read together.
+
+
+@compiled()
+def _score_one(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    total = np.float32(0.0)
+    for value in range(query.shape[1]):
+        total += query[head, value] * widen(keys[at, kv_head, value])
+    scores[head, index] = total
+
+
+@compiled()
+def _score_two_by_two(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    """Score two keys, one after the other, for a head and the next, which shares them: each is widened once."""
+    one = two = next_one = next_two = np.float32(0.0)
+    for value in range(query.shape[1]):
+        first, second = widen(keys[at, kv_head, value]), widen(keys[at + 1, kv_head, value])
+        one += query[head, value] * first
+        two += query[head, value] * second
+        next_one += query[head + 1, value] * first
+        next_two += query[head + 1, value] * second
+    scores[head, index], scores[head, index + 1] = one, two
+    scores[head + 1, index], scores[head + 1, index + 1] = next_one, next_two
+
+
+@compiled()
+def _score(query: Any, context: RowContext, scores: Any) -> None:
+    """Write the products of the queries [heads, head dim] with every key to `scores` [heads, length]."""
+    keys, table, block_size = context.keys, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    heads = len(query)
+    group = heads // (kv_stop - kv_first)
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        next_block = min(first + block_size, length - 1) // block_size
+        next_slot = table[next_block] * block_size - first
+        stop = min(first + block_size, length)
+        for index in range(first, stop - 1, 2):
+            for more in range(2):
+                prefetch_heads(keys, next_slot + index + more, kv_first, kv_stop)
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _score_two_by_two(query, head, keys, slot + index, kv_head, scores, index)
+                    head += 2
+                if head == last:
+                    for more in range(2):
+                        at = slot + index + more
+                        _score_one(query, head, keys, at, kv_head, scores, index + more)
+        for index in range(stop - (stop - first) % 2, stop):
+            for head in range(heads):
+                kv_head = kv_first + head // group
+                _score_one(query, head, keys, slot + index, kv_head, scores, index)
+
+
+@compiled()
+def _add_four(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """Add four values to what one head has summed: the sums are read and written once for all of them."""
+    one, two = weights[head, index], weights[head, index + 1]
+    three, four = weights[head, index + 2], weights[head, index + 3]
+    for value in range(summed.shape[1]):
+        summed[head, value] += (
+            one * widen(values[at, kv_head, value])
+            + two * widen(values[at + 1, kv_head, value])
+            + three * widen(values[at + 2, kv_head, value])
+            + four * widen(values[at + 3, kv_head, value])
+        )
+
+
+@compiled()
+def _add_four_to_two(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """As `_add_four`, for this head and the next, which shares its values: they are widened once."""
+    one, two = weights[head, index], weights[head, index + 1]
+    three, four = weights[head, index + 2], weights[head, index + 3]
+    next_one, next_two = weights[head + 1, index], weights[head + 1, index + 1]
+    next_three, next_four = weights[head + 1, index + 2], weights[head + 1, index + 3]
+    for value in range(summed.shape[1]):
+        first = widen(values[at, kv_head, value])
+        second = widen(values[at + 1, kv_head, value])
+        third = widen(values[at + 2, kv_head, value])
+        fourth = widen(values[at + 3, kv_head, value])
+        summed[head, value] += one * first + two * second + three * third + four * fourth
+        summed[head + 1, value] += (
+            next_one * first + next_two * second + next_three * third + next_four * fourth
+        )
+
+
+@compiled()
+def _combine(weights: Any, context: RowContext, summed: Any) -> None:
+    """Add every value, times its weight [heads, length], to `summed` [heads, head dim]."""
+    values, table, block_size = context.values, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    heads, head_dim = summed.shape
+    group = heads // (kv_stop - kv_first)
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        next_block = min(first + block_size, length - 1) // block_size
+        next_slot = table[next_block] * block_size - first
+        stop = min(first + block_size, length)
+        for index in range(first, stop - 3, 4):
+            for more in range(4):
+                prefetch_heads(values, next_slot + index + more, kv_first, kv_stop)
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _add_four_to_two(weights, index, values, slot + index, kv_head, head, summed)
+                    head += 2
+                if head == last:
+                    _add_four(weights, index, values, slot + index, kv_head, head, summed)
+        for index in range(stop - (stop - first) % 4, stop):
+            for head in range(heads):
+                kv_head = kv_first + head // group
+                weight = weights[head, index]
+                for value in range(head_dim):
+                    summed[head, value] += weight * widen(values[slot + index, kv_head, value])
+
+
+@compiled()
+def attend_float(query: Any, context: RowContext, summed: Any) -> None:
+    """Attend for queries float32 [heads, head dim], which are scaled already; adds to `summed`, of the same shape."""
+    heads = len(query)
+    scores = np.empty((heads, context.length), dtype=np.float32)
+    _score(query, context, scores)
+    for head in range(heads):
+        softmax(scores, head, context.length, LOG2_E)
+    _combine(scores, context, summed)

@@ -1,0 +1,195 @@
+"""Rotary position embedding of bfloat16 heads, their norms, and the writing of keys and values into the KV cache.
+
+A head (x, y) of two halves, at the angles t of its row's position, becomes
+
+    (x cos t - y sin t,  y cos t + x sin t)
+
+after an RMS norm (see `norm.py`) where the model has one. Language models round each product before the sum, as
+transformers' modules do in bfloat16; vision towers compute in float32 and round the result.
+
+All kernels take what the merged product of queries, keys and values has made, and write it where attention wants it.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, copy, narrow, through_bf16, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+
+Bf16Array = npt.NDArray[np.uint16]
+
+HEADS = np.dtype(
+    [
+        ("queries", np.int64),
+        ("query_norm_at", np.int64),
+        ("key_norm_at", np.int64),
+        ("norm_eps", np.float32),
+        ("scaling", np.float32),
+    ]
+)
+"""What the heads of a layer have in common, an array of one record (see `heads_of`).
+
+`queries` is the number of query heads. Weights of norms are bfloat16 [head dim], and their address is 0 where heads
+have no norm. Scores are multiplied with `scaling`.
+"""
+
+
+def heads_of(
+    queries: int, query_norm_at: int, key_norm_at: int, norm_eps: float, scaling: float
+) -> npt.NDArray[Any]:
+    """Return the record of a layer's heads; what lies at the addresses must outlive it."""
+    return np.array([(queries, query_norm_at, key_norm_at, norm_eps, scaling)], dtype=HEADS)
+
+
+class RopeRows(NamedTuple):
+    """The positions of some rows of a step.
+
+    Attributes:
+        cos: bfloat16 [rows, head dim / 2], the cosines of the angles of a row's position.
+        sin: As `cos`, the sines.
+        slots: int64 [rows], the slot of the cache that a row's key and value are written to.
+    """
+
+    cos: Bf16Array
+    sin: Bf16Array
+    slots: npt.NDArray[np.int64]
+
+
+@compiled()
+def rope_head(
+    source_at: int, target_at: int, rows: RopeRows, row: int, norm_at: int, eps: Any
+) -> None:
+    """Write one head of a row, normed if there are weights at `norm_at`, and rotated."""
+    half = rows.cos.shape[1]
+    # Two arrays each: an index that has something added to it is not seen to be positive.
+    lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
+    lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
+    if norm_at:
+        lower_weight, upper_weight = bf16_array(norm_at, half), bf16_array(norm_at + 2 * half, half)
+        squares = np.float32(0.0)
+        for index in range(half):
+            first, second = widen(lower[index]), widen(upper[index])
+            squares += first * first + second * second
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(2 * half) + eps)
+        for index in range(half):
+            first = through_bf16(widen(lower[index]) * scale)
+            lower_out[index] = narrow(widen(lower_weight[index]) * first)
+            second = through_bf16(widen(upper[index]) * scale)
+            upper_out[index] = narrow(widen(upper_weight[index]) * second)
+        lower, upper = lower_out, upper_out
+    for index in range(half):
+        first, second = widen(lower[index]), widen(upper[index])
+        cos, sin = widen(rows.cos[row, index]), widen(rows.sin[row, index])
+        lower_out[index] = narrow(through_bf16(first * cos) - through_bf16(second * sin))
+        upper_out[index] = narrow(through_bf16(second * cos) + through_bf16(first * sin))
+
+
+@compiled()
+def _rope_row(
+    qkv_at: int,
+    out_at: int,
+    out_rows: int,
+    heads: Any,
+    rows: RopeRows,
+    row: int,
+    keys: Any,
+    values: Any,
+) -> None:
+    kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    query_heads, size = heads.queries, 2 * head_dim
+    head_bytes, eps = out_rows * size, heads.norm_eps
+    source_at = qkv_at + row * (query_heads + 2 * kv_heads) * size
+    target_at = out_at + row * size
+    for head in range(query_heads):
+        to = target_at + head * head_bytes
+        rope_head(source_at + head * size, to, rows, row, heads.query_norm_at, eps)
+    source_at += query_heads * size
+    target_at += query_heads * head_bytes
+    place = rows.slots[row] * kv_heads * size
+    for head in range(kv_heads):
+        to = target_at + head * head_bytes
+        rope_head(source_at + head * size, to, rows, row, heads.key_norm_at, eps)
+        copy(to, keys.ctypes.data + place + head * size, head_dim)
+        value_at = source_at + (kv_heads + head) * size
+        copy(value_at, to + kv_heads * head_bytes, head_dim)
+        copy(value_at, values.ctypes.data + place + head * size, head_dim)
+
+
+@threaded
+def rope_prefill(
+    qkv_at: int,
+    out_at: int,
+    out_rows: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+) -> None:
+    """Write the heads of prefill rows to `out`, and keys and values into their slots of the cache, too.
+
+    Shape: qkv [rows, heads + 2 * kv heads, head dim]; out [heads + 2 * kv heads, out_rows, head dim], of which `out_at`
+    is the place of the first of these rows; keys, values [slots, kv heads, head dim]; `heads` as of `heads_of`.
+    """
+    for row in numba.prange(len(rows.slots)):
+        _rope_row(qkv_at, out_at, out_rows, heads[0], rows, row, keys, values)
+
+
+@compiled()
+def _rope_patch(qkv_at: int, row: int, heads: int, cos: Any, sin: Any, out_at: int) -> None:
+    rows, half = cos.shape
+    size = 4 * half
+    for head in range(2 * heads):
+        source_at = qkv_at + (row * 3 * heads + head) * size
+        target_at = out_at + (head * rows + row) * size
+        lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
+        lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
+        for index in range(half):
+            first, second = widen(lower[index]), widen(upper[index])
+            lower_out[index] = narrow(first * cos[row, index] - second * sin[row, index])
+            upper_out[index] = narrow(second * cos[row, index] + first * sin[row, index])
+    for head in range(2 * heads, 3 * heads):
+        source_at = qkv_at + (row * 3 * heads + head) * size
+        copy(source_at, out_at + (head * rows + row) * size, 2 * half)
+
+
+@threaded
+def rope_patches(
+    qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
+) -> None:
+    """Write the heads of the rows `first` to `stop` of an image, whose queries and keys are rotated in float32.
+
+    Shape: qkv [rows, 3 * heads, head dim], where `qkv_at` is the place that row 0 would have; cos, sin float32
+    [rows, head dim / 2]; out [3 * heads, rows, head dim].
+    """
+    for index in numba.prange(stop - first):
+        _rope_patch(qkv_at, first + index, heads, cos, sin, out_at)
+
+
+def no_rows() -> RopeRows:
+    """Return rows of a step that has none, to compile with."""
+    angles = np.empty((0, 1), dtype=np.uint16)
+    return RopeRows(angles, angles, np.empty(0, dtype=np.int64))
+
+
+def warm_up(*, threads: int) -> None:
+    """Compile what a language model needs, so that the first request does not wait for it."""
+    cached = np.empty((1, 1, 2), dtype=np.uint16)
+    for kernel in rope_prefill.needed(threads):
+        kernel(0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
+
+
+def warm_up_patches(*, threads: int) -> None:
+    """Compile what a vision tower needs."""
+    angles = np.empty((0, 1), dtype=np.float32)
+    for kernel in rope_patches.needed(threads):
+        kernel(0, 0, 0, 1, angles, angles, 0)

@@ -1,0 +1,157 @@
+"""Vectors of 512 bits and the dot product of bfloat16 (VDPBF16PS), written for LLVM.
+
+numba knows neither vectors nor the instruction, so the kernels that need them write their inner loops for LLVM with an
+`InstructionWriter`. VDPBF16PS takes 16 float32 sums and two vectors of 32 bfloat16 values, and computes
+
+    sum[i] <- sum[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1],   i = 0 .. 15
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AVX512_BF16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numba
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.compilation import emits
+
+LANES = 16
+"""float32 values of a vector; of bfloat16 it holds twice as many, 16 pairs."""
+LINE = 64
+"""Bytes of a vector, and of a line of the cache."""
+
+
+class _Bf16(ir.types.Type):  # type: ignore[misc]
+    """LLVM's bfloat16, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bf16)
+
+    def __hash__(self) -> int:
+        return hash(_Bf16)
+
+
+BYTE, WORD, LONG = (ir.IntType(bits) for bits in (8, 32, 64))
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+BF16S = ir.VectorType(_Bf16(), LANES)
+BF16_PAIRS = ir.VectorType(_Bf16(), 2 * LANES)
+WORDS = ir.VectorType(WORD, LANES)
+ZEROS = ir.Constant(FLOATS, None)
+
+
+@functools.cache
+def has_bf16_dot() -> bool:
+    """Return whether this processor has VDPBF16PS, and numba compiles for this processor."""
+    config: Any = numba.config
+    chosen = config.CPU_NAME or config.CPU_FEATURES
+    return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Return whether this processor multiplies whole tiles of bfloat16 (AMX), several times as fast as VDPBF16PS."""
+    return bool(binding.get_host_cpu_features().get("amx-bf16"))
+
+
+class InstructionWriter:
+    """Writes instructions where its builder stands. Addresses are whole numbers."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def advance(self, at: Any, count: Any, size: int, offset: int = 0) -> Any:
+        """Return the address `at + count * size + offset`."""
+        further = self.builder.mul(count, ir.Constant(LONG, size))
+        return self.builder.add(self.builder.add(at, further), ir.Constant(LONG, offset))
+
+    def load(self, at: Any, kind: Any, align: int = 2) -> Any:
+        """Return what lies at an address."""
+        return self.builder.load(self.builder.inttoptr(at, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, at: Any, align: int = 2) -> None:
+        """Write a value to an address."""
+        pointer = value.type.as_pointer()
+        self.builder.store(value, self.builder.inttoptr(at, pointer), align=align)
+
+    def dot(self, total: Any, first: Any, second: Any) -> Any:
+        """Return the sums, to each of which the dot product of its pairs is added (VDPBF16PS)."""
+        declared = ir.FunctionType(FLOATS, [FLOATS, BF16_PAIRS, BF16_PAIRS])
+        name, module = "llvm.x86.avx512bf16.dpbf16ps.512", self.builder.module
+        function = module.globals.get(name) or ir.Function(module, declared, name)
+        return self.builder.call(function, [total, first, second])
+
+    def multiply_add(self, total: Any, first: Any, second: Any) -> Any:
+        """Return `total + first * second` of float32 vectors; LLVM makes one instruction of it."""
+        product = self.builder.fmul(first, second, flags=("contract",))
+        return self.builder.fadd(total, product, flags=("contract",))
+
+    def broadcast(self, value: Any) -> Any:
+        """Return a vector with the value in every lane."""
+        kind = ir.VectorType(value.type, LANES)
+        nothing = ir.Constant(kind, ir.Undefined)
+        first = self.builder.insert_element(nothing, value, ir.Constant(WORD, 0))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(WORDS, None))
+
+    def prefetch(self, at: Any, locality: int) -> None:
+        """Have a line of memory brought into the first cache (locality 3) or the second (2)."""
+        pointer = BYTE.as_pointer()
+        declared = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], declared)
+        options = [ir.Constant(WORD, value) for value in (0, locality, 1)]
+        self.builder.call(function, [self.builder.inttoptr(at, pointer), *options])
+
+
+class Loop:
+    """A loop that runs at least once, and the vectors that it carries from one iteration to the next."""
+
+    def __init__(self, builder: Any, initial: Sequence[Any]) -> None:
+        """Begin the loop; `initial` are the vectors that the first iteration starts with."""
+        self._builder, before = builder, builder.block
+        self._body = builder.append_basic_block("iteration")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(LONG)
+        self.index.add_incoming(ir.Constant(LONG, 0), before)
+        self.carried = [builder.phi(each.type) for each in initial]
+        for phi, first in zip(self.carried, initial, strict=True):
+            phi.add_incoming(first, before)
+
+    def end(self, carried: Sequence[Any], iterations: Any) -> None:
+        """End an iteration with the vectors that the next one gets, and go on behind the last iteration."""
+        builder = self._builder
+        following = builder.add(self.index, ir.Constant(LONG, 1))
+        self.index.add_incoming(following, builder.block)
+        for phi, later in zip(self.carried, carried, strict=True):
+            phi.add_incoming(later, builder.block)
+        done = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed("<", following, iterations), self._body, done)
+        builder.position_at_end(done)
+
+
+def cases(builder: Any, value: Any, counts: Iterable[int]) -> Iterator[int]:
+    """Write a switch: the body of a loop over this writes the case of one value, and the loop's end the switch's.
+
+    How many registers a kernel uses is fixed when it is written, so each number of rows or vectors is a case.
+    """
+    end = builder.append_basic_block("end")
+    switch = builder.switch(value, end)
+    for count in counts:
+        block = builder.append_basic_block("case")
+        switch.add_case(ir.Constant(LONG, count), block)
+        builder.position_at_end(block)
+        yield count
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+@emits(numba.void, numba.intp)
+def prefetch(builder: Any, address: Any) -> None:
+    """Fetch the line of memory at an address into the first cache ahead of its use."""
+    InstructionWriter(builder).prefetch(address, locality=3)
