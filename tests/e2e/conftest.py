@@ -7,7 +7,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.e2e.asking import Ask, crowd, held, in_flight  # noqa: E402
+from tests.e2e.warm_ranks import WarmRanks  # noqa: E402
 from tests.patience import until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
+from vsched.aio.replicas import process  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
@@ -49,6 +52,22 @@ SETTINGS = (
 )
 BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
 """A step would take one image on a CPU: what is tested is batches of them, unless a test says otherwise."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Let ranks start from a process that has imported their libraries; see `cold_ranks`."""
+    ranks = WarmRanks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", ranks)
+        yield
+    ranks.close()
+
+
+@pytest.fixture
+def cold_ranks(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks that a test starts be new processes in every respect, as they are in production."""
+    monkeypatch.setattr(process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,10 @@ from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.usefixtures("cold_ranks"),
+]
 
 Checkpoints = Callable[[str], Path]
 Configure = Callable[..., Config]

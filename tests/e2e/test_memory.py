@@ -17,7 +17,7 @@ from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import DeviceOutOfMemory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cold_ranks")]
 on_one_loop = pytest.mark.asyncio(loop_scope="package")
 
 LIMIT_BYTES = 1 << 30
