@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vsched.sim.network.channel import LinkProfile
     from vsched.sim.network.links import Network
     from vsched.sim.report.comparison import comparison, write_csv, write_json
-    from vsched.sim.report.html import render_html
+    from vsched.sim.report.rendering import render_html
     from vsched.sim.workload.generators import generate_workload
     from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
     from vsched.sim.workload.traces import TraceError, load_trace, save_trace
@@ -104,7 +104,7 @@ _MODULES = {
     "load_cost_model": "vsched.sim.cost.model",
     "load_trace": "vsched.sim.workload.traces",
     "random_plan": "vsched.sim.faults.plan",
-    "render_html": "vsched.sim.report.html",
+    "render_html": "vsched.sim.report.rendering",
     "save_cost_model": "vsched.sim.cost.model",
     "save_trace": "vsched.sim.workload.traces",
     "simulate": "vsched.sim.fast.run",

@@ -48,5 +48,5 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib") from error
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'vsched[report]'") from error
     return Figure(figsize=(width, height), layout="constrained")

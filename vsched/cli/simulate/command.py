@@ -249,9 +249,8 @@ def _write(
     json: Path | None,
     plot: Path | None,
 ) -> None:
-    from vsched.cli.simulate.plot import draw
     from vsched.sim.report.comparison import write_csv, write_json
-    from vsched.sim.report.html import render_html
+    from vsched.sim.report.rendering import render_html, write_png
 
     if html is not None:
         html.write_text(render_html(outcomes), encoding="utf-8")
@@ -260,7 +259,7 @@ def _write(
     if json is not None:
         write_json(outcomes, json)
     if plot is not None:
-        draw(outcomes, plot)
+        write_png(outcomes, plot)
     for path in (html, csv, json, plot):
         if path is not None:
             typer.echo(f"wrote {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
+from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.run import simulate
 from vsched.sim.report.comparison import (
@@ -25,8 +27,18 @@ from vsched.sim.report.comparison import (
     write_csv,
     write_json,
 )
-from vsched.sim.report.html import render_html
-from vsched.sim.report.svg import Chart, log_ticks, number, ticks
+from vsched.sim.report.rendering import render_html, write_png
+
+STAGES = ("generator", "encoder")
+TITLES = {
+    *(f"{name} (less is better)" for name in ("Time to first token", "Time per output token")),
+    "From request to last token (less is better)",
+    *(f"{name} (left is better)" for name in ("Time to first token", "Time per output token")),
+    *(f"{name} (left is better)" for name in ("Between two tokens", "From request to last token")),
+    *("Requests that wait", "Requests that run", "Images that wait for the encoder"),
+    *("KV cache held", "Embedding pages in use", "Generators busy", "Encoders busy"),
+    *(f"{name}: {stage} steps" for name in ("chunk <aware>", "eager") for stage in STAGES),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +53,11 @@ def outcomes() -> list[SimulationOutcome]:
         )
         for label, use in settings.items()
     ]
+
+
+@pytest.fixture(scope="module")
+def report(outcomes: list[SimulationOutcome]) -> str:
+    return render_html(outcomes)
 
 
 def printed(outcomes: list[SimulationOutcome]) -> str:
@@ -126,60 +143,57 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_html_is_whole_and_needs_nothing(outcomes: list[SimulationOutcome]) -> None:
-    text = render_html(outcomes)
+@pytest.mark.slow
+def test_html_is_whole_and_needs_nothing(report: str) -> None:
     elements = Elements()
-    elements.feed(text)
+    elements.feed(report)
     assert elements.open == []
     assert elements.addresses == []
-    assert "<script" not in text
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "chunk &lt;aware&gt;" in text
-    assert "chunk <aware>" not in text
-    assert len(text) < 400_000
+    assert "<script" not in report
+    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\s\"']+", report)) == namespaces
+    assert all(link.startswith("#") for link in re.findall(r'xlink:href="([^"]*)"', report))
+    assert "chunk &lt;aware&gt;" in report
+    assert "chunk <aware>" not in report
+    assert len(report) < 400_000
 
 
-def test_html_charts_have_titles_units_and_legends(outcomes: list[SimulationOutcome]) -> None:
-    text = render_html(outcomes)
-    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+@pytest.mark.slow
+def test_html_charts_have_titles_units_and_legends(report: str) -> None:
+    charts = re.findall(r"<svg.*?</svg>", report, re.DOTALL)
     assert len(charts) == 3 + 4 + 7 + 2 * 2
     for chart in charts:
         words = [
             element.text or ""
             for element in ET.fromstring(chart).iter("{http://www.w3.org/2000/svg}text")
         ]
-        assert len(words[0]) > 5, "a title"
+        assert sum(word in TITLES for word in words) == 1, "a title"
         assert any(unit in words for unit in ("ms", "% of all", "requests", "images", "%")) or any(
             "token" in word or "%" in word for word in words
         )
     assert sum("eager" in chart for chart in charts) >= 14
 
 
+@pytest.mark.slow
+def test_html_twice_is_the_same(outcomes: list[SimulationOutcome], report: str) -> None:
+    assert render_html(outcomes) == report
+
+
+def test_report_without_its_extra_names_it(
+    outcomes: list[SimulationOutcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"--html: jinja2 .* pip install 'vsched\[report\]'"):
+        render_html(outcomes)
+    monkeypatch.delitem(sys.modules, "vsched.sim.report.charts", raising=False)
+    monkeypatch.delattr("vsched.sim.report.charts", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"--plot: matplotlib"):
+        write_png(outcomes, tmp_path / "out.png")
+
+
+@pytest.mark.slow
 def test_html_of_one_outcome_and_of_nothing(outcomes: list[SimulationOutcome]) -> None:
     assert "policies that differ" not in render_html(outcomes[:1])
     empty = simulate(config(), scarce(0, requests=0), cost=COST, label="empty")
     assert "<svg" in render_html([empty])
-
-
-def test_chart_draws_within_its_frame() -> None:
-    chart = Chart("title", x=(1, 100), y=(0, 10), x_label="x", y_label="y", log_x=True)
-    chart.line([(0.1, -5), (10, 5), (1000, 50)], "red", "line")
-    points = re.findall(r'points="([^"]*)"', chart.render())[0].split()
-    places = [tuple(map(float, point.split(","))) for point in points]
-    assert places[0] == (58.0, 224.0)
-    assert places[1] == pytest.approx((58 + 388 / 2, (224 + 46) / 2))
-    assert places[2] == (446.0, 46.0)
-
-
-def test_ticks_are_round() -> None:
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(3, 3) == [3]
-    assert log_ticks(1, 100) == [1, 2, 5, 10, 20, 50, 100]
-    assert [number(value) for value in (0, 0.25, 12.345, 1234.5, 250_000)] == [
-        "0",
-        "0.25",
-        "12.3",
-        "1,234",
-        "250k",
-    ]
