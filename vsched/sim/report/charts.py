@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from vsched.sim.fast.metrics import Series, SimulationOutcome
 
@@ -94,7 +95,7 @@ def bars(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
             axes.bar_label(drawn, fmt="{:,.4g}", size=7)
         axes.set_xticks(range(3), QUANTILES)
         axes.set_ylabel("ms")
-        axes.margins(y=0.15)
+        axes.margins(y=0.2)
         _finish(axes, f"{TITLES[name]} (less is better)")
 
     return draw
@@ -106,6 +107,9 @@ def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
     def draw(axes: Any) -> None:
         if any(outcome.cdf[name] for outcome in outcomes):
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:,g}")
+            axes.xaxis.set_minor_locator(NullLocator())
         for index, outcome in enumerate(outcomes):
             points = outcome.cdf[name]
             shares = [share * 100 for _, share in points]
