@@ -14,7 +14,7 @@ from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, ran
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
@@ -28,19 +28,6 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 PAGE_ROWS = 64
 """Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""
-
-
-def kernel_policies(policies: ConfiguredPolicies) -> KernelPolicies:
-    """Return the policies that the kernel consults."""
-    return KernelPolicies(
-        encode_admission=policies.encode_admission,
-        generate_admission=policies.generate_admission,
-        encoding=policies.encoding,
-        embedding_eviction=policies.encode_eviction,
-        prefix_eviction=policies.generate_eviction,
-        preemption=policies.preemption,
-        routing=policies.routing,
-    )
 
 
 def media_settings(config: Config) -> MediaSettings:

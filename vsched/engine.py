@@ -28,7 +28,6 @@ from vsched.assembly import (
     arena_layout,
     engine_memory,
     inspect_checkpoint,
-    kernel_policies,
     kv_sizing,
     make_worker_groups,
     media_settings,
@@ -121,7 +120,7 @@ class Engine:
             size=lambda blocks: scheduler_limits(
                 self.config, self.info, self._policies, blocks=blocks
             ),
-            policies=kernel_policies(self._policies),
+            policies=self._policies.for_kernel(),
             on_progress=self._on_progress,
             drain_s=self.config.deadlines.drain_s,
             record=lambda kernel: around.open_record(self.config, kernel),

@@ -9,7 +9,7 @@ it; a proposal that is out of range, or a policy that raises, is counted and log
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -169,6 +169,22 @@ class EvictionOrder(Protocol[Key]):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Key]: ...
+
+
+@runtime_checkable
+class RecordableOrder(Protocol):
+    """What an eviction order adds so that a record of the server can be replayed.
+
+    A server whose orders have not both methods serves, and records nothing.
+    """
+
+    def state(self) -> object:
+        """Return what the order remembers as plain values: None, numbers, text, bytes, lists and dictionaries."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Take over what `state` returned; called on a fresh order. Tuples have become lists."""
+        ...
 
 
 class EvictionPolicy(Policy, frozen=True, kw_only=True):

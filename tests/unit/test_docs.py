@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 import pytest
 import typer
 
-from vsched.assembly import kernel_policies
 from vsched.cli import app
 from vsched.cli.main import COMMANDS
 from vsched.config import load_config
@@ -243,7 +242,7 @@ def serve_one(config: Path) -> list[GenerateDecision]:
     """Serve two requests by a kernel with the policies of a configuration; return the decisions."""
     loaded = load_config(config, environ={})
     limits = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
-    kernel = Scheduler(limits, kernel_policies(loaded.policies))
+    kernel = Scheduler(limits, loaded.policies.for_kernel())
     commands = [*kernel.handle(GroupReady("encode"), 0), *kernel.handle(GroupReady("generate"), 0)]
     for name, length in (("long", 30), ("short", 3)):
         request = Request(

@@ -11,6 +11,7 @@ from vsched.config.byte_sizes import size_bytes
 from vsched.config.media import check_decode_bytes
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
 from vsched.errors import ConfigError, ConfigProblems, limit_message
+from vsched.kernel import KernelPolicies
 from vsched.plugins import check_worker_name, resolve_policy
 from vsched.policy import (
     AdmissionPolicy,
@@ -49,6 +50,18 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingPolicy
     item_tokens_max: int | None
     encode_items_max: int
+
+    def for_kernel(self) -> KernelPolicies:
+        """Return the policies that the kernel consults."""
+        return KernelPolicies(
+            encode_admission=self.encode_admission,
+            generate_admission=self.generate_admission,
+            encoding=self.encoding,
+            embedding_eviction=self.encode_eviction,
+            prefix_eviction=self.generate_eviction,
+            preemption=self.preemption,
+            routing=self.routing,
+        )
 
     def by_table(self) -> dict[str, Policy]:
         """Return the policies under the paths of their tables."""

@@ -11,6 +11,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from operator import index as whole
 from typing import Generic, TypeVar, cast
 
+import msgspec
+
+from vsched.errors import RecordError
 from vsched.policy import (
     Admission,
     AdmissionPolicy,
@@ -21,6 +24,7 @@ from vsched.policy import (
     EvictionPolicy,
     PreemptionPolicy,
     PreemptionView,
+    RecordableOrder,
     RoutingPolicy,
     RoutingView,
 )
@@ -30,6 +34,22 @@ HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 NOTICES_MAX = 100
 """A policy that raises in every step must not flood the log: after so many notices it is only counted."""
+
+
+class PolicyFaultsState(msgspec.Struct):
+    """The state of `PolicyFaults`."""
+
+    counts: dict[str, int]
+    notices: list[str]
+    reported: int
+
+
+class OrderState(msgspec.Struct):
+    """The state of a `GuardedOrder`; `policy` is that of the policy's order, and `given_up` says that it has none."""
+
+    released: list[bytes]
+    given_up: bool
+    policy: msgspec.Raw
 
 
 class PolicyFaults:
@@ -54,6 +74,14 @@ class PolicyFaults:
         """Return the notices since this was last asked."""
         notices, self.notices = self.notices, []
         return notices
+
+    def state(self) -> PolicyFaultsState:
+        """Return the state."""
+        return PolicyFaultsState(self.counts, self.notices, self._reported)
+
+    def restore(self, state: PolicyFaultsState) -> None:
+        """Take over a state."""
+        self.counts, self.notices, self._reported = state.counts, state.notices, state.reported
 
 
 def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFaults) -> Admission:
@@ -218,3 +246,44 @@ class GuardedOrder(Generic[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._released)
+
+    def state(self: GuardedOrder[bytes]) -> OrderState:
+        """Return the state.
+
+        Raises:
+            RecordError: When the policy's order cannot tell its own, or it is not of plain values.
+        """
+        return OrderState(list(self._released), self._order is None, self._policy_state())
+
+    def _policy_state(self) -> msgspec.Raw:
+        if self._order is None:
+            return msgspec.Raw(msgspec.msgpack.encode(None))
+        order = _recordable(self._order)
+        try:
+            return msgspec.Raw(msgspec.msgpack.encode(order.state()))
+        except Exception as error:
+            name = type(order).__qualname__
+            raise RecordError(f"{name}.state() cannot be recorded: {error!r}") from error
+
+    def restore(self: GuardedOrder[bytes], state: OrderState) -> None:
+        """Take over a state.
+
+        Raises:
+            RecordError: When the policy's order cannot take over its own.
+        """
+        self._released = (OrderedDict if state.given_up else dict).fromkeys(state.released)
+        if state.given_up:
+            self._order = None
+            return
+        order = _recordable(self._order)
+        try:
+            order.restore(msgspec.msgpack.decode(state.policy))
+        except Exception as error:
+            raise RecordError(f"{type(order).__qualname__}.restore() failed: {error!r}") from error
+
+
+def _recordable(order: object) -> RecordableOrder:
+    if not isinstance(order, RecordableOrder):
+        name = type(order).__qualname__
+        raise RecordError(f"the eviction order {name} has no methods state() and restore()")
+    return order

@@ -30,7 +30,11 @@ from vsched.types import FinishReason, Request
 
 
 class RequestMoves:
-    """Moves the requests of a table between the embedding cache and the generate groups."""
+    """Moves the requests of a table between the embedding cache and the generate groups.
+
+    Attributes:
+        given_up: Why no request can be served any more; empty while requests can.
+    """
 
     def __init__(
         self,
@@ -47,8 +51,8 @@ class RequestMoves:
         self._cache = cache
         self._groups = groups
         self._faults = faults
-        self._router = Router(policies.routing, limits, faults)
-        self._given_up = ""
+        self.router = Router(policies.routing, limits, faults)
+        self.given_up = ""
 
     def group_of(self, state: RequestState) -> GenerateGroup:
         """Return the group that a request belongs to."""
@@ -74,8 +78,8 @@ class RequestMoves:
         return [accepted, *self._route(state, now_ns, arriving=True)]
 
     def _refuse(self, request: Request) -> Refuse | None:
-        if self._given_up:
-            return refuse_unserved(request, self._given_up)
+        if self.given_up:
+            return refuse_unserved(request, self.given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
         if refusal is None and self._table.find(request.request_id) is not None:
             refusal = refuse_duplicate(request)
@@ -101,7 +105,7 @@ class RequestMoves:
         """Find a group for a request, and enqueue it there."""
         if self._limits.prefix_cache:
             state.extend_hashes(self._limits.block_size)
-        group = self._router.choose(state, self._groups)
+        group = self.router.choose(state, self._groups)
         state.replica = self._groups.index(group)
         group.add(state)
         return self.enqueue(state, now_ns, arriving=arriving)
@@ -258,7 +262,7 @@ class RequestMoves:
 
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
         """End every request, and refuse those to come: no group is left to serve them."""
-        self._given_up = reason
+        self.given_up = reason
         return self.clear(now_ns, reason, code="given_up")
 
     def expire(self, now_ns: int) -> list[Command]:

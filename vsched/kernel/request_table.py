@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from vsched.kernel.request import Phase, RequestState
 from vsched.types import FinishReason, Request
+
+
+class RequestTableState(msgspec.Struct):
+    """The state of a `RequestTable`."""
+
+    requests: list[RequestState]
+    finished: dict[str, int]
+    refused: dict[str, int]
+    arrivals: int
+    expiries: list[tuple[int, int]]
 
 
 class RequestTable:
@@ -79,6 +91,26 @@ class RequestTable:
             if state is not None and not state.admitted_ns:
                 expired.append(state)
         return expired
+
+    def state(self) -> RequestTableState:
+        """Return the state."""
+        return RequestTableState(
+            requests=list(self.live.values()),
+            finished=self.finished,
+            refused=self.refused,
+            arrivals=self._arrivals,
+            expiries=list(self._expiries),
+        )
+
+    def restore(self, state: RequestTableState) -> None:
+        """Take over a state."""
+        for one in state.requests:
+            self.live[one.number] = one
+            self._numbers[one.request.request_id] = one.number
+            self.live_bytes += one.host_bytes
+        self.finished, self.refused = state.finished, state.refused
+        self._arrivals = state.arrivals
+        self._expiries = deque(state.expiries)
 
     @property
     def next_expiry_ns(self) -> int | None:

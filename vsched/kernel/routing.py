@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_routing
@@ -12,6 +14,13 @@ from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
 ITEMS_MAX = 8192
 """Items of which it is remembered where they went; the one that was sent longest ago is forgotten first."""
+
+
+class RouterState(msgspec.Struct):
+    """The state of a `Router`: how many requests it routed, and which items went to which replica."""
+
+    routed: int
+    sent: dict[bytes, int]
 
 
 class Router:
@@ -36,6 +45,14 @@ class Router:
         if len(groups) > 1:
             self._remember(state, groups.index(chosen))
         return chosen
+
+    def state(self) -> RouterState:
+        """Return the state."""
+        return RouterState(self._routed, self._sent)
+
+    def restore(self, state: RouterState) -> None:
+        """Take over a state."""
+        self._routed, self._sent = state.routed, state.sent
 
     def _ask(
         self,

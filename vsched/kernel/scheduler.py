@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from vsched.kernel.commands import (
     Command,
     Decide,
@@ -18,8 +20,8 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.encode.stage import EncodeGroup, EncodeStage
+from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingCacheState
+from vsched.kernel.encode.stage import EncodeGroup, EncodeStage, EncodeStageState
 from vsched.kernel.events import (
     Aborted,
     Cleared,
@@ -35,15 +37,34 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
-from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.generate.group import GenerateGroup, GenerateGroupState
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import PolicyFaults
+from vsched.kernel.policy_calls import PolicyFaults, PolicyFaultsState
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
-from vsched.kernel.request_table import RequestTable
+from vsched.kernel.request_table import RequestTable, RequestTableState
+from vsched.kernel.routing import RouterState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.types import group_names
+
+
+class SchedulerState(msgspec.Struct):
+    """All that a scheduler knows, between two events: plain values, which a snapshot holds as they are.
+
+    What follows from it is not in it: queues, indices and sums are made anew.
+    """
+
+    table: RequestTableState
+    embeddings: EmbeddingCacheState
+    encode: EncodeStageState
+    generators: list[GenerateGroupState]
+    router: RouterState
+    faults: PolicyFaultsState
+    draining: list[str]
+    given_up: str
+    timer_ns: int | None
+    now_ns: int
 
 
 class Scheduler:
@@ -331,6 +352,44 @@ class Scheduler:
         if due and (self._timer_ns is None or min(due) < self._timer_ns):
             self._timer_ns = min(due)
             commands.append(SetTimer(self._timer_ns))
+
+    # --- snapshots ---
+
+    def state(self) -> SchedulerState:
+        """Return all that the scheduler knows, to be encoded before it handles another event.
+
+        Raises:
+            RecordError: When an eviction order cannot tell its state.
+        """
+        return SchedulerState(
+            table=self._table.state(),
+            embeddings=self.embeddings.state(),
+            encode=self.encode.state(),
+            generators=[group.state() for group in self.generators],
+            router=self._moves.router.state(),
+            faults=self._faults.state(),
+            draining=[group.name for group in self._draining],
+            given_up=self._moves.given_up,
+            timer_ns=self._timer_ns,
+            now_ns=self._now_ns,
+        )
+
+    def restore(self, state: SchedulerState) -> None:
+        """Take over the state of a scheduler with the same limits and policies; this one is fresh.
+
+        Raises:
+            RecordError: When an eviction order cannot take over its state.
+        """
+        self._table.restore(state.table)
+        self.embeddings.restore(state.embeddings)
+        self.encode.restore(state.encode)
+        for group, one in zip(self.generators, state.generators, strict=True):
+            group.restore(one, self._moves.requests_of(group))
+        self._moves.router.restore(state.router)
+        self._moves.given_up = state.given_up
+        self._faults.restore(state.faults)
+        self._draining = [self._groups[name] for name in state.draining]
+        self._timer_ns, self._now_ns = state.timer_ns, state.now_ns
 
     # --- questions ---
 

@@ -29,7 +29,7 @@ from vsched.kernel.events import Event
 from vsched.record.entries import SegmentHeader, encode_entry, encode_header
 from vsched.record.frames import FORMAT, VERSION, frame
 from vsched.record.segments import complete_segments, numbered, set_aside
-from vsched.record.snapshot import AllowedClasses, encode_state
+from vsched.record.snapshot import encode_state
 
 logger = logging.getLogger(__name__)
 MODE = 0o600
@@ -94,7 +94,6 @@ class Recorder:
         self._kernel = kernel
         self._limits = config.record
         policies = resolve_policies(config).by_table()
-        self._classes = AllowedClasses(policies.values())
         self._about: dict[str, Any] = {
             "run": os.urandom(8),
             "version": version("vsched"),
@@ -145,7 +144,7 @@ class Recorder:
             segment=self._segment + 1,
             started_s=time.time(),
             number=self._number,
-            state=encode_state(self._kernel, self._classes),
+            state=encode_state(self._kernel),
             **self._about,
         )
         start = FORMAT + VERSION + frame(encode_header(header))

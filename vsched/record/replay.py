@@ -15,7 +15,7 @@ import msgspec
 from vsched.config import Config
 from vsched.config.policies import resolve_policies
 from vsched.errors import ConfigError, PolicyError, RecordError
-from vsched.kernel import Scheduler
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Accept, Command, Decide
 from vsched.kernel.events import Event
 from vsched.record.entries import (
@@ -29,7 +29,7 @@ from vsched.record.entries import (
 )
 from vsched.record.frames import FrameReader
 from vsched.record.segments import find_segments
-from vsched.record.snapshot import AllowedClasses, decode_state
+from vsched.record.snapshot import restore_scheduler
 
 SHOWN_MAX = 2000
 """Characters of an event or a command that are shown."""
@@ -175,14 +175,13 @@ class _Replay:
     def _take(self, header: SegmentHeader) -> None:
         try:
             config = msgspec.convert(header.config, Config)
-            policies = resolve_policies(config).by_table()
+            limits = msgspec.convert(header.limits, SchedulerLimits)
+            policies = resolve_policies(config).for_kernel()
         except (msgspec.ValidationError, ConfigError, PolicyError) as error:
             raise RecordError(
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
-        kernel = decode_state(header.state, AllowedClasses(policies.values()))
-        if not isinstance(kernel, Scheduler):
-            raise RecordError("the recorded state is none of a scheduler")
+        kernel = restore_scheduler(header.state, limits, policies)
         if self._kernel is None:
             self._run, self._number, self._version = header.run, header.number, header.version
             self._counts.first_event = header.number

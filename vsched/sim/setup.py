@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.assembly import arena_layout, kernel_policies, scheduler_limits
+from vsched.assembly import arena_layout, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
@@ -47,7 +47,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kernel_policies(self) -> KernelPolicies:
         """The policies that the kernel consults."""
-        return kernel_policies(self.policies)
+        return self.policies.for_kernel()
 
 
 def prepare(

@@ -31,6 +31,12 @@ class EmptyOrder(Generic[Key]):
     def victim(self) -> Key:
         raise IndexError("nothing is evictable")
 
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: None) -> None:
+        pass
+
     def __len__(self) -> int:
         return 0
 

@@ -40,6 +40,12 @@ class LruOrder(Generic[Key]):
     def victim(self) -> Key:
         return next(iter(self._keys))
 
+    def state(self) -> list[Key]:
+        return list(self._keys)
+
+    def restore(self, state: list[Key]) -> None:
+        self._keys = OrderedDict.fromkeys(state)
+
     def __len__(self) -> int:
         return len(self._keys)
 

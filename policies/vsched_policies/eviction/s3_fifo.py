@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import Generic
+from typing import Any, Generic
 
 from vsched.policy import Count, EvictionOrder, EvictionPolicy, Fraction, Key
 
@@ -104,6 +104,24 @@ class S3FifoOrder(Generic[Key]):
             return True, self._main.pop(key)
         self._small_size -= size
         return False, self._small.pop(key)
+
+    def state(self) -> list[list[Any]]:
+        return [
+            [(key, hits, self._sizes[key]) for key, hits in self._small.items()],
+            [(key, hits, self._sizes[key]) for key, hits in self._main.items()],
+            list(self._ghosts),
+            [(key, in_main, hits) for key, (in_main, hits) in self._in_use.items()],
+        ]
+
+    def restore(self, state: list[list[Any]]) -> None:
+        small, main, ghosts, in_use = state
+        self._small = OrderedDict((key, hits) for key, hits, _ in small)
+        self._main = OrderedDict((key, hits) for key, hits, _ in main)
+        self._sizes = {key: size for key, _, size in [*small, *main]}
+        self._small_size = sum(size for _, _, size in small)
+        self._size = sum(self._sizes.values())
+        self._ghosts = OrderedDict.fromkeys(ghosts)
+        self._in_use = OrderedDict((key, (in_main, hits)) for key, in_main, hits in in_use)
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 from vsched.kernel import KernelPolicies
 from vsched.policy import (
@@ -154,6 +155,12 @@ class StubbornOrder:
         self._calls -= 1
         if self._calls < 0:
             raise RuntimeError("a bug in the policy")
+
+    def state(self) -> object:
+        return [self._calls, self._keeps, self._keys]
+
+    def restore(self, state: Any) -> None:
+        self._calls, self._keeps, self._keys = state
 
     def __len__(self) -> int:
         return len(self._keys)

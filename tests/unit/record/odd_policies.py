@@ -1,60 +1,46 @@
-"""Policies of a user's with state of all kinds."""
+"""Eviction policies of a user's, with orders that can be recorded, and that cannot."""
 
 from __future__ import annotations
 
-import enum
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 from vsched.policy import EvictionOrder, EvictionPolicy
-
-
-class Colour(enum.IntEnum):
-    RED = 1
-    BLUE = 2
 
 
 class Link:
     """A member of a ring."""
 
-    __slots__ = ("__secret", "after", "before", "colour", "key")
+    __slots__ = ("after", "before", "key", "seen")
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: Hashable, *, seen: bool = False) -> None:
         self.key = key
+        self.seen = seen
         self.before: Link = self
         self.after: Link = self
-        self.colour = Colour.RED
-        self.__secret = (key, 1)
-
-    @property
-    def secret(self) -> tuple[Hashable, int]:
-        return self.__secret
 
 
 class RingOrder:
-    """The key in the middle goes first: a ring of links, a dictionary into it, sets, and what it saw."""
-
-    limit = 3
+    """The key in the middle goes first, one that is new before one that was here already."""
 
     def __init__(self) -> None:
         self.head = Link(None)
-        self.links: OrderedDict[Hashable, Link] = OrderedDict()
-        self.seen: deque[Hashable] = deque(maxlen=4)
+        self.links: dict[Hashable, Link] = {}
+        self.recent: deque[Hashable] = deque(maxlen=4)
         self.ever: set[Hashable] = set()
-        self.frozen = frozenset({1, 2})
-        self.me = self
-        self.worth = float("inf")
 
     def add(self, key: Hashable, size: int) -> bool:
-        link = self.links[key] = Link(key)
-        if key in self.ever:
-            link.colour = Colour.BLUE
-        link.before, link.after = self.head.before, self.head
-        link.before.after = link.after.before = link
-        self.seen.append(key)
+        self._append(Link(key, seen=key in self.ever))
+        self.recent.append(key)
         self.ever.add(key)
         return True
+
+    def _append(self, link: Link) -> None:
+        self.links[link.key] = link
+        link.before, link.after = self.head.before, self.head
+        link.before.after = link.after.before = link
 
     def reuse(self, key: Hashable) -> None:
         self.drop(key)
@@ -64,9 +50,19 @@ class RingOrder:
         link.before.after, link.after.before = link.after, link.before
 
     def victim(self) -> Hashable:
-        red = [link for link in self.links.values() if link.colour is Colour.RED]
-        few = red or list(self.links.values())
+        new = [link for link in self.links.values() if not link.seen]
+        few = new or list(self.links.values())
         return few[len(few) // 2].key
+
+    def state(self) -> object:
+        links = [(link.key, link.seen) for link in self.links.values()]
+        return {"links": links, "recent": list(self.recent), "ever": sorted(self.ever, key=repr)}
+
+    def restore(self, state: Any) -> None:
+        for key, seen in state["links"]:
+            self._append(Link(key, seen=seen))
+        self.recent.extend(state["recent"])
+        self.ever.update(state["ever"])
 
     def __len__(self) -> int:
         return len(self.links)
@@ -85,9 +81,19 @@ class Ring(EvictionPolicy, frozen=True, kw_only=True):
 class LockedOrder(RingOrder):
     """Holds what cannot be recorded, from the first addition on."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock: Any = None
+
     def add(self, key: Hashable, size: int) -> bool:
         self.lock = threading.Lock()
         return super().add(key, size)
+
+    def state(self) -> object:
+        return [super().state(), self.lock]
+
+    def restore(self, state: Any) -> None:
+        super().restore(state[0])
 
 
 class Locked(EvictionPolicy, frozen=True, kw_only=True):
@@ -102,32 +108,14 @@ class Locked(EvictionPolicy, frozen=True, kw_only=True):
         return order
 
 
-class Trap:
-    """Says so when any of its code runs."""
+class SilentOrder(RingOrder):
+    """Tells nothing of its state."""
 
-    def __init__(self) -> None:
-        raise AssertionError("code of the class ran")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AssertionError("code of the class ran")
-
-    def __hash__(self) -> int:
-        raise AssertionError("code of the class ran")
-
-    @property
-    def guarded(self) -> int:
-        raise AssertionError("code of the class ran")
-
-    @guarded.setter
-    def guarded(self, value: int) -> None:
-        raise AssertionError("code of the class ran")
+    state = None  # type: ignore[assignment]
 
 
-class Hashed:
-    """A key with code of its own."""
+class Silent(EvictionPolicy, frozen=True, kw_only=True):
+    """Evicts from the middle, with an order that cannot be recorded."""
 
-    def __hash__(self) -> int:
-        return 1
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def build_order(self) -> EvictionOrder[Hashable]:
+        return SilentOrder()

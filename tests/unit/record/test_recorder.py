@@ -18,7 +18,7 @@ from vsched.kernel.events import GroupReady, TimerFired
 from vsched.record import Recorder, check_record_path, open_recorder, replay
 from vsched.testing.defaults import default_policies
 
-LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
+LIMITS = SchedulerLimits(blocks=2000, slots=2, context_tokens=64, pages=4)
 
 
 def begin(

@@ -1,175 +1,119 @@
-"""G1: the state of a kernel is data: whole again afterwards, and nothing in it is called."""
+"""The state of a scheduler is data: whole again afterwards, and nothing in it names a class or a function."""
 
 from __future__ import annotations
 
-import threading
-from array import array
-from collections import OrderedDict, deque
+import random
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.unit.record.odd_policies import Colour, Hashed, Link, Ring, RingOrder, Trap
-from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.request import Phase
-from vsched.record.snapshot import AllowedClasses, SnapshotError, decode_state, encode_state
+from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.record.odd_policies import Locked, Ring, Silent
+from vsched.errors import RecordError
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel.commands import Command
+from vsched.kernel.events import Event
+from vsched.policy import EvictionPolicy
+from vsched.record.snapshot import SnapshotError, encode_state, restore_scheduler
+from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
-from vsched.types import Extent, FinishReason
+from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 
-CLASSES = AllowedClasses([Ring()])
-
-
-def again(one: Any) -> Any:
-    return decode_state(encode_state(one, CLASSES), CLASSES)
+LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 
 
-def test_snapshot_keeps_values_and_types() -> None:
-    state = {
-        "plain": [None, True, 1, -(2**63), 2**64 - 1, 1.5, float("inf"), "text", b"bytes"],
-        "tuple": (1, (2, [3])),
-        "sets": [{3, 1, 2}, frozenset({(1, b"x")})],
-        "array": array("i", [1, -1]),
-        "range": range(1, 9, 2),
-        "deque": deque([1, 2], maxlen=2),
-        "ordered": OrderedDict([("b", 1), ("a", [2])]),
-        "enums": [Phase.READY, FinishReason.STOP, Colour.BLUE],
-        "struct": Extent(1, 2),
-        "keys": {(1, "a"): 1, Phase.READY: 2, Extent(1, 2): 3},
-    }
-    back = again(state)
-    assert back == state
-    assert repr(back) == repr(state)
-    assert back["deque"].maxlen == 2
-    assert type(back["ordered"]) is OrderedDict
-    assert back["enums"][0] is Phase.READY
+class RestoredCluster(ModelCluster):
+    """Goes on with a restored scheduler after every event."""
+
+    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
+        self.policies = policies or default_policies()
+        super().__init__(limits, self.policies)
+
+    def _handle(self, event: Event) -> list[Command]:
+        before = encode_state(self.kernel)
+        restored = restore_scheduler(before, self.limits, self.policies)
+        assert encode_state(restored) == before
+        assert restored.statistics() == self.kernel.statistics()
+        self.kernel = restored
+        return super()._handle(event)
 
 
-def test_snapshot_keeps_identities_and_circles() -> None:
-    shared: list[Any] = []
-    ring: dict[str, Any] = {"shared": (shared, shared)}
-    shared.append(ring)
-    back = again(ring)
-    first, second = back["shared"]
-    assert first is second
-    assert first[0] is back
+@pytest.mark.parametrize("seed", range(12))
+def test_snapshot_holds_all_that_decides(seed: int) -> None:
+    """A run whose scheduler is restored before every event decides as one whose scheduler lives on."""
+    decided: list[list[str]] = []
+    for make in (ModelCluster, RestoredCluster):
+        rng = random.Random(seed)
+        policies = random_policies(rng) if seed % 2 else None
+        commands: list[str] = []
+        cluster = run_random(rng, policies, make=noting(make, commands))
+        assert cluster.kernel.statistics()["waiting"] == 0
+        decided.append(commands)
+    assert decided[0] == decided[1]
 
 
-def test_snapshot_keeps_objects_of_any_shape() -> None:
-    order = RingOrder()
-    for key in (b"a", b"b", b"c", b"d", b"e"):
-        order.add(key, 1)
-    order.drop(b"b")
-    back = again(order)
-    assert back is not order
-    assert back.me is back
-    assert [back.victim(), list(back), list(back.seen)] == [
-        order.victim(),
-        list(order),
-        list(order.seen),
-    ]
-    walked, link = [], back.head.after
-    while link is not back.head:
-        walked.append(link.key)
-        assert link is back.links[link.key]
-        assert link.secret == (link.key, 1)
-        link = link.after
-    assert walked == [b"a", b"c", b"d", b"e"]
+def noting(make: type[ModelCluster], commands: list[str]) -> type[ModelCluster]:
+    """Return a cluster class that notes what was decided."""
+
+    class Noting(make):  # type: ignore[valid-type, misc]
+        def _handle(self, event: Event) -> list[Command]:
+            found: list[Command] = super()._handle(event)
+            commands.extend(map(repr, found))
+            return found
+
+    return Noting
 
 
-def test_snapshot_of_a_long_chain_needs_no_recursion() -> None:
-    first = Link(0)
-    for number in range(1, 5000):
-        link = Link(number)
-        first.before, link.after = link, first
-        first = link
-    back = again(first)
-    assert (back.key, back.after.key) == (4999, 4998)
-
-
-def test_snapshot_of_a_kernel_keeps_every_part_of_it() -> None:
-    kernel = Scheduler(
-        SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4), default_policies()
-    )
-    classes = AllowedClasses(msgspec.structs.astuple(default_policies()))
-    first = encode_state(kernel, classes)
-    assert encode_state(decode_state(first, classes), classes) == first
+@pytest.mark.parametrize("eviction", [Lru(), S3Fifo(ghosts=4), KeepNothing(), Ring()])
+def test_snapshot_keeps_the_state_of_an_eviction_order(eviction: EvictionPolicy) -> None:
+    policies = default_policies(prefix_eviction=eviction, embedding_eviction=eviction)
+    run_random(random.Random(1), policies, events=200, make=RestoredCluster)
 
 
 @pytest.mark.parametrize(
-    ("one", "message"),
-    [
-        ([1, lambda: 1], "function"),
-        ({"a": threading.Lock()}, "lock"),
-        ([2**70], "64 bits"),
-        ([RecursionError()], "RecursionError"),
-        ({Hashed(): 1}, "Hashed as a key"),
-        ([print], "builtin"),
-        ([int], "type"),
-    ],
+    ("eviction", "message"),
+    [(Locked(early=True), "lock"), (Silent(), "SilentOrder has no methods state")],
 )
-def test_snapshot_says_what_it_cannot_take(one: object, message: str) -> None:
-    with pytest.raises(SnapshotError, match=message):
-        encode_state(one, CLASSES)
+def test_snapshot_says_what_it_cannot_take(eviction: EvictionPolicy, message: str) -> None:
+    kernel = Scheduler(LIMITS, default_policies(prefix_eviction=eviction))
+    with pytest.raises(RecordError, match=message):
+        encode_state(kernel)
+
+
+def test_snapshot_reports_an_order_that_cannot_take_its_state() -> None:
+    state = encode_state(Scheduler(LIMITS, default_policies(prefix_eviction=Ring())))
+    with pytest.raises(RecordError, match=r"S3FifoOrder\.restore\(\) failed"):
+        restore_scheduler(state, LIMITS, default_policies(prefix_eviction=S3Fifo()))
+
+
+def spoil(path: list[Any], value: Any) -> bytes:
+    """Return a state with one value replaced."""
+    state = msgspec.msgpack.decode(encode_state(Scheduler(LIMITS, default_policies())))
+    place = state
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return msgspec.msgpack.encode(state)
 
 
 @pytest.mark.parametrize(
-    "name",
+    "data",
     [
-        "os:system",
-        "subprocess:Popen",
-        "builtins:object",
-        "builtins:eval",
-        "vsched.engine:Engine",
-        "vsched.kernelx:Scheduler",
-        "vsched.kernel.generate.step_budget:math",
-        "vsched.kernel.request:array",
-        "vsched.kernel.nothing:Here",
-        "vsched.kernel.scheduler:Scheduler.handle",
-        "tests.unit.record.odd_policies:threading.Thread",
-        "tests.unit.record.test_snapshot:again",
-        "",
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode({"table": {}}),
+        spoil(["timer_ns"], "soon"),
+        spoil(["draining"], ["no such group"]),
+        spoil(["generators"], []),
+        spoil(["generators", 0, "status"], "asleep"),
+        spoil(["generators", 0, "running", "decoding"], [7]),
+        spoil(["generators", 0, "pool", "published"], [(99, b"hash")]),
+        spoil(["encode", "groups", 0, "batch"], [b"no such item"]),
+        spoil(["table", "requests"], [{"number": 1}]),
     ],
 )
-@pytest.mark.parametrize("kind", ["object", "struct", "enum"])
-def test_snapshot_refuses_a_forged_class(name: str, kind: str) -> None:
-    """G1: only classes on the list are made, whatever a file says."""
-    node = [kind, name, "x"] if kind == "enum" else [kind, 0, [1]]
-    forged = msgspec.msgpack.encode(([[name, "args"]], [node]))
+def test_snapshot_refuses_what_is_malformed(data: bytes) -> None:
     with pytest.raises(SnapshotError):
-        decode_state(forged, CLASSES)
-
-
-def test_snapshot_runs_no_code_of_a_class() -> None:
-    """G1: no constructor, no property, no hash."""
-    name = f"{Trap.__module__}:Trap"
-    made = msgspec.msgpack.encode(([[name, "guarded"]], [["object", 0, [7]]]))
-    assert vars(decode_state(made, CLASSES)) == {"guarded": 7}
-    keyed = msgspec.msgpack.encode(([[name]], [["dict", [[1]], [1]], ["object", 0, []]]))
-    with pytest.raises(SnapshotError, match="would call code"):
-        decode_state(keyed, CLASSES)
-
-
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        [],
-        [["list", [[5]]]],
-        [["list", [[-1]]]],
-        [["list"]],
-        [["nothing", 1]],
-        [[]],
-        [["object", 3, []]],
-        [["object", 0, []]],
-        [["struct", 0, [1, 2]]],
-        [["tuple", [[0]]]],
-        [["array", "u", b"123"]],
-        [["range", 0, 1, 0]],
-        [["dict", [1, 2], [1]]],
-        [["dict", [[1]], [1]], ["list", []]],
-    ],
-)
-def test_snapshot_refuses_what_is_malformed(nodes: list[Any]) -> None:
-    shapes = [["vsched.types:Extent", "offset"]]
-    with pytest.raises(SnapshotError):
-        decode_state(msgspec.msgpack.encode((shapes, nodes)), CLASSES)
+        restore_scheduler(data, LIMITS, default_policies())

@@ -25,7 +25,6 @@ def kernel(
     from rich.progress import track
     from rich.table import Table
 
-    from vsched.assembly import kernel_policies
     from vsched.bench.kernel.measure import (
         RUNNING,
         measure_arrival,
@@ -33,7 +32,7 @@ def kernel(
         measure_request,
     )
 
-    policies = kernel_policies(load(config, assignments).policies)
+    policies = load(config, assignments).policies.for_kernel()
     console = Console()
     rows = [
         measure_decode(policies, running, steps=steps, repeats=repeats)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults
+from vsched.kernel.policy_calls import GuardedOrder, OrderState, PolicyFaults
 from vsched.kernel.request import RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import EvictionPolicy
@@ -89,6 +89,19 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         return f"<item {self.item.key.hex()[:8]}: {self.item.tokens} tokens>"
+
+
+class EmbeddingCacheState(msgspec.Struct):
+    """The state of an `EmbeddingCache`."""
+
+    entries: list[EmbeddingEntry]
+    order: OrderState
+    free: list[int]
+    hold_until_ns: int | None
+    hits: int
+    misses: int
+    evictions: int
+    preemptions: int
 
 
 class EmbeddingCache:
@@ -318,6 +331,36 @@ class EmbeddingCache:
             "pages_free": len(self._free),
             "pages_evictable": self._evictable_pages,
         }
+
+    def state(self) -> EmbeddingCacheState:
+        """Return the state."""
+        return EmbeddingCacheState(
+            entries=list(self._entries.values()),
+            order=self._order.state(),
+            free=self._free,
+            hold_until_ns=self.queue.hold_until_ns,
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+            preemptions=self._preemptions,
+        )
+
+    def restore(self, state: EmbeddingCacheState) -> None:
+        """Take over a state."""
+        self._entries = {entry.item.key: entry for entry in state.entries}
+        self._order.restore(state.order)
+        self._free = state.free
+        self._evictable_pages = sum(len(entry.pages) for entry in state.entries if entry.is_idle)
+        for entry in state.entries:
+            if entry.phase is EntryPhase.QUEUED:
+                self.queue.put(entry)
+        self.queue.hold_until_ns = state.hold_until_ns
+        self._hits, self._misses = state.hits, state.misses
+        self._evictions, self._preemptions = state.evictions, state.preemptions
+
+    def get_all(self, keys: Iterable[bytes]) -> list[EmbeddingEntry]:
+        """Return the entries of these items."""
+        return [self._entries[key] for key in keys]
 
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
         """Assert that pages are conserved, phases consistent and every claimant alive."""

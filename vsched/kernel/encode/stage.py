@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
-from vsched.kernel.groups import Group
+from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_admission
 from vsched.policy import AdmissionPolicy, AdmissionView
@@ -20,6 +22,25 @@ from vsched.types import group_names
 
 ATTEMPTS_MAX = 2
 """An item that fails this often is refused for good. What counts is an error alone, and a loss of the group."""
+
+
+class EncodeGroupState(msgspec.Struct):
+    """The state of an `EncodeGroup`; the batch is given by the keys of its items."""
+
+    status: Status
+    batch: list[bytes]
+    orphaned: list[int]
+    step: int
+
+
+class EncodeStageState(msgspec.Struct):
+    """The state of an `EncodeStage`."""
+
+    groups: list[EncodeGroupState]
+    retry_batches: int
+    items_encoded: int
+    items_copied: int
+    tokens_encoded: int
 
 
 class EncodeGroup(Group):
@@ -62,6 +83,17 @@ class EncodeGroup(Group):
             self.orphaned += entry.pages
             entry.pages = []
         return batch
+
+    def state(self) -> EncodeGroupState:
+        """Return the state."""
+        keys = [entry.item.key for entry in self.batch]
+        return EncodeGroupState(self.status, keys, self.orphaned, self.step)
+
+    def restore(self, state: EncodeGroupState, cache: EmbeddingCache) -> None:
+        """Take over a state; `cache` has its own already."""
+        self.set_status(state.status)
+        self.batch = cache.get_all(state.batch)
+        self.orphaned, self.step = state.orphaned, state.step
 
     def statistics(self) -> dict[str, str | int]:
         """Return its state, what it works on, and how often it did."""
@@ -216,6 +248,24 @@ class EncodeStage:
             "pages_orphaned": len(self.orphaned),
             "groups": {group.name: group.statistics() for group in self.groups},
         }
+
+    def state(self) -> EncodeStageState:
+        """Return the state."""
+        return EncodeStageState(
+            groups=[group.state() for group in self.groups],
+            retry_batches=self._retry_batches,
+            items_encoded=self._items_encoded,
+            items_copied=self._items_copied,
+            tokens_encoded=self._tokens_encoded,
+        )
+
+    def restore(self, state: EncodeStageState) -> None:
+        """Take over a state; the embedding cache has its own already."""
+        for group, one in zip(self.groups, state.groups, strict=True):
+            group.restore(one, self._cache)
+        self._retry_batches = state.retry_batches
+        self._items_encoded, self._items_copied = state.items_encoded, state.items_copied
+        self._tokens_encoded = state.tokens_encoded
 
 
 def _task(entry: EmbeddingEntry) -> EncodeTask:

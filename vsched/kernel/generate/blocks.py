@@ -17,7 +17,9 @@ from hashlib import blake2b
 from operator import eq
 from struct import Struct
 
-from vsched.kernel.policy_calls import GuardedOrder
+import msgspec
+
+from vsched.kernel.policy_calls import GuardedOrder, OrderState
 from vsched.types import MediaItem
 
 _HASHER = blake2b(digest_size=16)
@@ -60,6 +62,15 @@ def chain_hashes(
 def root_hash(cache_salt: str) -> bytes:
     """Return the parent of a sequence's first block: tenants with different salts share nothing."""
     return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
+
+
+class BlockPoolState(msgspec.Struct):
+    """The state of a `BlockPool`; which blocks are held, their holders say."""
+
+    free: list[int]
+    published: list[tuple[int, bytes]]
+    order: OrderState
+    evictions: int
 
 
 class BlockPool:
@@ -163,6 +174,22 @@ class BlockPool:
             "blocks_cached": len(self._order),
             "prefix_evictions": self.evictions,
         }
+
+    def state(self) -> BlockPoolState:
+        """Return the state."""
+        published = [(block, block_hash) for block_hash, block in self._by_hash.items()]
+        return BlockPoolState(self._free, published, self._order.state(), self.evictions)
+
+    def restore(self, state: BlockPoolState, held_by: Iterable[Sequence[int]]) -> None:
+        """Take over a state; `held_by` are the blocks of each sequence."""
+        self._free, self.evictions = state.free, state.evictions
+        self._order.restore(state.order)
+        for block, block_hash in state.published:
+            self._hash_of[block] = block_hash
+            self._by_hash[block_hash] = block
+        for blocks in held_by:
+            for block in blocks:
+                self._holders[block] += 1
 
     def check(self, held_by: Iterable[Sequence[int]]) -> None:
         """Assert that every block is in exactly one place and that counts match the holders given."""

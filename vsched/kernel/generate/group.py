@@ -26,20 +26,35 @@ import msgspec
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.generate.blocks import BlockPool, BlockPoolState
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
-from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
+from vsched.kernel.generate.in_flight import ChunkRead, InFlightState, InFlightSteps
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
-from vsched.kernel.generate.running import RunningSet, order_of
-from vsched.kernel.generate.step_budget import StepBudget, StepTimeModel
-from vsched.kernel.groups import Group
+from vsched.kernel.generate.running import RunningSet, RunningSetState, order_of
+from vsched.kernel.generate.step_budget import StepBudget, StepTimeModel, StepTimeState
+from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import Admission, AdmissionView, PreemptionView
 
 COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
+
+
+class GenerateGroupState(msgspec.Struct):
+    """The state of a `GenerateGroup`; its requests know by themselves that they are its own, and which ones wait."""
+
+    status: Status
+    in_flight: InFlightState
+    running: RunningSetState
+    pool: BlockPoolState
+    step_times: StepTimeState
+    counts: dict[str, int]
+    quarantined: int
+    front_first: bool
+    blocked: bool
+    hold_until_ns: int | None
 
 
 class PlannedStep(msgspec.Struct, frozen=True):
@@ -510,6 +525,39 @@ class GenerateGroup(Group):
             **self._pool.statistics(),
             "slots_total": self._limits.slots,
         }
+
+    def state(self) -> GenerateGroupState:
+        """Return the state, between two events."""
+        assert not self._requeued, "requests are on their way to the queue"
+        return GenerateGroupState(
+            status=self.status,
+            in_flight=self._in_flight.state(),
+            running=self._running.state(),
+            pool=self._pool.state(),
+            step_times=self.step_times.state(),
+            counts=self._counts,
+            quarantined=self._quarantine.number,
+            front_first=self._front_first,
+            blocked=self.queue.blocked,
+            hold_until_ns=self.queue.hold_until_ns,
+        )
+
+    def restore(self, state: GenerateGroupState, own: Sequence[RequestState]) -> None:
+        """Take over a state; `own` are the requests of this group, which have their own already."""
+        self.set_status(state.status)
+        self._in_flight.restore(state.in_flight)
+        self._running.restore(state.running, self._requests)
+        self._pool.restore(state.pool, (one.blocks for one in self.running))
+        self.step_times.restore(state.step_times)
+        self._counts = state.counts
+        self._known_tokens = sum(one.counted for one in own)
+        self._quarantine.number = state.quarantined
+        self._front_first = state.front_first
+        for one in own:
+            if one.phase is Phase.READY:
+                self.queue.enqueue(one)
+        self.queue.blocked = state.blocked
+        self.queue.hold_until_ns = state.hold_until_ns
 
     def check(self, own: Sequence[RequestState]) -> None:
         """Assert that queue, load and running set are consistent; `own` are the requests of this group."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from vsched.kernel.request import RequestState
+from vsched.kernel.request import Int32Array, RequestState
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +21,18 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     number: int
     stop: int
     keys: list[bytes]
+
+
+class InFlightState(msgspec.Struct):
+    """The state of `InFlightSteps`."""
+
+    planned: int
+    done: int
+    reads: dict[int, list[ChunkRead]]
+    firsts: dict[int, list[int]]
+    preempted: dict[int, tuple[int, int]]
+    log_first_step: int
+    log: list[Int32Array]
 
 
 class InFlightSteps:
@@ -113,36 +125,59 @@ class InFlightSteps:
         needed.append(self.done + 1 if oldest is None else oldest.first_step)
         self._log.forget_before(min(step for step in needed if step >= 0))
 
+    def state(self) -> InFlightState:
+        """Return the state."""
+        return InFlightState(
+            planned=self.planned,
+            done=self.done,
+            reads=self._reads,
+            firsts=self._firsts,
+            preempted=self._preempted,
+            log_first_step=self._log.first_step,
+            log=list(self._log.batches),
+        )
+
+    def restore(self, state: InFlightState) -> None:
+        """Take over a state."""
+        self.planned, self.done = state.planned, state.done
+        self._reads, self._firsts, self._preempted = state.reads, state.firsts, state.preempted
+        self._log.first_step = state.log_first_step
+        self._log.batches = deque(state.log)
+
 
 class TokenLog:
     """The token batches of past steps, kept as they came.
 
     A step appends its batch without looking into it, so the kernel's cost does not grow with the running requests.
     Only when a request leaves its slot are its tokens gathered, slot by slot, from the steps that it took part in.
+
+    Attributes:
+        batches: The batches that are kept, oldest first.
+        first_step: The step of the first of them.
     """
 
     def __init__(self) -> None:
-        self._batches: deque[array[int]] = deque()
-        self._first_step = 0
+        self.batches: deque[array[int]] = deque()
+        self.first_step = 0
 
     def append(self, step: int, tokens: array[int]) -> None:
         """Keep the batch of a step; steps come without gaps."""
-        if not self._batches:
-            self._first_step = step
-        assert step == self._first_step + len(self._batches), "a step's tokens are missing"
-        self._batches.append(tokens)
+        if not self.batches:
+            self.first_step = step
+        assert step == self.first_step + len(self.batches), "a step's tokens are missing"
+        self.batches.append(tokens)
 
     def gather(self, slot: int, first_step: int, last_step: int) -> array[int]:
         """Return the tokens of a slot over the steps [first_step, last_step]."""
-        start = first_step - self._first_step
-        stop = last_step - self._first_step + 1
-        if start == 0 and stop == len(self._batches):
-            return array("i", [batch[slot] for batch in self._batches])
-        batches = self._batches
+        start = first_step - self.first_step
+        stop = last_step - self.first_step + 1
+        if start == 0 and stop == len(self.batches):
+            return array("i", [batch[slot] for batch in self.batches])
+        batches = self.batches
         return array("i", [batches[index][slot] for index in range(start, stop)])
 
     def forget_before(self, step: int) -> None:
         """Drop the batches that no running request needs any more."""
-        while self._batches and self._first_step < step:
-            self._batches.popleft()
-            self._first_step += 1
+        while self.batches and self.first_step < step:
+            self.batches.popleft()
+            self.first_step += 1

@@ -7,11 +7,25 @@ need a block, and a step looks at one bucket however many requests run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import RunningView
+
+
+class RunningSetState(msgspec.Struct):
+    """The state of a `RunningSet`: its requests by number, in their order."""
+
+    prefilling: list[int]
+    decoding: list[int]
+    free_slots: list[int]
+    left: list[Leave]
+    forgotten: list[int]
 
 
 class RunningSet:
@@ -113,6 +127,28 @@ class RunningSet:
         changes = self._forgotten, self._left
         self._forgotten, self._left = [], []
         return changes
+
+    def state(self) -> RunningSetState:
+        """Return the state."""
+        return RunningSetState(
+            prefilling=list(self.prefilling),
+            decoding=list(self.decoding),
+            free_slots=self._free_slots,
+            left=self._left,
+            forgotten=self._forgotten,
+        )
+
+    def restore(self, state: RunningSetState, requests: Mapping[int, RequestState]) -> None:
+        """Take over a state; `requests` have their own already."""
+        self.prefilling = {number: requests[number] for number in state.prefilling}
+        self.decoding = {number: requests[number] for number in state.decoding}
+        for one in (*self.prefilling.values(), *self.decoding.values()):
+            self.slots[one.slot] = one
+        for number, one in self.decoding.items():
+            self._growth[one.bucket][number] = one
+            self._first_steps += one.decoding_since
+        self._free_slots = state.free_slots
+        self._left, self._forgotten = state.left, state.forgotten
 
     def check(self, planned: int) -> None:
         """Assert that blocks and slots are conserved and that buckets hold just the decoding requests."""

@@ -15,10 +15,21 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
 
 _UNPLANNED = (0, 0, 0.0)
+
+
+class StepTimeState(msgspec.Struct):
+    """The state of a `StepTimeModel`."""
+
+    known_decodes: float
+    known_ns: float
+    planned: dict[int, tuple[int, int, float]]
+    sums: tuple[float, float, float, float, float]
 
 
 class StepTimeModel:
@@ -106,6 +117,15 @@ class StepTimeModel:
         # first_ns * n + pair_ns * n² / 2 = left_ns
         tokens = 2 * left_ns / (first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * left_ns))
         return max(tokens - tokens % self._block_size, self._block_size)
+
+    def state(self) -> StepTimeState:
+        """Return the state."""
+        return StepTimeState(self._known_decodes, self._known_ns, self._planned, self._sums)
+
+    def restore(self, state: StepTimeState) -> None:
+        """Take over a state."""
+        self._known_decodes, self._known_ns = state.known_decodes, state.known_ns
+        self._planned, self._sums = state.planned, state.sums
 
     def nanoseconds(self, start: int, tokens: int) -> float:
         """Return what tokens from `start` on should take."""
