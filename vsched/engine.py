@@ -281,7 +281,7 @@ class Engine:
         )
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every running and waiting request, and forget cached pixels (E20)."""
+        """Interrupt every running and waiting request, and forget cached pixels."""
         if self._shell is not None:
             self._shell.clear()
         if self._media is not None:

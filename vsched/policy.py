@@ -332,7 +332,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One generate replica, as a request finds it.
 
     Attributes:
-        load_tokens: Prompt and output tokens of every request that it has: not yet pulled, waiting and running (E9).
+        load_tokens: Prompt and output tokens of every request that it has: not yet pulled, waiting and running.
         healthy: Whether it takes requests: up, and not draining.
         prefix_tokens: Tokens at the front of the request's prompt that its KV cache holds.
         items_seen: Items of the request that were last sent to this replica, as far as that is remembered.

@@ -109,10 +109,10 @@ def test_admission_proposes_what_can_be_enacted(registered: RegisteredPolicy) ->
         assert len(set(indices)) == len(indices) <= view.entries_free
         assert all(0 <= index < len(view.waiting) for index in indices)
         assert indices or (admission.hold_until_ns or 0) > view.now_ns, (
-            "F5: nothing runs, nothing joins"
+            "nothing runs, nothing joins"
         )
         unknown = [index for index in indices if view.waiting[index].tokens is None]
-        assert not unknown or indices == unknown[:1], "A4: an entry of unknown size runs alone"
+        assert not unknown or indices == unknown[:1], "an entry of unknown size runs alone"
         assert policy.admit(view) == admission, "the same view, the same answer"
 
 

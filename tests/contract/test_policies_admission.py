@@ -35,13 +35,13 @@ def test_budget_stops_before_the_item_that_exceeds(
     admitted: list[int | None],
     remaining: list[int | None],
 ) -> None:
-    """A1: admission stops before the item that would exceed; equal is admitted. A6: exact order."""
+    """Admission stops before the item that would exceed; equal is admitted. Exact order."""
     assert admit(budgeted(cls, max_tokens=200), sizes) == (admitted, remaining)
 
 
 @BUDGETED
 def test_budget_admits_a_first_item_above_it_alone(cls: Budgeted) -> None:
-    """A2: no deadlock, and nothing beside it, not even what costs nothing."""
+    """No deadlock, and nothing beside it, not even what costs nothing."""
     policy = budgeted(cls, max_tokens=200)
     assert admit(policy, [500, 1]) == ([500], [1])
     assert admit(policy, [500, 0]) == ([500], [0])
@@ -56,7 +56,7 @@ def test_budget_admits_a_first_item_above_it_alone(cls: Budgeted) -> None:
 def test_budget_holds_count_and_tokens(
     cls: Budgeted, max_items: int, entries_free: int, admitted: int
 ) -> None:
-    """A3: whichever of count cap and token cap binds first."""
+    """Whichever of count cap and token cap binds first."""
     policy = budgeted(cls, max_tokens=40, max_items=max_items)
     taken, rest = admit(policy, [10] * 6, entries_free=entries_free)
     assert (len(taken), len(rest)) == (admitted, 6 - admitted)
@@ -64,14 +64,14 @@ def test_budget_holds_count_and_tokens(
 
 @BUDGETED
 def test_budget_of_zero_is_the_count_cap_alone(cls: Budgeted) -> None:
-    """A4, A13: 0 opts out of the budget, not of the count cap."""
+    """0 opts out of the budget, not of the count cap."""
     assert admit(budgeted(cls, max_tokens=0, max_items=3), [9999] * 4) == ([9999] * 3, [9999])
     assert TokenBudget(max_tokens=0).budget(2048) is None
 
 
 @BUDGETED
 def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
-    """A13: without a value of its own it takes the stage's."""
+    """Without a value of its own it takes the stage's."""
     assert TokenBudget().budget(2048) == 2048
     assert admit(budgeted(cls), [10, 10, 10], default_tokens=20) == ([10, 10], [10])
 
@@ -90,7 +90,7 @@ def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     ids=repr,
 )
 def test_admission_runs_an_item_of_unknown_size_alone(policy: AdmissionPolicy) -> None:
-    """A4: unknown is never 0, with a budget or without."""
+    """Unknown is never 0, with a budget or without."""
     assert admit(policy, [None, 1]) == ([None], [1])
     assert admit(policy, [None, None]) == ([None], [None])
     taken, rest = admit(policy, [1, None])
@@ -99,7 +99,7 @@ def test_admission_runs_an_item_of_unknown_size_alone(policy: AdmissionPolicy) -
 
 @BUDGETED
 def test_budget_leaves_the_rest_in_order(cls: Budgeted) -> None:
-    """A5, A6: after [100, 500, 100] with budget 200 the remainder is exactly [500, 100]."""
+    """After [100, 500, 100] with budget 200 the remainder is exactly [500, 100]."""
     policy = budgeted(cls, max_tokens=200)
     assert admit(policy, [100, 500, 100]) == ([100], [500, 100])
     assert admit(policy, [500, 100]) == ([500], [100])
@@ -108,7 +108,7 @@ def test_budget_leaves_the_rest_in_order(cls: Budgeted) -> None:
 
 @BUDGETED
 def test_budget_stops_when_permits_run_out(cls: Budgeted) -> None:
-    """A8: 3 items, 2 permits: a batch of 2, the remainder is the third."""
+    """3 items, 2 permits: a batch of 2, the remainder is the third."""
     assert admit(budgeted(cls), [10, 20, 30], entries_free=2) == ([10, 20], [30])
 
 
@@ -134,7 +134,7 @@ def test_fifo_takes_what_there_is_room_for() -> None:
     ("batch", "replicas", "each"), [(8, 2, 4), (8, 3, 2), (1, 2, 1), (8, 1, 8), (3, 8, 1)]
 )
 def test_batch_cap_is_shared_by_replicas(batch: int, replicas: int, each: int) -> None:
-    """A11: max(batch // replicas, 1): 8 over 2 is 4, and never 0."""
+    """`max(batch // replicas, 1)`: 8 over 2 is 4, and never 0."""
     assert items_per_replica(batch, replicas) == each
 
 
@@ -169,7 +169,7 @@ def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget
 
 
 def test_look_ahead_does_not_pass_an_item_above_the_budget() -> None:
-    """A2: nothing is gained by waiting, it will never fit beside others."""
+    """Nothing is gained by waiting, it will never fit beside others."""
     waiting = [Item(500), Item(10), Item(10)]
     assert list(ask(TokenBudget(max_tokens=200, look_ahead=2), waiting).indices) == [0]
 
@@ -188,7 +188,7 @@ def test_look_ahead_ends_when_the_head_starves() -> None:
 
 
 def test_look_ahead_proposes_the_front_where_nothing_fits() -> None:
-    """F5, E8: the kernel sees for itself that it does not fit, and then asks only after a change."""
+    """The kernel sees for itself that it does not fit, and then asks only after a change."""
     waiting = [Item(10, blocks=9), Item(10, blocks=8)]
     answer = ask(TokenBudget(look_ahead=5), waiting, divisible=True, tokens_free=100, blocks_free=4)
     assert list(answer.indices) == [0]
@@ -212,7 +212,7 @@ def test_look_ahead_proposes_the_front_where_nothing_fits() -> None:
     ],
 )
 def test_gathered_goes_when_a_step_is_full(sizes: list[int | None], admitted: int | None) -> None:
-    """E15: token budget (reached, or exceeded by the next), batch size, or what cannot share a step."""
+    """Token budget (reached, or exceeded by the next), batch size, or what cannot share a step."""
     policy = Gathered(max_tokens=40, max_items=4)
     answer = ask(policy, [Item(size, arrived_ns=500) for size in sizes], now_ns=1000)
     if admitted is None:
@@ -236,7 +236,7 @@ def test_gathered_goes_when_a_step_is_full(sizes: list[int | None], admitted: in
 def test_gathered_goes_when_blocks_or_permits_or_room_are_used_up(
     waiting: list[Item], entries_free: int, blocks_free: int, admitted: int | None
 ) -> None:
-    """E15: no more can join, so waiting for more has no sense."""
+    """No more can join, so waiting for more has no sense."""
     policy = Gathered(max_tokens=200, max_blocks=8)
     answer = ask(
         policy,
@@ -251,7 +251,7 @@ def test_gathered_goes_when_blocks_or_permits_or_room_are_used_up(
 
 
 def test_gathered_goes_when_the_oldest_has_waited_long_enough() -> None:
-    """E15: 0.1 s by default, counted from the oldest, wherever it stands; E8: one time to wait for."""
+    """0.1 s by default, counted from the oldest, wherever it stands; one time to wait for."""
     waiting = [Item(1, arrived_ns=300), Item(1, arrived_ns=200)]
     due_ns = 200 + SECOND_NS // 10
     assert ask(Gathered(), waiting, now_ns=400) == Admission(hold_until_ns=due_ns)

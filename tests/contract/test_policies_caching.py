@@ -44,7 +44,7 @@ def select(
 def test_chunk_aware_selects_items_that_meet_the_chunk(
     chunk: tuple[int, int], chosen: list[int]
 ) -> None:
-    """D1: only items whose span meets the chunk, and of those only the ones not encoded."""
+    """Only items whose span meets the chunk, and of those only the ones not encoded."""
     assert select(ChunkAware(), chunk) == chosen
 
 

@@ -37,7 +37,7 @@ ADMISSION = pytest.mark.parametrize(
     "registered", REGISTERED, ids=lambda policy: f"{policy.kind}-{policy.name}"
 )
 def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
-    """A9, E15: what is taken is returned on every path, and the same run goes the same way twice."""
+    """What is taken is returned on every path, and the same run goes the same way twice."""
     fields = FIELDS.get(registered.name, {})
     check_policy(
         resolve_policy(registered.kind, {"use": registered.name, **fields}), seeds=range(8)
@@ -52,7 +52,7 @@ def admission(registered: RegisteredPolicy) -> AdmissionPolicy:
 
 @ADMISSION
 def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredPolicy) -> None:
-    """A8, A9: 3 items and 2 permits are a batch of 2, then the third; the permits come back each time."""
+    """3 items and 2 permits are a batch of 2, then the third; the permits come back each time."""
     policies = default_policies(encode_admission=admission(registered))
     cluster = ModelCluster(make_limits(encode_items=2), policies)
     cluster.lose("encode")
@@ -68,7 +68,7 @@ def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredP
 
 @ADMISSION
 def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy) -> None:
-    """A22, E7: who waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
+    """Who waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
     policies = default_policies(generate_admission=admission(registered))
     cluster = ModelCluster(make_limits(blocks=10, slots=3, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
@@ -88,7 +88,7 @@ def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy)
 def test_admission_refused_request_does_not_hold_its_cached_prefix(
     registered: RegisteredPolicy,
 ) -> None:
-    """A22, E7: nothing is taken for a request before all that it needs is there, not even what is shared."""
+    """Nothing is taken for a request before all that it needs is there, not even what is shared."""
     policies = default_policies(generate_admission=admission(registered))
     cluster = ModelCluster(make_limits(blocks=9, slots=3), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
@@ -115,7 +115,7 @@ class Counted(Gathered, frozen=True, kw_only=True):
 
 
 def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
-    """E8: in between it waits for an event or its time, however many steps of others go by."""
+    """In between it waits for an event or its time, however many steps of others go by."""
     Counted.asked.clear()
     policies = default_policies(generate_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
@@ -140,7 +140,7 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
 
 
 def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
-    """E8: nor does the encode stage ask again because of what others do meanwhile."""
+    """Nor does the encode stage ask again because of what others do meanwhile."""
     Counted.asked.clear()
     policies = default_policies(encode_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
@@ -159,7 +159,7 @@ def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
 
 
 def test_gathered_encodes_what_comes_within_the_deadline_together() -> None:
-    """E15: two images that arrive a moment apart are one batch; a full batch does not wait."""
+    """Two images that arrive a moment apart are one batch; a full batch does not wait."""
     policies = default_policies(encode_admission=Gathered(max_tokens=40))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(image_request("a", (b"a", 10)))
@@ -186,7 +186,7 @@ class CountedFifo(Fifo, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize("look_ahead", [0, 3])
 def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> None:
-    """E8: a request without blocks is looked at again when blocks came free, not in every step."""
+    """A request without blocks is looked at again when blocks came free, not in every step."""
     CountedFifo.asked.clear()
     policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
     cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
@@ -269,7 +269,7 @@ def encoded_after_first_chunk(policy: ChunkAware | Eager | Combined) -> list[byt
 
 
 def test_encoding_looks_as_far_ahead_as_configured() -> None:
-    """D1: the chunk that runs is text, and the kernel claims what the next one needs meanwhile."""
+    """The chunk that runs is text, and the kernel claims what the next one needs meanwhile."""
     assert encoded_after_first_chunk(ChunkAware()) == [b"first"]
     assert encoded_after_first_chunk(ChunkAware(look_ahead_chunks=2)) == [b"first", b"second"]
     assert encoded_after_first_chunk(Eager()) == [b"first", b"second", b"third"]
@@ -278,7 +278,7 @@ def test_encoding_looks_as_far_ahead_as_configured() -> None:
 
 @pytest.mark.parametrize("policy", [ChunkAware(), Eager(), Combined()], ids=repr)
 def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Eager | Combined) -> None:
-    """D2: an image more costs one encode, but for the baseline, which knows only whole sets."""
+    """An image more costs one encode, but for the baseline, which knows only whole sets."""
     cluster = ModelCluster(make_limits(prefix_cache=False), default_policies(encoding=policy))
     counts: list[int] = []
     for turn in range(1, 5):
@@ -290,7 +290,7 @@ def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Eager | Com
 
 
 def test_scheduler_knows_no_architecture() -> None:
-    """E16: neither the kernel nor a policy has a rule for a model family."""
+    """Neither the kernel nor a policy has a rule for a model family."""
     paths = [*(ROOT / "vsched/kernel").rglob("*.py"), *(ROOT / "policies").rglob("*.py")]
     found = [
         path.name

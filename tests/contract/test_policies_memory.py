@@ -53,13 +53,13 @@ def in_order(text: str, *words: str) -> bool:
     [(2048, 64, 8192), (8192, 0, 8192), (8192, 1, 8208), (10_000, 100, 10_112)],
 )
 def test_auto_profile_probes_the_largest_step(batch_tokens: int, slots: int, tokens: int) -> None:
-    """C1: max(batch tokens + slots, 8192) tokens, in whole blocks, no more."""
+    """`max(batch tokens + slots, 8192)` tokens, in whole blocks, no more."""
     view = memory_view(batch_tokens=batch_tokens, slots=slots)
     assert AutoProfile().plan(view) == Probe(tokens)
 
 
 def test_auto_profile_probes_less_than_is_free() -> None:
-    """C1: where 8,192 tokens exceed what is free, the probe takes no more than that, less what encoders will need."""
+    """Where 8,192 tokens exceed what is free, the probe takes no more than that, less what encoders will need."""
     ranks = [rank_memory(available_bytes=50_000)]
     assert AutoProfile().plan(memory_view(ranks=ranks)) == Probe(4992)
     view = memory_view(ranks=ranks, reservations=[reserved(20_000)])
@@ -72,7 +72,7 @@ def test_auto_profile_refuses_a_full_device() -> None:
 
 
 def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
-    """C7: that one request fits is not asked of the probe, and is asked of the build."""
+    """That one request fits is not asked of the probe, and is asked of the build."""
     view = memory_view(context_tokens=60_000)
     assert AutoProfile().plan(view) == Probe(8192)
     probed = memory_view(attempted("probe", 8192), context_tokens=60_000)
@@ -91,7 +91,7 @@ def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
 
 
 def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
-    """C13: the probe is tried twice at most, then the knobs are named."""
+    """The probe is tried twice at most, then the knobs are named."""
     first = attempted("probe", 8192, "out_of_memory")
     assert AutoProfile().plan(memory_view(first)) == Probe(1024)
     second = attempted("probe", 1024, "out_of_memory")
@@ -105,7 +105,7 @@ def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
 
 
 def test_auto_profile_builds_what_is_left() -> None:
-    """C4: 1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
+    """1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
     policy = AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
     assert policy.plan(memory_view(attempted("probe", 8192))) == Build(
         54_000 // 16 * 16, profile=True, headroom_bytes=50_000
@@ -113,7 +113,7 @@ def test_auto_profile_builds_what_is_left() -> None:
 
 
 def test_auto_profile_takes_the_minimum_over_ranks() -> None:
-    """C4: what does not fit on one rank fits on none."""
+    """What does not fit on one rank fits on none."""
     ranks = [
         rank_memory(rank=rank, pool=f"device {rank}", peak_bytes=peak, kv_bytes=80_000)
         for rank, peak in enumerate([300_000, 480_000, 310_000])
@@ -123,7 +123,7 @@ def test_auto_profile_takes_the_minimum_over_ranks() -> None:
 
 
 def test_auto_profile_counts_ranks_on_one_device_once() -> None:
-    """C4: ranks that share a pool are no peers of each other, and all their caches grow."""
+    """Ranks that share a pool are no peers of each other, and all their caches grow."""
     ranks = [
         rank_memory(
             rank=rank,
@@ -140,7 +140,7 @@ def test_auto_profile_counts_ranks_on_one_device_once() -> None:
 
 
 def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
-    """B7, C4: growth that is not held is kept free; what is held counts among the peers already."""
+    """Growth that is not held is kept free; what is held counts among the peers already."""
     probe = attempted("probe", 8192)
     both = [reserved(30_000), reserved(20_000, rank=1)]
     assert PLAIN.plan(memory_view(probe, reservations=both)) == Build(60_000)
@@ -156,13 +156,13 @@ def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
     ],
 )
 def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
-    """C4: neither what is not KV nor what peers hold is ever negative."""
+    """Neither what is not KV nor what peers hold is ever negative."""
     view = memory_view(attempted("probe", 8192, **changes))
     assert PLAIN.plan(view) == Build(tokens // 16 * 16)
 
 
 def test_auto_profile_target_is_at_least_one_token() -> None:
-    """C4: on a device that is overdrawn, with a block of one token, the answer is one token, not none or less."""
+    """On a device that is overdrawn, with a block of one token, the answer is one token, not none or less."""
     probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
     view = memory_view(probe, block_size=1, tokens_min=1, context_tokens=1)
     assert AutoProfile().plan(view) == Build(1, headroom_bytes=256 * MIB)
@@ -178,7 +178,7 @@ def test_auto_profile_target_is_at_least_one_token() -> None:
 def test_auto_profile_has_one_safety_margin(
     total: int, shares: tuple[int, int, int, int], fraction: float, bytes_per_token: int
 ) -> None:
-    """C4, C6: the target is the formula's, whatever the numbers; nothing else is subtracted on the way."""
+    """The target is the formula's, whatever the numbers; nothing else is subtracted on the way."""
     non_kv, headroom, peers, unheld = (total * share // 1000 for share in shares)
     probe_bytes = 64 * bytes_per_token
     ranks = [
@@ -209,7 +209,7 @@ def test_auto_profile_has_one_safety_margin(
 @pytest.mark.parametrize("name", REGISTERED)
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("inf"), float("nan")])
 def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) -> None:
-    """C5: a share above 0 and at most 1; 1.0 is legal."""
+    """A share above 0 and at most 1; 1.0 is legal."""
     table = {"use": name, **FIELDS.get(name, {})}
     with pytest.raises(ConfigError, match=r"mem_fraction.*limit .*above 0, at most 1"):
         resolve_policy("memory", {**table, "mem_fraction": fraction})
@@ -217,7 +217,7 @@ def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) 
 
 
 def test_mem_fraction_defaults() -> None:
-    """C5, C12: 0.95 of the measured budget beside headroom of 256 MiB."""
+    """0.95 of the measured budget beside headroom of 256 MiB."""
     assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
     assert AutoProfile().headroom_bytes == 256 * MIB
 
@@ -231,7 +231,7 @@ def test_auto_profile_accepts_what_held() -> None:
 
 
 def test_auto_profile_shrinks_by_a_share() -> None:
-    """C13: 5 % less each time, 4 attempts in all."""
+    """5 % less each time, 4 attempts in all."""
     attempts = [attempted("probe", 8192)]
     sizes = []
     for _ in range(4):
@@ -244,14 +244,14 @@ def test_auto_profile_shrinks_by_a_share() -> None:
 
 
 def test_auto_profile_shrinks_by_a_block_at_least() -> None:
-    """C13: a retry of the same size would be none."""
+    """A retry of the same size would be none."""
     view = memory_view(attempted("probe", 8192), attempted("build", 160, "out_of_memory"))
     view = msgspec.structs.replace(view, context_tokens=16)
     assert AutoProfile(headroom_bytes=0, shrink=0.01).plan(view) == Build(144)
 
 
 def test_auto_profile_says_all_when_it_gives_up() -> None:
-    """C13: initial, final, peak, total, headroom, and the knobs in the order to try."""
+    """Initial, final, peak, total, headroom, and the knobs in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
     policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
     message = refused(policy.plan(memory_view(attempted("probe", 8192), *builds)))
@@ -271,7 +271,7 @@ def test_auto_profile_says_all_when_it_gives_up() -> None:
 
 
 def test_auto_profile_stops_shrinking_below_one_request() -> None:
-    """C7: enforced after every rebuild."""
+    """Enforced after every rebuild."""
     view = memory_view(
         attempted("probe", 8192), attempted("build", 1040, "out_of_memory"), context_tokens=1024
     )
@@ -281,7 +281,7 @@ def test_auto_profile_stops_shrinking_below_one_request() -> None:
 
 
 def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
-    """C4, C13: after a failed build the peers are those of that build, where a share of 5 % would not do."""
+    """After a failed build the peers are those of that build, where a share of 5 % would not do."""
     taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
     assert PLAIN.plan(memory_view(attempted("probe", 8192), taken)) == Build(25_000 // 16 * 16)
 
@@ -289,7 +289,7 @@ def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
 @pytest.mark.parametrize("policy", [AutoProfile(), Pinned(tokens=64), Fraction()], ids=repr)
 @pytest.mark.parametrize("action", ["probe", "build"])
 def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
-    """C17: a leak is not an out-of-memory: nothing is shrunk, whichever attempt it is found on."""
+    """A leak is not an out-of-memory: nothing is shrunk, whichever attempt it is found on."""
     earlier = attempted("probe", 8192)
     answer = policy.plan(memory_view(earlier, attempted(action, 64, "leak", released_bytes=7)))
     message = refused(answer)
@@ -302,7 +302,7 @@ def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
 
 
 def test_pinned_builds_once_and_proves_it() -> None:
-    """C2: no probe, no rebuild, one profiling run."""
+    """No probe, no rebuild, one profiling run."""
     ranks = [KvSizingRank(SimulatedMemory(256 * MIB))]
     negotiation = KvNegotiation(Pinned(tokens=4096), load_view(ranks))
     assert negotiation.start() == Build(4096, profile=True)
@@ -318,7 +318,7 @@ def test_pinned_takes_tokens_or_bytes() -> None:
 
 
 def test_pinned_refuses_what_did_not_hold() -> None:
-    """C2, C13: the operator's size is not shrunk behind his back."""
+    """The operator's size is not shrunk behind his back."""
     message = refused(Pinned(bytes=640).plan(memory_view(attempted("build", 64, "out_of_memory"))))
     assert "value 64 tokens (640 bytes), peak 244.8 KiB, headroom 0 bytes" in message
     assert in_order(message, "lower generate.memory.bytes", "generate.max_batch_tokens")
@@ -326,7 +326,7 @@ def test_pinned_refuses_what_did_not_hold() -> None:
 
 @pytest.mark.parametrize(("fraction", "tokens_max"), [(1.0, 70_000), (0.5, 35_000), (0.95, 66_500)])
 def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: int) -> None:
-    """C5: mem_fraction multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
+    """`mem_fraction` multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
     assert Pinned(tokens=tokens_max, mem_fraction=fraction).plan(memory_view()) == Build(tokens_max)
     message = refused(Pinned(tokens=tokens_max + 1, mem_fraction=fraction).plan(memory_view()))
     assert f"value {tokens_max + 1} tokens x 10 bytes" in message
@@ -335,7 +335,7 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
 
 
 def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
-    """B7: 50,000 bytes of growth are not there for the KV cache."""
+    """50,000 bytes of growth are not there for the KV cache."""
     policy = Pinned(tokens=65_001, mem_fraction=1.0)
     assert isinstance(policy.plan(memory_view()), Build)
     assert "65000 tokens" in refused(policy.plan(memory_view(reservations=[reserved(50_000)])))
@@ -371,7 +371,7 @@ def test_fraction_takes_a_share_and_hopes() -> None:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_memory_sizes_or_says_why_not(name: str) -> None:
-    """C13, C17: on devices of many sizes the end is a size or an error of the right type, never anything else."""
+    """On devices of many sizes the end is a size or an error of the right type, never anything else."""
     ended: list[type] = []
     for total in (32, 64, 512, 2048):
         for leaks in (False, True):

@@ -85,21 +85,21 @@ def test_round_robin_takes_the_healthy_in_turn(down: Sequence[int], turns: list[
 def test_least_loaded_takes_the_fewest_tokens(
     loads: tuple[int, ...], down: Sequence[int], chosen: int
 ) -> None:
-    """E9: of the healthy; with none healthy, of all: its queue holds the request."""
+    """Of the healthy; with none healthy, of all: its queue holds the request."""
     for routed in range(3):
         view = routing_view(replicas(*loads, down=down), routed=routed)
         assert LeastLoaded().choose(view) == chosen
 
 
 def test_least_loaded_equals_take_turns() -> None:
-    """E9: without this, an idle server would use its first replica only."""
+    """Without this, an idle server would use its first replica only."""
     idle = replicas(0, 7, 0, 0, down=[3])
     chosen = [LeastLoaded().choose(routing_view(idle, routed=routed)) for routed in range(4)]
     assert chosen == [0, 2, 0, 2]
 
 
 def test_least_loaded_spreads_a_burst_by_tokens() -> None:
-    """E9: with what nobody has pulled yet in the load, large and small requests come to the same sum."""
+    """With what nobody has pulled yet in the load, large and small requests come to the same sum."""
     loads = [0, 0]
     for routed, tokens in enumerate([900, 100, 100, 100, 100, 100, 100, 100, 100, 100]):
         loads[LeastLoaded().choose(routing_view(replicas(*loads), routed=routed))] += tokens
@@ -113,7 +113,6 @@ def test_least_loaded_spreads_a_burst_by_tokens() -> None:
     routed=st.integers(0, 10**12),
 )
 def test_least_loaded_none_has_less(loads: list[int], well: int, routed: int) -> None:
-    """E9."""
     down = [index for index in range(len(loads)) if not well >> index & 1]
     view = routing_view(replicas(*loads, down=down), routed=routed)
     chosen = view.replicas[LeastLoaded().choose(view)]

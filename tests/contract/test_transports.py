@@ -75,7 +75,7 @@ class SimTransport:
 
 @pytest.mark.slow
 async def test_zmq_transport_keeps_the_contract(tmp_path: Path) -> None:
-    """A7, G2: over real sockets."""
+    """Over real sockets."""
     count = iter(range(100))
 
     def make() -> ZmqTransport:
@@ -89,7 +89,7 @@ async def test_zmq_transport_keeps_the_contract(tmp_path: Path) -> None:
 @pytest.mark.sim
 @pytest.mark.parametrize("seed", range(2))
 async def test_sim_transport_keeps_the_contract(seed: int) -> None:
-    """A7, G2: in memory, so that what a simulation finds is true of the sockets."""
+    """In memory, so that what a simulation finds is true of the sockets."""
     await check_transport(SimTransport, seed=seed)
 
 
@@ -105,7 +105,7 @@ BROKEN = {
 @pytest.mark.sim
 @pytest.mark.parametrize("complaint", BROKEN)
 async def test_check_transport_refuses_a_network_with_faults(complaint: str) -> None:
-    """A7: loss, reordering, duplication, damage, and a queue without a bound."""
+    """Loss, reordering, duplication, damage, and a queue without a bound."""
     # Greetings may be struck, too; another seed spares them.
     with pytest.raises(ContractBroken, match=complaint):
         await check_transport(lambda: SimTransport(BROKEN[complaint]), seed=1)
@@ -192,7 +192,7 @@ class Forgetful(SimTransport):
     ],
 )
 async def test_check_transport_refuses(broken: Callable[[], Transport], complaint: str) -> None:
-    """G2: each respect of the contract has a transport that fails in it alone."""
+    """Each respect of the contract has a transport that fails in it alone."""
     with pytest.raises(ContractBroken, match=complaint):
         await check_transport(broken)
 

@@ -216,7 +216,7 @@ class OldBuild(FakeGenerator):
     ],
 )
 def test_check_worker_refuses_generators(generator: type[FakeGenerator], complaint: str) -> None:
-    """C8, C11: leaks, and what else a generate worker may have wrong."""
+    """Leaks, and what else a generate worker may have wrong."""
     with pytest.raises(ContractBroken, match=complaint):
         check_worker(plugin_of(generator=generator), INFO, images=IMAGES, seeds=range(20))
 

@@ -53,7 +53,7 @@ TWO_BY_TWO = (
 def test_crews_follow_replicas_and_placement(
     sets: tuple[str, ...], expected: list[tuple[list[str], int]]
 ) -> None:
-    """A11: worker group i of two stages together serves encode-i and generate-i."""
+    """Worker group i of two stages together serves encode-i and generate-i."""
     config = config_of(*sets)
     plans = worker_group_plans(config, INFO, resolve_policies(config))
     assert [(plan.groups, plan.ranks) for plan in plans] == expected
@@ -72,7 +72,7 @@ def test_replicas_take_the_devices_behind_each_other(device: str, first_devices:
 
 
 def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
-    """A11: batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
+    """Batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
     config = config_of("encode.replicas=2", "encode.admission.max_items=8")
     policies = resolve_policies(config)
     plans = worker_group_plans(config, INFO, policies)
@@ -82,7 +82,7 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
 
 
 def test_kernel_is_told_how_long_a_request_may_wait() -> None:
-    """E17: 0 is no limit."""
+    """0 is no limit."""
     for set_, expected_ns in (("deadlines.waiting_s=0", 0), ("deadlines.waiting_s=1.5", 1.5e9)):
         config = config_of(set_)
         assert (
@@ -95,12 +95,12 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
     ("set_", "hooks_s"), [("generate.slots=1", None), ("generate.hooks_s=0", 0.0), ("generate.hooks_s=9", 9.0)]
 )  # fmt: skip
 def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | None) -> None:
-    """E10: the worker's own interval unless the operator says another."""
+    """The worker's own interval unless the operator says another."""
     assert leader_deadlines(config_of(set_)).hooks_s == hooks_s
 
 
 def test_rank_is_told_its_share_of_the_kv_cache() -> None:
-    """C4: what a token takes on one rank; statistics speak of all ranks together."""
+    """What a token takes on one rank; statistics speak of all ranks together."""
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
     arena = Arena.create(LAYOUT)
@@ -133,7 +133,7 @@ class OddPlugin:
 
 
 def test_parallel_sizes_are_checked_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F2: what does not divide is told by the plug-in; one rank needs no check."""
+    """What does not divide is told by the plug-in; one rank needs no check."""
     plugin: Any = OddPlugin()
     plugin.asked = []
     monkeypatch.setattr("vsched.assembly.load_worker", lambda name, path: plugin)

@@ -74,7 +74,7 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
         "look_ahead = 0",
         "mem_fraction = 0.95",
         "youngest",
-        "(D1)",
+        "the next prefill chunk reads",
     ):
         assert expected in output
 

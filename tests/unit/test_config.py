@@ -316,12 +316,12 @@ def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
     ],
 )
 def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
-    """A12, A13: one knob; its default derives from the batch budget; 0 is nothing anyone reads."""
+    """One knob; its default derives from the batch budget; 0 is nothing anyone reads."""
     assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
 
 
 def test_config_default_item_limit_is_the_one_that_is_told() -> None:
-    """A13: help, schema and docs name the key that the default comes from, and 0 as the way out."""
+    """Help, schema and docs name the key that the default comes from, and 0 as the way out."""
     told = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
     assert "by default it is `generate.max_batch_tokens`, and 0 switches both limits off" in told
     fields = load_policy_class("admission", "token-budget").__doc__
@@ -359,7 +359,7 @@ def test_config_encode_items_follow_the_admission_policy(sets: list[str], expect
     ],
 )
 def test_config_memory_fraction_bounds(value: str, *, legal: bool) -> None:
-    """C5: in (0, 1], 1.0 included; refused otherwise with value, limit and remedy."""
+    """In (0, 1], 1.0 included; refused otherwise with value, limit and remedy."""
     sets = [f"generate.memory.mem_fraction={value}"]
     if legal:
         assert load_config(None, sets=sets, environ={}).policies.memory.mem_fraction == float(value)

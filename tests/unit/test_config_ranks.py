@@ -12,7 +12,7 @@ from vsched.config import Config, EncodeConfig, load_config, resolve_policies
 
 @pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
 def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
-    """A11: max(batch // replicas, 1), as the policies are resolved."""
+    """`max(batch // replicas, 1)`, as the policies are resolved."""
     admission = {"use": "token-budget", "max_items": items}
     encode = EncodeConfig(replicas=replicas, admission=admission)
     assert resolve_policies(Config(encode=encode)).encode_items_max == each
@@ -31,7 +31,7 @@ def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: in
 def test_config_threads_default_to_the_share_of_a_rank(
     sets: list[str], cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E12: ranks that start in parallel do not take each other's cores."""
+    """Ranks that start in parallel do not take each other's cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     config = load_config(None, sets=sets, environ={}).config
     assert (config.threads("encode"), config.threads("generate")) == threads
@@ -57,7 +57,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
     ],
 )
 def test_config_stages_together_are_as_many(sets: list[str], expected: str) -> None:
-    """F2: worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
+    """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
     assert refusal([*sets, "placement=together"]).startswith(expected)
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]

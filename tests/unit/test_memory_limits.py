@@ -47,7 +47,7 @@ def test_size_bytes_reads_numbers_and_units(written: int | str, expected: int) -
 @pytest.mark.parametrize("written", ["4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan"])
 @pytest.mark.parametrize("key", ["encode.memory_limit", "generate.memory_limit", "encode.reserved"])
 def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> None:
-    """B6: a wrong setting is found at load, with its path, the value and what is right."""
+    """A wrong setting is found at load, with its path, the value and what is right."""
     if key == "encode.reserved" and not written:
         return  # empty: measure
     with pytest.raises(ConfigError, match=rf"{key}: not a size: value .* limit .* Remedy: "):
@@ -55,7 +55,7 @@ def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> No
 
 
 def test_reserved_cannot_be_auto() -> None:
-    """B6: only the limits have an automatic value; an empty reservation is measured."""
+    """Only the limits have an automatic value; an empty reservation is measured."""
     with pytest.raises(ConfigError, match=r"encode\.reserved: not a size"):
         config_of('encode.reserved="auto"')
 
@@ -101,7 +101,7 @@ def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
 
 
 def test_reserved_size_goes_to_the_encode_rank() -> None:
-    """B6: the override arrives in bytes; without one the rank measures."""
+    """The override arrives in bytes; without one the rank measures."""
     for sets, expected in (
         ((), None),
         (('encode.reserved="2GiB"',), 2 * GIB),

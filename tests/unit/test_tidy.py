@@ -235,7 +235,7 @@ def is_unsafe_module(name: str) -> bool:
 
 
 def test_tidy_nothing_is_unpickled() -> None:
-    """G1: no pickle, dill, marshal or torch.load anywhere; `trust_remote_code` stays off."""
+    """No pickle, dill, marshal or torch.load anywhere; `trust_remote_code` stays off."""
     found = {shown(path): names for path in sources() if (names := unsafe(parse(path)))}
     assert not found
 
@@ -253,12 +253,12 @@ def test_tidy_nothing_is_unpickled() -> None:
     ],
 )
 def test_tidy_unpickling_check_finds_calls(code: str, expected: list[str]) -> None:
-    """G1: the check itself can fail."""
+    """The check itself can fail."""
     assert unsafe(ast.parse(code)) == expected
 
 
 def test_tidy_no_assertion_is_commented_out() -> None:
-    """E14: a test that is in the way is mended or deleted, never silenced."""
+    """A test that is in the way is mended or deleted, never silenced."""
     silenced = [
         f"{shown(path)}:{number}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -322,7 +322,7 @@ def test_tidy_time_check_finds_clocks(code: str, lines: list[int]) -> None:
 
 
 def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
-    """E14: models are made on the spot, hubs are switched off, and no test asks for CUDA without a guard."""
+    """Models are made on the spot, hubs are switched off, and no test asks for CUDA without a guard."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     assert "HF_HUB_OFFLINE" in conftest
     asking = [

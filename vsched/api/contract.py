@@ -126,7 +126,7 @@ class EngineContract(Protocol):
         ...
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every running and waiting request; return what is left, which is 0 of each (E20)."""
+        """Interrupt every running and waiting request; return what is left, which is 0 of each."""
         ...
 
     def groups(self) -> list[dict[str, Any]]:

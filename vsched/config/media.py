@@ -24,7 +24,7 @@ def decode_bytes_needed(media: MediaConfig) -> int:
 
 
 def check_decode_bytes(media: MediaConfig) -> None:
-    """Refuse a budget that could never admit an image that is legal otherwise (B13).
+    """Refuse a budget that could never admit an image that is legal otherwise.
 
     Raises:
         ConfigError: With value, limit and remedy.

@@ -36,7 +36,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         item_tokens_max: Most tokens of one image, None for no limit. It is the token budget of `encode.admission`
-            (one knob, A12), derived and normalised here so that no reader sees a 0 (A13).
+            (one knob), derived and normalised here so that no reader sees a 0.
         encode_items_max: Most items of one encoder step of one replica.
     """
 
@@ -112,7 +112,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 
 def items_per_replica(items: int, replicas: int) -> int:
-    """Return the share of one replica in a batch cap: at least 1 (A11)."""
+    """Return the share of one replica in a batch cap: at least 1."""
     return max(items // replicas, 1)
 
 

@@ -1,8 +1,8 @@
-"""Host memory for decoding and processing, in bytes, taken before a thread begins (B13).
+"""Host memory for decoding and processing, in bytes, taken before a thread begins.
 
 An image takes its whole estimate in one go and gives it back when its thread is done. The grant belongs to the image,
 not to the request: the thread that holds it needs nothing else to finish, so whoever waits holds nothing that a
-holder waits for (A22), and a request of many images needs no more than its largest one. Images are served in the order
+holder waits for, and a request of many images needs no more than its largest one. Images are served in the order
 they came; a small one does not overtake a large one, or the large one would starve.
 
 Everything happens on the event loop between two awaits; there is no lock and nothing to tear.

@@ -163,7 +163,7 @@ def read_embedding(
     """Return the embedding in a safetensors file, every companion and shape checked, no value yet.
 
     Raises:
-        RequestRefused: Its code names what is missing or does not fit (E2, E3, D13, A17).
+        RequestRefused: Its code names what is missing or does not fit.
     """
     tensors = read_tensors(file)
     for name in _TENSORS:
@@ -217,7 +217,7 @@ def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo) -> None:
 
 
 def check_tokens(tokens: int, info: ModelInfo) -> None:
-    """Refuse an image with more tokens than one may have, pixels or embedding (A17).
+    """Refuse an image with more tokens than one may have, pixels or embedding.
 
     Raises:
         RequestRefused: With tokens, limit and remedy.

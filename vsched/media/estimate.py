@@ -1,4 +1,4 @@
-"""How much host memory an image takes while a thread makes pixels of it: an upper bound, from its header alone (B13).
+"""How much host memory an image takes while a thread makes pixels of it: an upper bound, from its header alone.
 
 What Pillow, libjpeg and libwebp allocate was measured (`tests/unit/media/test_estimate.py` keeps measuring it):
 

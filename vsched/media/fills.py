@@ -4,7 +4,7 @@ Requests that bring the same image share one fill. It takes its memory from the 
 waits for it in order. A fill that nobody wants any more is given up, unless a thread is at work: a thread cannot be
 cancelled, so bytes and extent go back when it is done, and the pixels are kept for whoever comes next.
 
-A fill waits while its request holds space in the arena (A22). Those that hold the budget have their space already and
+A fill waits while its request holds space in the arena. Those that hold the budget have their space already and
 wait for nobody, so the wait ends by itself.
 """
 

@@ -1,4 +1,4 @@
-"""What the requests in preparation hold in encoded bytes: their references, and what was read for them (B13, G12).
+"""What the requests in preparation hold in encoded bytes: their references, and what was read for them.
 
 A `data:` URL counts as it came and as it is decoded, before it is decoded. A file counts before it is read, a fetched
 image while it streams. The bytes of a request are given back when it is prepared or given up, and no thread reads for

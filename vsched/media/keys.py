@@ -1,7 +1,7 @@
 """The keys of items: equal content, equal key, in every process and on every host.
 
-Source: requirements D14 and G9. Each part carries its type and length, so that no two lists of parts give the same
-bytes, and each kind of item has a personalisation of its own, so that an embedding never passes for an image.
+Each part carries its type and length, so that no two lists of parts give the same bytes, and each kind of item has a
+personalisation of its own, so that an embedding never passes for an image.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def reference_bytes(reference: ImageReference) -> int:
 
 
 def check_work(size: int, settings: MediaSettings) -> None:
-    """Refuse an image that takes more memory to process than there is for all of them (B13).
+    """Refuse an image that takes more memory to process than there is for all of them.
 
     Raises:
         RequestRefused: With value, limit and remedy.

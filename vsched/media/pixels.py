@@ -1,7 +1,7 @@
 """The pixel region of the arena: who has space in it, and what is kept there for the next request.
 
 A request takes the space of all its images in one go or none of it, so two requests can never wait for each other while
-each holds a part (A22). Waiters are served in the order they came; a small one does not overtake a large one, or the
+each holds a part. Waiters are served in the order they came; a small one does not overtake a large one, or the
 large one would starve. Entries that nobody holds stay, oldest first to go, until their space is needed.
 
 Everything happens on the event loop between two awaits; there is no lock and nothing to tear.

@@ -77,7 +77,7 @@ class CollectiveWorker(Protocol):
 
 @runtime_checkable
 class PeriodicWork(Protocol):
-    """A worker with collective work that is due now and then, such as to balance experts over ranks (E10).
+    """A worker with collective work that is due now and then, such as to balance experts over ranks.
 
     The engine says when, in the decision log, so every rank runs it between the same two steps. It says so after an
     interval in which there were steps, or when rank 0 asks for it, never in every iteration.

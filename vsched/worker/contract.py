@@ -246,7 +246,7 @@ class Preprocessor(Protocol):
 
     info: ModelInfo
     settings_digest: bytes
-    """Digest over everything but the image that the pixels depend on (D14, G9)."""
+    """Digest over everything but the image that the pixels depend on."""
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
@@ -291,7 +291,7 @@ class Preprocessor(Protocol):
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """Return the pixels of an RGB image, float32 `[t*h*w, patch values]`, with the grid that `plan_image` tells.
 
-        It may take 2.25 times the bytes that it returns, those included, beyond the image: so much is budgeted (B13).
+        It may take 2.25 times the bytes that it returns, those included, beyond the image: so much is budgeted.
         """
         ...
 

@@ -9,7 +9,7 @@ from vsched_policies.admission.packing import pack
 class Fifo(AdmissionPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival, as many as there is room for; no budget of its own.
 
-    An entry of unknown size is never counted as nothing: it joins alone (A4).
+    An entry of unknown size is never counted as nothing: it joins alone.
 
     Attributes:
         look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.

@@ -11,10 +11,10 @@ from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
 class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
-    """Holds entries until they fill a step, at most `deadline_s` long (E15).
+    """Holds entries until they fill a step, at most `deadline_s` long.
 
     A step is full when a bound is reached, or when the next entry would exceed one. Within the bounds it is
-    `token-budget`. Waiting costs nothing: the kernel asks again when an entry arrives or the deadline has come (E8).
+    `token-budget`. Waiting costs nothing: the kernel asks again when an entry arrives or the deadline has come.
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.

@@ -10,7 +10,7 @@ SECOND_NS = 1_000_000_000
 
 
 def budget(max_tokens: int | None, default_tokens: int) -> int | None:
-    """Return the token budget of a step: None derives it from the stage, 0 means none (A13)."""
+    """Return the token budget of a step: None derives it from the stage, 0 means none."""
     return (default_tokens if max_tokens is None else max_tokens) or None
 
 
@@ -26,7 +26,7 @@ def pack(
 ) -> list[int]:
     """Return the entries that join, in order, up to the first that does not fit.
 
-    The first entry of the order always joins (A2); one of unknown size joins alone (A4). Where entries may join with a
+    The first entry of the order always joins; one of unknown size joins alone. Where entries may join with a
     part of their tokens, one that is larger than the room uses it up.
 
     Args:

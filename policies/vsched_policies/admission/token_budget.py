@@ -9,8 +9,8 @@ from vsched_policies.admission.packing import budget, pack
 class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival until the next entry would exceed a budget in tokens.
 
-    A sum equal to the budget is admitted (A1). The first entry always is, even alone above the budget, and then runs
-    alone (A2). The count cap and the token cap both hold (A3). An entry of unknown size runs alone (A4).
+    A sum equal to the budget is admitted. The first entry always is, even alone above the budget, and then runs
+    alone. The count cap and the token cap both hold. An entry of unknown size runs alone.
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
@@ -26,7 +26,7 @@ class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
     starvation_s: Seconds = 5.0
 
     def budget(self, default_tokens: int) -> int | None:
-        """Return the budget of a step, None for no budget (A13)."""
+        """Return the budget of a step, None for no budget."""
         return budget(self.max_tokens, default_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:

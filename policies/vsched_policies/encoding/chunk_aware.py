@@ -8,7 +8,7 @@ from vsched.policy import Count, EncodingPolicy, EncodingView
 
 
 class ChunkAware(EncodingPolicy, frozen=True, kw_only=True):
-    """Encodes only the items whose tokens the next prefill chunk reads (D1).
+    """Encodes only the items whose tokens the next prefill chunk reads.
 
     Embeddings then wait in memory for as short as can be, and a request that ends early has encoded no image in vain.
 

@@ -2,7 +2,7 @@
 
 The probe is a small KV cache under the largest step there can be: its peak, less the cache itself, is what everything
 but the cache needs. Estimates from shapes miss fragmentation, workspaces and what the allocator rounds up; the peak
-does not. What is left is the cache's, less the share that `mem_fraction` keeps back: the one safety margin (C6).
+does not. What is left is the cache's, less the share that `mem_fraction` keeps back: the one safety margin.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return self._build(view, min(shrunk, self._target(view, probe, last)))
 
     def _target(self, view: MemoryView, probe: Attempt, last: Attempt) -> int:
-        """Return the tokens that the measurements leave room for, in the tightest pool, at least 1 (C4).
+        """Return the tokens that the measurements leave room for, in the tightest pool, at least 1.
 
         What is not KV is known from the probe, what peers hold from the last attempt.
         """
@@ -103,7 +103,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return max(min(targets), 1)
 
     def _build(self, view: MemoryView, tokens: int) -> Build | Fail:
-        """Return the order in whole blocks, if one request fits in them (C7)."""
+        """Return the order in whole blocks, if one request fits in them."""
         whole = tokens // view.block_size * view.block_size
         if whole < max(view.context_tokens, view.tokens_min):
             return too_small(
@@ -127,7 +127,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
 
 
 def _first_probe(view: MemoryView) -> Probe | Fail:
-    """Return what the largest step writes or 8,192 tokens (C1), less where not even that much is free."""
+    """Return what the largest step writes or 8,192 tokens, less where not even that much is free."""
     wanted = _round_up(max(view.batch_tokens + view.slots, PROBE_TOKENS), view.block_size)
     tightest, free = _tightest(view)
     least = max(view.tokens_min, view.block_size)

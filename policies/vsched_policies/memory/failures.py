@@ -8,7 +8,7 @@ from vsched.policy import Attempt, Fail, MemoryView, RankMemory
 
 
 def leaked(view: MemoryView) -> Fail:
-    """Word a leak of the last attempt: no size would help, so none is tried (C17)."""
+    """Word a leak of the last attempt: no size would help, so none is tried."""
     last = view.attempts[-1]
     before = view.attempts[-2].ranks if len(view.attempts) > 1 else ()
     stood = {rank.rank: rank.kv_bytes for rank in before}
@@ -28,7 +28,7 @@ def leaked(view: MemoryView) -> Fail:
 
 
 def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, headroom_bytes: int) -> Fail:
-    """Word a KV cache that one request of the longest context would not fit in (C7)."""
+    """Word a KV cache that one request of the longest context would not fit in."""
     least = max(tokens, 0)
     lower = (
         f"lower generate.context_tokens to {least} or less, " if least >= view.block_size else ""

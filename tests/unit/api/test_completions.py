@@ -131,7 +131,7 @@ async def test_state_decides_who_is_served(state: str, status: int) -> None:
 
 
 async def test_refusal_carries_status_and_retry_after() -> None:
-    """G12: 429 with Retry-After."""
+    """429 with Retry-After."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=3)
     for stream in (False, True):
@@ -142,7 +142,7 @@ async def test_refusal_carries_status_and_retry_after() -> None:
 
 
 async def test_failure_is_an_error_response() -> None:
-    """F1: an accepted request that fails gets its one reply."""
+    """An accepted request that fails gets its one reply."""
     engine = FakeEngine(
         OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
     )
@@ -152,7 +152,7 @@ async def test_failure_is_an_error_response() -> None:
 
 
 async def test_failure_in_a_stream_is_its_last_event() -> None:
-    """F4: the stream says so and ends."""
+    """The stream says so and ends."""
     engine = FakeEngine(
         OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
     )
@@ -162,7 +162,7 @@ async def test_failure_in_a_stream_is_its_last_event() -> None:
 
 
 async def test_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """G8: no paths, addresses or reprs."""
+    """No paths, addresses or reprs."""
     engine = FakeEngine(ValueError("/secret at 0x7f"))
     reply = await post(engine, CHAT, chat())
     assert (reply.status, reply.error["message"]) == (500, "the server made a mistake")
@@ -208,7 +208,7 @@ async def test_plain_logprobs_shape() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_aborts_the_generation(stream: bool) -> None:
-    """F3: streaming or not, one owner of receive() notices and aborts."""
+    """Streaming or not, one owner of receive() notices and aborts."""
     engine = FakeEngine(OutputDelta("Hel", [1]), asyncio.Event())
     client = Client(create_app(engine, ApiSettings()))
     task = asyncio.ensure_future(client.send("POST", CHAT, chat(stream=stream)))
@@ -223,7 +223,7 @@ async def test_disconnect_aborts_the_generation(stream: bool) -> None:
 
 
 async def test_disconnect_while_preparing_cancels_it() -> None:
-    """F3: images are still being prepared."""
+    """Images are still being prepared."""
     engine = FakeEngine()
     engine.entering = asyncio.Event()
     client = Client(create_app(engine, ApiSettings()))
@@ -264,7 +264,7 @@ async def test_body_in_pieces_is_one_body() -> None:
 
 
 async def test_announced_body_over_the_cap_is_not_read() -> None:
-    """G5, G11: a fast 413 with bounded memory."""
+    """A fast 413 with bounded memory."""
     client = Client(create_app(FakeEngine(), ApiSettings(body_bytes_max=100)))
     reply = await client.send("POST", CHAT, b"x" * 101, headers={"content-length": "50000000"})
     assert (reply.status, client.receives) == (413, 0)

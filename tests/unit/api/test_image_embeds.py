@@ -13,7 +13,7 @@ def user(*parts: object) -> dict[str, object]:
 
 
 async def test_embeddings_and_images_keep_their_order() -> None:
-    """E1: mixed freely; the template sees placeholders only."""
+    """Mixed freely; the template sees placeholders only."""
     engine = FakeEngine()
     body = user(
         {"type": "image_embeds", "image_embeds": {"data": "one"}},
@@ -28,7 +28,6 @@ async def test_embeddings_and_images_keep_their_order() -> None:
 
 
 async def test_text_only_request_has_no_images() -> None:
-    """E4."""
     engine = FakeEngine()
     await post(engine, CHAT, chat())
     assert list(engine.calls[0]["images"]) == []
@@ -38,7 +37,7 @@ async def test_text_only_request_has_no_images() -> None:
     "value", [None, "data", [], {}, {"data": 5}, {"data": "A" * 5000, "grid": [1, 2, 4]}]
 )
 async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> None:
-    """E2, G5: a 400 that says where."""
+    """A 400 that says where."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, user({"type": "image_embeds", "image_embeds": value}))
     assert reply.status == 400

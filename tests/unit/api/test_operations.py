@@ -72,7 +72,7 @@ async def test_tokenize_refuses(body: object) -> None:
 
 
 async def test_statistics_and_clear() -> None:
-    """E20: one call, and what is left is reported."""
+    """One call, and what is left is reported."""
     engine = FakeEngine()
     engine.numbers["since"] = dt.date(2024, 1, 2)
     reply = await call(engine, "GET", "/admin/statistics")
@@ -175,7 +175,7 @@ async def test_without_a_key_everything_is_open() -> None:
 async def test_key_is_needed_everywhere_but_health(
     method: str, path: str, authorization: str | None
 ) -> None:
-    """G10: default deny, on the path that the router sees."""
+    """Default deny, on the path that the router sees."""
     headers = {} if authorization is None else {"authorization": authorization}
     reply = await call(FakeEngine(), method, path, CHAT, api_key="right", headers=headers)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
@@ -192,7 +192,7 @@ async def test_right_key_opens() -> None:
 
 
 async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:
-    """G10: default deny holds for what is not HTTP."""
+    """Default deny holds for what is not HTTP."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
     sent: list[dict[str, object]] = []
     incoming = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]

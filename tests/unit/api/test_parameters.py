@@ -121,7 +121,7 @@ async def test_absent_sampling_fields_take_defaults() -> None:
     ],
 )
 async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
-    """G11: a 400 in OpenAI's form that names the parameter, before the engine hears of it."""
+    """A 400 in OpenAI's form that names the parameter, before the engine hears of it."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, chat(**{field: value}))
     assert reply.status == 400
@@ -213,7 +213,7 @@ async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
 
 
 async def test_error_texts_do_not_quote_long_content() -> None:
-    """G5: a data URL in the wrong place does not come back."""
+    """A data URL in the wrong place does not come back."""
     url = "data:image/png;base64," + "A" * 10_000
     content = [{"type": url}]
     reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
@@ -222,7 +222,7 @@ async def test_error_texts_do_not_quote_long_content() -> None:
 
 
 async def test_template_arguments_are_passed_from_the_allow_list() -> None:
-    """G11: an allow-list for template arguments."""
+    """An allow-list for template arguments."""
     engine = FakeEngine()
     await post(engine, CHAT, chat(chat_template_kwargs={"enable_thinking": False}))
     assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"

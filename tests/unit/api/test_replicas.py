@@ -32,7 +32,7 @@ async def test_replicas_action_is_done_and_told(action: str) -> None:
 
 
 async def test_replicas_tells_when_the_deadline_passed_before() -> None:
-    """F2: a drain that takes too long is answered all the same."""
+    """A drain that takes too long is answered all the same."""
     engine = FakeEngine()
     engine.in_time = False
     reply = await post(engine, {"group": "generate-1", "action": "drain"})
@@ -46,7 +46,7 @@ async def test_replicas_refuses_an_unknown_action_and_names_the_known_ones() -> 
 
 
 async def test_replicas_passes_a_refusal_on() -> None:
-    """F4: with the status that the engine gave it."""
+    """With the status that the engine gave it."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("it is down. Remedy: wait.", code="wrong_state", status=409)
     reply = await post(engine, {"group": "generate-1", "action": "restart"})

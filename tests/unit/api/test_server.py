@@ -124,7 +124,7 @@ async def enter(settings: Config) -> None:
 async def test_server_busy_port_is_told_before_anything_is_loaded(
     acted: Acted, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2: one error with the key, the address and the remedy; no engine is even made."""
+    """One error with the key, the address and the remedy; no engine is even made."""
 
     def make(*_: object, **__: object) -> None:
         raise AssertionError("an engine for a server that cannot listen")
@@ -155,7 +155,7 @@ async def test_server_busy_port_is_told_before_anything_is_loaded(
 async def test_server_that_cannot_be_made_leaves_no_socket(
     acted: Acted, monkeypatch: pytest.MonkeyPatch, settings: Config, message: str
 ) -> None:
-    """F2: and tells so before anything is loaded."""
+    """And tells so before anything is loaded."""
     listeners: list[socket.socket] = []
     real = socket.create_server
 
@@ -225,7 +225,7 @@ def test_server_leaves_the_layout_of_logs_alone() -> None:
     "error", [CheckpointError("corrupt"), GroupLostError("gone"), OSError("odd")]
 )
 async def test_server_whose_engine_cannot_start_ends(acted: Acted, error: Exception) -> None:
-    """F2: the failure travels to the caller, and the address is free again."""
+    """The failure travels to the caller, and the address is free again."""
     acted.errors["start"] = error
     with pytest.raises(type(error), match=str(error)):
         await enter(config())
@@ -243,7 +243,7 @@ async def test_server_left_drains_and_stops(acted: Acted) -> None:
 
 
 async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
-    """F2: nobody waits for requests when something is wrong."""
+    """Nobody waits for requests when something is wrong."""
     with pytest.raises(KeyError):
         async with running_server(config()):
             raise KeyError
@@ -254,7 +254,7 @@ async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
 async def test_server_whose_engine_fails_at_the_end_ends_all_the_same(
     acted: Acted, name: str
 ) -> None:
-    """F2: what draining or stopping raises reaches the caller, and nothing listens on."""
+    """What draining or stopping raises reaches the caller, and nothing listens on."""
     acted.errors[name] = RuntimeError(name)
     with pytest.raises(RuntimeError, match=name):
         async with running_server(config()) as running:
@@ -288,7 +288,7 @@ class Served:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) -> None:
-    """F4: live requests are awaited; ranks have their grace."""
+    """Live requests are awaited; ranks have their grace."""
     acted.draining = asyncio.Event()
     served = Served(acted)
     await served.ready.wait()
@@ -304,7 +304,7 @@ async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.Signals) -> None:
-    """F2: whoever presses Ctrl-C twice does not wait for a request, nor for the grace of a rank."""
+    """Whoever presses Ctrl-C twice does not wait for a request, nor for the grace of a rank."""
     acted.draining = asyncio.Event()
     served = Served(acted)
     await served.ready.wait()
@@ -319,7 +319,7 @@ async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.S
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int) -> None:
-    """F2: there is nothing to drain; a second one does not keep the ranks from being stopped."""
+    """There is nothing to drain; a second one does not keep the ranks from being stopped."""
     acted.loading = asyncio.Event()
     served = Served(acted)
     await until(lambda: acted.calls)
@@ -345,7 +345,7 @@ async def get(url: str, path: str) -> bytes:
 async def test_server_answers_while_it_loads(
     monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
-    """F2: 503 until the engine is ready, over a real socket; then nothing listens any more."""
+    """503 until the engine is ready, over a real socket; then nothing listens any more."""
     acted = Acted(monkeypatch)
     acted.loading = asyncio.Event()
     url = f"http://127.0.0.1:{unused_port}"

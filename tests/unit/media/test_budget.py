@@ -1,4 +1,4 @@
-"""B13, A22: the budget that decoding takes its memory from."""
+"""The budget that decoding takes its memory from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B13: images take their memory from the budget before they are decoded, in order, and give it back once."""
+"""Images take their memory from the budget before they are decoded, in order, and give it back once."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_images_are_served_in_order(seam: Seam) -> None:
 
 
 async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> None:
-    """A22: the grant is the image's; a request never holds a part while it waits for the rest."""
+    """The grant is the image's; a request never holds a part while it waits for the rest."""
     with closing(bench_with(work_bytes() + SLACK)) as bench:
         images = [image_url(value=value) for value in range(6)]
         (await bench.pipeline.prepare("\x01" * 6, images)).lease.release()
@@ -162,7 +162,7 @@ async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> Non
 
 
 async def test_two_requests_of_many_images_do_not_block_each_other(seam: Seam) -> None:
-    """A22: however their images interleave."""
+    """However their images interleave."""
     with closing(bench_with(2 * work_bytes() + SLACK)) as bench:
         urls = [image_url(value=value) for value in range(10)]
         orders = (urls, urls[::-1], urls[5:] + urls[:5])

@@ -1,4 +1,4 @@
-"""B13: whatever becomes of an image, its bytes of the budget come back, once, and not before they are free."""
+"""Whatever becomes of an image, its bytes of the budget come back, once, and not before they are free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> 
 
 
 async def test_deadline_while_waiting_gives_everything_back() -> None:
-    """F2: the one that waits is told to come back; the one at work is not disturbed."""
+    """The one that waits is told to come back; the one at work is not disturbed."""
     with closing(bench_with(work_bytes() + SLACK, prepare_s=0.02)) as bench:
         bench.preprocessor.gate.clear()
         urls = [image_url(), image_url(value=1)]
@@ -109,7 +109,7 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
 
 
 async def test_closing_fails_what_waits_for_memory() -> None:
-    """F2: nobody waits for a pool that is gone, nor keeps its bytes."""
+    """Nobody waits for a pool that is gone, nor keeps its bytes."""
     with closing(bench_with(work_bytes() + SLACK)) as bench:
         bench.preprocessor.gate.clear()
         tasks = []

@@ -61,7 +61,7 @@ async def refusal(bench: Bench, prompt: str, *images: str | EmbeddedImage) -> Re
 
 
 async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
-    """E1: rows in the arena, placeholders expanded, the encoder's work marked as done."""
+    """Rows in the arena, placeholders expanded, the encoder's work marked as done."""
     rows = rows_of(6)
     brought = embedded(embedding_file(rows, (1, 4, 6)))
     first, last = data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))
@@ -143,7 +143,7 @@ async def test_switch_refuses_with_its_name() -> None:
 async def test_bad_embedding_fails_its_request_alone(
     bench: Bench, brought: EmbeddedImage, code: str, text: str
 ) -> None:
-    """E2, E3, D13, A17, F1: index and code; the request beside it does not notice."""
+    """Index and code; the request beside it does not notice."""
     beside = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
     await asyncio.sleep(0)
     with pytest.raises(RequestRefused, match=text) as caught:
@@ -155,7 +155,7 @@ async def test_bad_embedding_fails_its_request_alone(
 
 
 async def test_embeddings_count_towards_every_bound() -> None:
-    """G4, G12: images a request, bytes a request, bytes in preparation."""
+    """Images a request, bytes a request, bytes in preparation."""
     file = embedding_file()
     bench = Bench(MediaSettings(allow_embeddings=True, images_max=1))
     assert (await refusal(bench, "\x01", *[embedded(file)] * 2)).code == "too_many_images"
@@ -182,7 +182,7 @@ async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> Non
 
 
 async def test_length_is_checked_before_base64(bench: Bench) -> None:
-    """G5: 50 MB cost no memory."""
+    """50 MB cost no memory."""
     brought = EmbeddedImage("A" * 50_000_000)
     tracemalloc.start()
     try:
@@ -193,7 +193,7 @@ async def test_length_is_checked_before_base64(bench: Bench) -> None:
 
 
 def test_embedding_key_separates_every_part() -> None:
-    """D14, G9: full width, typed, length-framed; stable across processes, hosts and releases."""
+    """Full width, typed, length-framed; stable across processes, hosts and releases."""
     base = {
         "settings_digest": b"s",
         "cache_salt": "",
@@ -232,7 +232,7 @@ async def test_salt_separates_tenants(bench: Bench) -> None:
 
 
 async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
-    """G9: not even one whose bytes are those of the file."""
+    """Not even one whose bytes are those of the file."""
     file = embedding_file()
     prepared = await bench.pipeline.prepare("\x01", [embedded(file)])
     for encoded in (file, rows_of(2).tobytes()):
@@ -241,7 +241,7 @@ async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
 
 
 async def test_engine_stops_without_holding_the_loop_up() -> None:
-    """G6: an image that is still being decoded keeps `stop` waiting, and nobody else."""
+    """An image that is still being decoded keeps `stop` waiting, and nobody else."""
     engine = Engine(Config())
     bench = Bench()
     engine._media = bench.pipeline

@@ -103,7 +103,7 @@ MALFORMED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
-    """G1, G5, G8: a strict reader; the refusal quotes nothing of the file."""
+    """A strict reader; the refusal quotes nothing of the file."""
     with pytest.raises(RequestRefused, match="the embeddings are malformed: .*Remedy: ") as caught:
         read_tensors(MALFORMED[name])
     assert (caught.value.code, caught.value.status) == ("embeddings_invalid", 400)
@@ -112,7 +112,7 @@ def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
 
 
 def test_read_tensors_bounds_the_header_before_parsing() -> None:
-    """G5: value, limit and remedy."""
+    """Value, limit and remedy."""
     padded = header(grid_thw=ENTRY).ljust(HEADER_BYTES_MAX)
     assert list(read_tensors(framed(padded, bytes(24)))) == ["grid_thw"]
     with pytest.raises(RequestRefused, match="value 65537 bytes, limit 65536 bytes. Remedy: "):
@@ -124,7 +124,7 @@ def test_read_tensors_bounds_the_header_before_parsing() -> None:
 @given(st.binary(max_size=200), st.integers(0, 90))
 @settings(max_examples=50)
 def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
-    """G7: whatever is sent ends in a result or a refusal."""
+    """Whatever is sent ends in a result or a refusal."""
     file = bytearray(embedding_file())
     file[8 + place : 8 + place + len(noise)] = noise
     for hostile in (bytes(file), noise, framed(noise, b"")):
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_read_embedding_refuses(name: str) -> None:
-    """E2, E3, D13, A17: a code that names the companion, expected and actual shape, limit and remedy."""
+    """A code that names the companion, expected and actual shape, limit and remedy."""
     tensors, code, text = REFUSED[name]
     with pytest.raises(RequestRefused, match=text) as caught:
         read(tensors_file(tensors))
@@ -301,6 +301,6 @@ def test_write_rows_looks_at_every_strip(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_embedded_image_is_never_shown() -> None:
-    """G5: neither a log nor an error holds the client's data."""
+    """Neither a log nor an error holds the client's data."""
     assert "AAAA" not in repr(EmbeddedImage("AAAA"))
     assert "AAAA" not in str([EmbeddedImage("AAAA")])

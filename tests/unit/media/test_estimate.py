@@ -1,4 +1,4 @@
-"""B13: what an image takes is bounded from above before it is decoded, and not by far."""
+"""What an image takes is bounded from above before it is decoded, and not by far."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def private(host: str, **limits: Any) -> MediaSettings:
 
 
 def test_remote_images_are_off_by_default() -> None:
-    """G3: off until hosts are configured."""
+    """Off until hosts are configured."""
     with pytest.raises(RequestRefused, match=r"switched off.*media\.hosts"):
         parse("https://ok.example/a.png", MediaSettings())
 
@@ -87,7 +87,7 @@ def test_listed_hosts_are_accepted(url: str, target: Target) -> None:
     ],
 )
 def test_unlisted_and_malformed_urls_are_refused(url: str) -> None:
-    """G3: one parser, an allow-list of hosts and ports."""
+    """One parser, an allow-list of hosts and ports."""
     with pytest.raises(RequestRefused) as caught:
         parse(url, OPEN)
     assert caught.value.code == "image_url_refused"
@@ -121,7 +121,7 @@ def test_unlisted_and_malformed_urls_are_refused(url: str) -> None:
     ],
 )
 def test_public_addresses_are_told_from_all_others(address: str, public: bool) -> None:
-    """G3: private, link-local, metadata, mapped and tunnelled addresses."""
+    """Private, link-local, metadata, mapped and tunnelled addresses."""
     assert is_public(ipaddress.ip_address(address)) is public
 
 
@@ -129,14 +129,14 @@ def test_public_addresses_are_told_from_all_others(address: str, public: bool) -
     "host", ["127.0.0.1", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]", "[::1]", "localhost"]
 )
 async def test_listed_host_with_private_address_is_refused(host: str) -> None:
-    """G3: what counts is where the name leads."""
+    """What counts is where the name leads."""
     with pytest.raises(RequestRefused, match="not allowed"):
         await resolve(Target("http", host, 80, "/"), private=False)
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "[::ffff:169.254.169.254]", "[fe80::1]"])
 async def test_link_local_is_refused_even_for_private_hosts(host: str) -> None:
-    """G3: no configuration opens metadata services."""
+    """No configuration opens metadata services."""
     with pytest.raises(RequestRefused, match="not allowed"):
         await resolve(Target("http", host, 80, "/"), private=True)
 
@@ -144,7 +144,7 @@ async def test_link_local_is_refused_even_for_private_hosts(host: str) -> None:
 async def test_name_is_resolved_once_and_one_bad_address_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """G3: DNS rebinding finds no second look-up to answer differently."""
+    """DNS rebinding finds no second look-up to answer differently."""
     answers = [["93.184.216.34"], ["93.184.216.34", "10.0.0.1"]]
     loop = asyncio.get_running_loop()
 
@@ -192,7 +192,7 @@ async def test_fetch_understands_chunks_and_closing() -> None:
     ],
 )
 async def test_fetch_bounds_the_bytes_while_they_stream(pieces: list[bytes]) -> None:
-    """G4: announced or not."""
+    """Announced or not."""
     async with server(*pieces, pause=True) as (host, _):
         with pytest.raises(RequestRefused, match="limit 10 bytes") as caught:
             await fetch(f"http://{host}/", private(host, image_bytes_max=10))
@@ -201,7 +201,7 @@ async def test_fetch_bounds_the_bytes_while_they_stream(pieces: list[bytes]) -> 
 
 @pytest.mark.parametrize("pieces", [[], [b"HTTP/1.1 200 OK\r\n"], [b"HTTP/1.1 200 OK\r\n\r\nabc"]])
 async def test_fetch_bounds_the_total_time(pieces: list[bytes]) -> None:
-    """G4: one deadline over everything."""
+    """One deadline over everything."""
     async with server(*pieces, pause=True) as (host, _):
         with pytest.raises(RequestRefused, match=r"limit 0\.05 s"):
             await fetch(f"http://{host}/", private(host, fetch_s=0.05))
@@ -223,7 +223,7 @@ async def test_fetch_bounds_the_total_time(pieces: list[bytes]) -> None:
     ],
 )
 async def test_fetch_refuses_other_answers(answer: bytes, text: str) -> None:
-    """G3: a redirect to loopback leads nowhere; G8: no address in the text."""
+    """A redirect to loopback leads nowhere; no address in the text."""
     async with server(answer) as (host, _):
         with pytest.raises(RequestRefused, match=text) as caught:
             await fetch(f"http://{host}/", private(host))

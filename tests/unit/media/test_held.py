@@ -1,4 +1,4 @@
-"""G12, B13: encoded bytes that the requests in preparation hold."""
+"""Encoded bytes that the requests in preparation hold."""
 
 from __future__ import annotations
 

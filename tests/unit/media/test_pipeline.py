@@ -46,7 +46,7 @@ async def settled(bench: Bench) -> None:
 
 
 async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
-    """E4: no multimodal inputs at all."""
+    """No multimodal inputs at all."""
     prepared = await bench.pipeline.prepare("hi", [])
     assert prepared.token_ids == [104, 105]
     assert prepared.items == ()
@@ -74,7 +74,7 @@ async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
 
 
 async def test_repeated_image_costs_no_processing(bench: Bench) -> None:
-    """D2: one item's content is the key, within a request and across requests."""
+    """One item's content is the key, within a request and across requests."""
     image = data_url(image_bytes())
     first = await bench.pipeline.prepare("\x01\x01", [image, image])
     assert bench.preprocessor.processed == 1
@@ -108,7 +108,7 @@ async def test_concurrent_requests_share_the_processing(bench: Bench) -> None:
 
 
 def test_item_key_separates_every_part() -> None:
-    """D14, G9: full width, typed and length-framed; tenants and settings never share."""
+    """Full width, typed and length-framed; tenants and settings never share."""
     parts = [
         {"settings_digest": b"s", "cache_salt": "", "encoded": b"ab"},
         {"settings_digest": b"sa", "cache_salt": "", "encoded": b"b"},
@@ -134,7 +134,7 @@ async def test_salt_separates_tenants(bench: Bench) -> None:
 
 
 async def test_image_over_the_token_budget_is_refused() -> None:
-    """A17: index, tokens, limit and remedy, before any pixel is decoded."""
+    """Index, tokens, limit and remedy, before any pixel is decoded."""
     bench = Bench(FakePreprocessor(model_info(item_tokens_max=2)), MediaSettings(), items=8)
     images = [data_url(image_bytes()), data_url(image_bytes(24, 8))]
     with pytest.raises(RequestRefused, match=r"image 1: .*value 3 tokens, limit 2 tokens. Remedy"):
@@ -167,7 +167,7 @@ async def test_prepare_refuses_and_keeps_nothing(
 
 
 async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
-    """G7, F1: the request beside it does not notice, and space is returned."""
+    """The request beside it does not notice, and space is returned."""
     content = image_bytes(64, 64, kind="JPEG")
     broken = data_url(content[: len(content) - 200], "image/jpeg")
     fine = bench.pipeline.prepare("\x01", [data_url(image_bytes())])
@@ -186,7 +186,7 @@ async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
 async def test_processor_failure_fails_the_request(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F1, G8: the client learns no more than that; the pool goes on."""
+    """The client learns no more than that; the pool goes on."""
     bench.preprocessor.error = OSError("/secret/path")
     with pytest.raises(RequestFailed) as caught:
         await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
@@ -198,7 +198,7 @@ async def test_processor_failure_fails_the_request(
 
 
 async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
-    """D13: expected and actual shape in the error."""
+    """Expected and actual shape in the error."""
     bench.preprocessor.rows_missing = 1
     with pytest.raises(RequestFailed, match=r"shape \(7, 48\), expected \(8, 48\)"):
         await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
@@ -207,7 +207,7 @@ async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
 
 
 async def test_cancelling_while_processing_returns_everything(bench: Bench) -> None:
-    """F3: the request's hold goes at once, the thread's when it is done."""
+    """The request's hold goes at once, the thread's when it is done."""
     bench.preprocessor.gate.clear()
     task = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
     await entered(bench)
@@ -269,7 +269,7 @@ async def test_waits_for_space_and_goes_on() -> None:
 
 
 async def test_deadline_is_a_503_that_keeps_nothing() -> None:
-    """F2, G6: every wait has a deadline."""
+    """Every wait has a deadline."""
     bench = Bench(FakePreprocessor(), MediaSettings(prepare_s=0.02), items=1)
     held = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
     with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
@@ -285,7 +285,7 @@ async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     "settings", [MediaSettings(preparing_max=1), MediaSettings(preparing_bytes_max=200)]
 )
 async def test_too_many_in_preparation_is_a_429(settings: MediaSettings) -> None:
-    """G12: bounded in count and in bytes, with Retry-After."""
+    """Bounded in count and in bytes, with Retry-After."""
     bench = Bench(FakePreprocessor(), settings, items=8)
     bench.preprocessor.gate.clear()
     image = data_url(image_bytes())
@@ -301,7 +301,7 @@ async def test_too_many_in_preparation_is_a_429(settings: MediaSettings) -> None
 
 
 async def test_bytes_of_one_request_are_bounded() -> None:
-    """G4: images and bytes per request."""
+    """Images and bytes per request."""
     size = len(image_bytes(value=1)) + len(image_bytes(value=2)) - 1
     bench = Bench(FakePreprocessor(), MediaSettings(request_bytes_max=size), items=8)
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
@@ -321,7 +321,7 @@ async def test_memo_of_plans_is_bounded() -> None:
 
 
 async def test_close_fails_what_still_waits() -> None:
-    """F2: nobody waits for a pool that is gone."""
+    """Nobody waits for a pool that is gone."""
     bench = Bench(FakePreprocessor(), MediaSettings(threads=1), items=8)
     bench.preprocessor.gate.clear()
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]

@@ -90,7 +90,7 @@ def test_eviction_takes_the_oldest_unheld_first() -> None:
 
 
 def test_never_fitting_is_refused_before_anything_is_evicted() -> None:
-    """D11, E18: value, limit and remedy at once."""
+    """Value, limit and remedy at once."""
     store = store_of(4)
     fill(store, take(store, a=1)).release()
     with pytest.raises(RequestRefused, match=r"value 320 bytes.*limit 256 bytes.*Remedy"):
@@ -107,7 +107,7 @@ def test_impossible_now_evicts_nothing() -> None:
 
 
 async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
-    """A22: all in one go; a small waiter does not overtake a large one."""
+    """All in one go; a small waiter does not overtake a large one."""
     store = store_of(4)
     first, second = take(store, a=2), take(store, b=2)
     order: list[str] = []
@@ -134,7 +134,7 @@ async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
 
 
 async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
-    """F3: cancellation while waiting."""
+    """Cancellation while waiting."""
     store = store_of(4)
     held = take(store, a=3)
     large = asyncio.ensure_future(store.acquire({b"b": 4 * UNIT}))
@@ -150,7 +150,7 @@ async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
 
 
 async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
-    """A9, F3: the grant and the cancellation meet."""
+    """The grant and the cancellation meet."""
     store = store_of(1)
     held = take(store, a=1)
     waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
@@ -188,7 +188,7 @@ def test_fragmentation_rolls_back() -> None:
 
 
 def test_own_pixels_in_the_way_give_way() -> None:
-    """A22: a request never waits for space that only its own kept image divides, for nobody would release it."""
+    """A request never waits for space that only its own kept image divides, for nobody would release it."""
     store = store_of(5)
     lease = take(store, a=2, b=1, c=2)
     store.mark_filled(b"b")
@@ -212,7 +212,7 @@ def test_own_pixels_stay_while_somebody_else_will_release() -> None:
 
 
 def test_space_in_pieces_leaves_a_request_with_nothing() -> None:
-    """A22: where the second image finds no room, neither the first nor one that was there stays held."""
+    """Where the second image finds no room, neither the first nor one that was there stays held."""
     store = store_of(6)
     leases = {name: take(store, **{name: 1}) for name in "abcdef"}
     fill(store, leases["b"])

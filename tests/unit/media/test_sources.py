@@ -38,7 +38,7 @@ def test_data_url_yields_its_bytes() -> None:
     ],
 )
 def test_data_url_is_strict(reference: str) -> None:
-    """G5: one alphabet, one form."""
+    """One alphabet, one form."""
     with pytest.raises(RequestRefused) as caught:
         read_local(reference, SETTINGS)
     assert caught.value.status == 400
@@ -46,14 +46,14 @@ def test_data_url_is_strict(reference: str) -> None:
 
 
 def test_data_url_refuses_other_media_types() -> None:
-    """G5: a MIME allow-list."""
+    """A MIME allow-list."""
     with pytest.raises(RequestRefused, match="image/png, image/jpeg or image/webp"):
         read_local(data_url(b"x", "image/svg+xml"), SETTINGS)
 
 
 @pytest.mark.parametrize(("size", "accepted"), [(3000, True), (3001, False), (3002, False)])
 def test_data_url_size_is_bounded_exactly(size: int, accepted: bool) -> None:
-    """G5: an equal size is accepted, one byte more is a 413 with value, limit and remedy."""
+    """An equal size is accepted, one byte more is a 413 with value, limit and remedy."""
     reference = data_url(bytes(size))
     if accepted:
         assert len(read_local(reference, SETTINGS)) == size
@@ -64,7 +64,7 @@ def test_data_url_size_is_bounded_exactly(size: int, accepted: bool) -> None:
 
 
 def test_data_url_length_is_checked_before_base64() -> None:
-    """G5: 50 MB cost no memory."""
+    """50 MB cost no memory."""
     reference = "data:image/png;base64," + "A" * 50_000_000
     tracemalloc.start()
     try:
@@ -135,7 +135,7 @@ def test_file_under_the_directory_is_read(tree: Path, path: str) -> None:
     ],
 )
 def test_file_escapes_and_absences_read_alike(tree: Path, reference: str) -> None:
-    """G8: the answer tells nothing of the file system."""
+    """The answer tells nothing of the file system."""
     with pytest.raises(RequestRefused) as caught:
         read_local(reference.format(tree=tree), file_settings(tree))
     assert caught.value.code == "image_file_refused"

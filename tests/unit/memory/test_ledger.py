@@ -26,7 +26,7 @@ LINES = st.builds(
 @REPEATABLE
 @given(totals=st.dictionaries(POOLS, st.integers(0, 10**12)), lines=st.lists(LINES))
 def test_ledger_lines_add_up(totals: dict[str, int], lines: list[LedgerLine]) -> None:
-    """B7: in each pool the lines sum to its total, unclaimed included, whatever is claimed."""
+    """In each pool the lines sum to its total, unclaimed included, whatever is claimed."""
     ledger = Ledger.balanced(totals, lines)
     assert set(ledger.totals) == {*totals, *(line.pool for line in lines)}
     for pool, total in ledger.totals.items():
@@ -67,7 +67,7 @@ def test_group_ledger_adds_up(
     headroom_bytes: int,
     together: bool,
 ) -> None:
-    """B7: no line but unclaimed is negative, and every reservation is there, one of 0 bytes included."""
+    """No line but unclaimed is negative, and every reservation is there, one of 0 bytes included."""
     attempt = Attempt(action="build", tokens=1, outcome="fits", message="", ranks=ranks)
     reservations = [reserved(size, pool=pool, held=held) for pool, size, held in growth]
     ledger = group_ledger(
@@ -99,7 +99,7 @@ def test_group_ledger_after_loading() -> None:
 
 
 def test_group_ledger_at_the_peak_of_a_build() -> None:
-    """C12: the headroom has a line of its own, and is not among the activations."""
+    """The headroom has a line of its own, and is not among the activations."""
     build = attempted("build", 40_000, peak_bytes=700_000, reserved_bytes=600_000)
     view = memory_view(build, reservations=[reserved(30_000)])
     assert lines_of(group_ledger(view, build, headroom_bytes=50_000)) == {
@@ -114,7 +114,7 @@ def test_group_ledger_at_the_peak_of_a_build() -> None:
 
 
 def test_group_ledger_counts_an_encoder_once() -> None:
-    """B7: what an encoder holds is no longer among the peers, where it is a process of its own."""
+    """What an encoder holds is no longer among the peers, where it is a process of its own."""
     view = memory_view(reservations=[reserved(30_000, held=True)])
     encoder = rank_memory(weights_bytes=45_000)
     apart = lines_of(group_ledger(view, encoders=[encoder]))
@@ -178,7 +178,7 @@ def test_ledger_renders_a_table() -> None:
 
 
 def test_ledger_says_it_in_a_line() -> None:
-    """B7: what is quoted in errors: a reservation of 0 bytes too, but not what nobody uses."""
+    """What is quoted in errors: a reservation of 0 bytes too, but not what nobody uses."""
     assert example().summary() == (
         "cuda:GPU-1: 80.00 GiB = generate rank 0 weights 15.00 GiB + generate rank 0 kv 60.00 GiB + "
         "encode rank 0 encoder activations 0 bytes + unclaimed 5.00 GiB; "

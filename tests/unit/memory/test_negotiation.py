@@ -77,7 +77,7 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
 def test_negotiation_is_a_vote_of_all_ranks(
     votes: list[AttemptOutcome], outcome: AttemptOutcome
 ) -> None:
-    """C18: what does not fit in one fits in none; all get the one next order."""
+    """What does not fit in one fits in none; all get the one next order."""
     negotiation = two(following(Build(1000), Fail("no")))
     negotiation.start()
     reports = [report(rank, vote, f"because {rank}") for rank, vote in enumerate(votes)]
@@ -89,7 +89,7 @@ def test_negotiation_is_a_vote_of_all_ranks(
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [1, 2]])
 def test_negotiation_wants_a_report_of_each_rank(ranks: list[int]) -> None:
-    """C18: nothing is decided before all have reported."""
+    """Nothing is decided before all have reported."""
     negotiation = two(following(Build(1000), AcceptBuild()))
     negotiation.start()
     with pytest.raises(AssertionError, match="not one report of each rank"):
@@ -109,7 +109,7 @@ def test_negotiation_quotes_the_first_who_says_why() -> None:
 
 
 def test_negotiation_fails_with_the_ledger() -> None:
-    """B7, C16: the typed error quotes the reservations and everything else."""
+    """The typed error quotes the reservations and everything else."""
     view = memory_view(reservations=[reserved(50_000), reserved(0, rank=1, pool="other")])
     negotiation = KvNegotiation(following(Fail("too much")), view)
     with pytest.raises(DeviceOutOfMemory) as caught:
@@ -145,7 +145,7 @@ def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
 
 @pytest.mark.parametrize("answer", [Fail("it leaked", leak=True), Fail("it leaked"), Build(16)])
 def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
-    """C17: whatever the policy makes of it, a leak is an error of its own and nothing is tried again."""
+    """Whatever the policy makes of it, a leak is an error of its own and nothing is tried again."""
     negotiation = KvNegotiation(following(Probe(100), answer), memory_view())
     negotiation.start()
     with pytest.raises(MemoryLeak, match="leak"):
@@ -169,7 +169,7 @@ def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
     ],
 )
 def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
-    """F5: the class is named; there is no default that would know the device better."""
+    """The class is named; there is no default that would know the device better."""
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan") as caught:
         KvNegotiation(following(answer), memory_view()).start()
     assert words in str(caught.value)
@@ -200,7 +200,7 @@ def test_negotiation_names_a_policy_that_raises() -> None:
 
 
 def test_negotiation_comes_to_an_end() -> None:
-    """C13: sixteen attempts are enough for anybody."""
+    """Sixteen attempts are enough for anybody."""
     negotiation = KvNegotiation(scripted(lambda _: Probe(16)), memory_view())
     negotiation.start()
     for _ in range(15):

@@ -9,7 +9,7 @@ from vsched.memory import Reservations, group_pools
 
 
 def test_reservations_are_summed_by_pool() -> None:
-    """B7: published by group and rank, summed by device, 0 bytes when skipped."""
+    """Published by group and rank, summed by device, 0 bytes when skipped."""
     reservations = Reservations({"encode-0": 2, "encode-1": 1})
     reservations.publish("encode-1", reserved(5, pool="b"))
     reservations.publish("encode-0", reserved(0, rank=1, pool="a", held=True))
@@ -23,7 +23,7 @@ def test_reservations_are_summed_by_pool() -> None:
 
 
 def test_reservations_missing_is_not_nothing() -> None:
-    """B8: a rank that has not published is waited for, and named; it is never read as 0."""
+    """A rank that has not published is waited for, and named; it is never read as 0."""
     reservations = Reservations({"encode-0": 2, "encode-1": 1})
     reservations.publish("encode-0", reserved(0))
     assert reservations.missing() == ["encode-0 rank 1", "encode-1 rank 0"]
@@ -42,7 +42,7 @@ def test_reservations_without_encoders_are_complete() -> None:
 
 
 def test_reservations_last_word_counts() -> None:
-    """B7: a rank that restarts publishes again, and is not counted twice."""
+    """A rank that restarts publishes again, and is not counted twice."""
     reservations = Reservations({"encode": 1})
     reservations.publish("encode", reserved(7))
     reservations.publish("encode", reserved(9))
@@ -50,7 +50,7 @@ def test_reservations_last_word_counts() -> None:
 
 
 def test_reservations_overdue_names_deadline_and_remedy() -> None:
-    """B8: the failure after the deadline is clear."""
+    """The failure after the deadline is clear."""
     reservations = Reservations({"encode": 2})
     reservations.publish("encode", reserved(7))
     message = reservations.overdue()

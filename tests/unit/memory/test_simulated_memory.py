@@ -98,7 +98,7 @@ def test_simulated_memory_peak_starts_anew() -> None:
 
 
 def test_simulated_memory_holds_for_a_while() -> None:
-    """C12: headroom is really taken, and really given back."""
+    """Headroom is really taken, and really given back."""
     memory = SimulatedMemory(64 * MIB)
     with memory.hold(40 * MIB):
         assert memory.available() == 24 * MIB
@@ -119,7 +119,7 @@ def test_simulated_memory_has_peers() -> None:
 
 
 def test_simulated_memory_fails_on_demand() -> None:
-    """C16: the one type, from the allocation that was named and from no other."""
+    """The one type, from the allocation that was named and from no other."""
     memory = SimulatedMemory(64 * MIB)
     memory.allocate(1)
     memory.fail_at(2)

@@ -61,7 +61,7 @@ class Ended:
     def _check_rank(self, rank: KvSizingRank) -> None:
         weights = sum(-(-size // 512) * 512 for size in rank.weights)
         if self.accepted is not None:
-            # C12, C14: what was accepted holds again, headroom and all, and only weights and KV stay behind.
+            # What was accepted holds again, headroom and all, and only weights and KV stay behind.
             rank.memory.reset_peak()
             with rank.memory.hold(HEADROOM):
                 rank.profile()
@@ -100,7 +100,7 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
 @pytest.mark.parametrize("policy", [AUTO, PINNED], ids=["auto-profile", "pinned"])
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=["first", "second", "all"])
 def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: list[int]) -> None:
-    """C13, C16, C18: whatever allocation of whatever phase fails, in one rank or all: an end, and no leftovers."""
+    """Whatever allocation of whatever phase fails, in one rank or all: an end, and no leftovers."""
     told = []
     for number in range(1, allocations_after_load(policy, 2) + 1):
         chosen = [rank for rank in group() if rank.rank in failing]
@@ -121,7 +121,7 @@ def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: 
     total_mib=st.integers(48, 512),
 )
 def test_sizing_survives_many_failures(failures: list[tuple[int, int]], total_mib: int) -> None:
-    """C13, C16: any number of them, on devices where it fits closely or not at all."""
+    """Any number of them, on devices where it fits closely or not at all."""
     ranks = group(total_mib=total_mib)
     for rank, number in failures:
         ranks[rank].memory.fail_at(len(ranks[rank].weights) + number)
@@ -133,7 +133,7 @@ def test_sizing_survives_many_failures(failures: list[tuple[int, int]], total_mi
 
 
 def test_sizing_gives_up_after_four_attempts() -> None:
-    """C13: the last error has the sizes of the first and the last attempt, the knobs and the ledger."""
+    """The last error has the sizes of the first and the last attempt, the knobs and the ledger."""
     ranks = group(1)
     probe_allocations = 4 + 2
     for number in range(50):
@@ -153,7 +153,7 @@ def test_sizing_gives_up_after_four_attempts() -> None:
     ("newcomer_mib", "fits"), [(8, True), (96, True), (300, True), (480, False)]
 )
 def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
-    """C4: a process that comes between probe and build is seen by the build that fails, and room is made for it."""
+    """A process that comes between probe and build is seen by the build that fails, and room is made for it."""
     ended = Ended(AUTO, group(), newcomer_bytes=newcomer_mib * MIB)
     assert ended.attempts[0].outcome == "fits"
     if not fits:
@@ -166,7 +166,7 @@ def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
 
 @pytest.mark.parametrize("leaking", [[0], [1], [0, 1]])
 def test_sizing_stops_at_a_leak(leaking: list[int]) -> None:
-    """C17: a view of the KV cache that somebody keeps ends it at the first teardown, with its own error."""
+    """A view of the KV cache that somebody keeps ends it at the first teardown, with its own error."""
     ranks = group()
     for rank in leaking:
         ranks[rank].leaks = True
@@ -178,7 +178,7 @@ def test_sizing_stops_at_a_leak(leaking: list[int]) -> None:
 
 
 def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
-    """C17: the check is made on every attempt, also after an out-of-memory."""
+    """The check is made on every attempt, also after an out-of-memory."""
     ranks = group(1)
     ranks[0].memory.fail_at(1 + 4 + 2 + 6)
 
@@ -193,7 +193,7 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
 
 
 def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
-    """C3: a share of what is free is accepted without a profiling run, and the first full step runs out of memory."""
+    """A share of what is free is accepted without a profiling run, and the first full step runs out of memory."""
     old, new = group(1), group(1)
     accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)
     assert accepted.tokens > 0
@@ -211,7 +211,7 @@ def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
 def test_sizing_comes_near_the_largest(
     total_mib: int, weights: list[int], activations: list[int]
 ) -> None:
-    """C6: with the whole budget and no headroom, no more is lost than retries and the allocator's rounding explain."""
+    """With the whole budget and no headroom, no more is lost than retries and the allocator's rounding explain."""
     rank = KvSizingRank(SimulatedMemory(total_mib * MIB), weights=weights, activations=activations)
     policy = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
     accepted = negotiate(KvNegotiation(policy, load_view([rank])), [rank])

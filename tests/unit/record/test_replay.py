@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("seed", range(20))
 def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
-    """A7: random schedules with faults, drains and restarts, under the default policies and under any."""
+    """Random schedules with faults, drains and restarts, under the default policies and under any."""
     policies = random_policies(random.Random(seed)) if seed % 2 else None
     segment_bytes = 4096 if seed % 3 else 64 << 20
     cluster = record_run(
@@ -55,7 +55,7 @@ def test_replay_takes_up_policies_with_a_state_of_their_own(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
-    """A7, E15: recorded by one process, replayed by another that hashes differently."""
+    """Recorded by one process, replayed by another that hashes differently."""
 
     def run(hash_seed: str, *words: str) -> str:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -188,7 +188,7 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
     ],
 )
 def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:
-    """F5: also a policy that would stop the server is found."""
+    """Also a policy that would stop the server is found."""
     with pytest.raises(PolicyError, match=re.escape(words)) as caught:
         check_policy(policy)
     assert f"{policy.__module__}.{policy.__qualname__}: seed " in str(caught.value)

@@ -94,7 +94,7 @@ def test_arena_views_outlive_the_descriptor() -> None:
 
 
 def test_arena_larger_than_the_host_is_refused() -> None:
-    """F4: value, limit and remedy, before anything is taken from the host."""
+    """Value, limit and remedy, before anything is taken from the host."""
     layout = ArenaLayout(pixel_bytes=1 << 60, pages=1, page_rows=1, row_bytes=1)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"value \d+, limit \d+ bytes\. Remedy: lower arena\."):

@@ -108,7 +108,7 @@ async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
 async def test_link_keeps_order_in_both_directions(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """A7: entries arrive in the order in which they were sent, to every rank."""
+    """Entries arrive in the order in which they were sent, to every rank."""
     links = [connect(rank) for rank in range(3)]
     for link in links:
         link.send(b"hello")
@@ -121,14 +121,14 @@ async def test_link_keeps_order_in_both_directions(
 
 
 async def test_link_tells_that_a_rank_was_never_there(leading: Leading) -> None:
-    """G2: an unknown peer gets nothing, and sending to it tells so."""
+    """An unknown peer gets nothing, and sending to it tells so."""
     assert not leading.link.send(7, b"decision")
 
 
 async def test_link_tells_that_a_rank_is_gone(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """F2: a rank that went is noticed by sending, at the latest when its queue is full."""
+    """A rank that went is noticed by sending, at the latest when its queue is full."""
     link = RankLink(leading.link.address, 0)
     link.send(b"hello")
     await leading.hear(1)
@@ -141,7 +141,7 @@ async def test_link_tells_that_a_rank_is_gone(
 async def test_link_never_waits_for_a_peer_that_never_reads(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """G2: a deaf rank is reported once its queue is full; the others do not notice."""
+    """A deaf rank is reported once its queue is full; the others do not notice."""
     deaf, good = RankLinkThatNeverReads(leading.link.address, 0), connect(1)
     deaf.send(b"hello")
     good.send(b"hello")
@@ -173,7 +173,7 @@ class RankLinkThatNeverReads(RankLink):
 async def test_link_drops_messages_of_another_shape(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """G2: a report is one frame; anything else is dropped."""
+    """A report is one frame; anything else is dropped."""
     link = connect(0)
     link.socket.send_multipart([b"two", b"frames"])
     link.socket.send_multipart([b"", b"", b""])
@@ -184,7 +184,7 @@ async def test_link_drops_messages_of_another_shape(
 async def test_link_second_peer_with_a_rank_identity_is_not_heard(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """G2: nobody takes over the place of a rank that is connected."""
+    """Nobody takes over the place of a rank that is connected."""
     link = connect(0)
     link.send(b"hello")
     await leading.hear(1)
@@ -209,7 +209,7 @@ async def test_link_close_may_be_called_twice(leading: Leading) -> None:
 async def test_link_rank_hears_nothing_for_the_timeout(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """A18: a rank waits no longer than it is told."""
+    """A rank waits no longer than it is told."""
     link = connect(0)
     assert not wait_readable([link], 0.001)
     assert link.receive() is None

@@ -110,7 +110,7 @@ REPORTS: list[RankReport] = [
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)
 def test_wire_entries_round_trip(entry: LogEntry) -> None:
-    """A7: what a rank hears is what was decided, type and all."""
+    """What a rank hears is what was decided, type and all."""
     heard = FollowerLog().accept(LeaderLog().append(entry))
     assert heard == entry
     assert type(heard) is type(entry)
@@ -127,13 +127,13 @@ def test_wire_reports_round_trip(report: RankReport) -> None:
     "frame", [b"", b"\x00", b"\xc1", msgspec.msgpack.encode({"type": "Hello"}), b"\x80" * 9]
 )
 def test_wire_garbage_is_no_report(frame: bytes) -> None:
-    """G2: frames are typed."""
+    """Frames are typed."""
     with pytest.raises(msgspec.DecodeError):
         decode_report(frame)
 
 
 def test_wire_damaged_report_is_no_report() -> None:
-    """A7: a flipped bit would else be another token, or give a token to another request."""
+    """A flipped bit would else be another token, or give a token to another request."""
     tokens = (7).to_bytes(4, "little") * 3
     frame = encode_report(GenerateResult(3, tokens, tokens, [], [], 5))
     for bit in range(8 * len(frame)):
@@ -144,7 +144,7 @@ def test_wire_damaged_report_is_no_report() -> None:
 
 
 def test_wire_follower_keeps_up_with_the_leader() -> None:
-    """A7: numbers are contiguous, and both ends roll the same digest."""
+    """Numbers are contiguous, and both ends roll the same digest."""
     leader, follower = LeaderLog(), FollowerLog()
     digests = set()
     for index in range(20):
@@ -235,7 +235,7 @@ def no_body(log: Log) -> Log:
     ],
 )
 def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], message: str) -> None:
-    """A7: gap, duplicate, reorder, another digest, another shape: detected, never computed on."""
+    """Gap, duplicate, reorder, another digest, another shape: detected, never computed on."""
     leader, follower = LeaderLog(), FollowerLog()
     log = spoil([leader.append(GenerateDecision(step)) for step in (1, 2, 3)])
     heard = []
@@ -248,7 +248,7 @@ def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], mess
     "body", [b"", b"\xc1", msgspec.msgpack.encode(["x", 1]), msgspec.msgpack.encode(["g", "one"])]
 )
 def test_wire_follower_refuses_a_body_that_is_no_decision(body: bytes) -> None:
-    """A7, G2: even with the right number and digest."""
+    """Even with the right number and digest."""
     turn = bytes(8)
     digest = blake2b(bytes(16) + turn + body, digest_size=16).digest()
     follower = FollowerLog()
@@ -258,7 +258,7 @@ def test_wire_follower_refuses_a_body_that_is_no_decision(body: bytes) -> None:
 
 
 def test_wire_steps_of_all_logs_have_turns() -> None:
-    """A7: whoever follows two logs knows the one order in which their steps were decided."""
+    """Whoever follows two logs knows the one order in which their steps were decided."""
     turns = Turns()
     encode, generate = LeaderLog(turns), LeaderLog(turns)
     heard = {"encode": FollowerLog(), "generate": FollowerLog()}
@@ -277,7 +277,7 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
 
 
 def test_wire_checks_tell_results_apart() -> None:
-    """A7: another token or another request is another check; times and who asks for hooks are not."""
+    """Another token or another request is another check; times and who asks for hooks are not."""
     result = GenerateResult(3, b"\1\2", b"\3\4", [], [], 8)
     replaced = [
         msgspec.structs.replace(result, **change)

@@ -208,7 +208,7 @@ async def check_reports_arrive_in_order(bench: _TransportBench) -> None:
 
 
 async def check_frames_are_whole(bench: _TransportBench) -> None:
-    """G2: any bytes, of any length, are one frame."""
+    """Any bytes, of any length, are one frame."""
     await bench.meet(1)
     lengths = [1, 2, 255, 256, 257, 65_535, 65_537, 1 << 20]
     sent = [bytes(range(256)), *(bench.rng.randbytes(length) for length in lengths)]
@@ -221,7 +221,7 @@ async def check_frames_are_whole(bench: _TransportBench) -> None:
 
 
 async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
-    """G2: what is for a rank that is not there reaches nobody, then or later, and `send` tells."""
+    """What is for a rank that is not there reaches nobody, then or later, and `send` tells."""
     await bench.meet(1)
     demand(not bench.send(1, b"for 1"), "`send` to a rank that was never there must return False")
     bench.connect(1)
@@ -231,7 +231,7 @@ async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
 
 
 async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
-    """G2: a rank that never reads is reported before long; others go on, and it has lost nothing in between."""
+    """A rank that never reads is reported before long; others go on, and it has lost nothing in between."""
     await bench.meet(2)
     frame, taken = bench.rng.randbytes(4096), 0
     others: list[bytes] = []
@@ -253,7 +253,7 @@ async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
 
 
 async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
-    """F2: their last words arrive, and `send` returns False before long; others go on."""
+    """Their last words arrive, and `send` returns False before long; others go on."""
     await bench.meet(2)
     sent = [*bench.frames(20, "last words"), b"farewell"]
     for frame in sent:

@@ -90,7 +90,7 @@ def pack(
 def fetch_images(
     batch: Batch, copies: RowCopies, *, dtype: torch.dtype, levels: int, hidden: int
 ) -> Images | None:
-    """Copy the embedding rows that the chunks cover from the arena to the device, and only those (D3)."""
+    """Copy the embedding rows that the chunks cover from the arena to the device, and only those."""
     places: list[npt.NDArray[np.int64]] = []
     sources: list[npt.NDArray[np.int64]] = []
     per_page = batch.embeddings.shape[1]
