@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
@@ -30,6 +31,7 @@ from vsched.kernel.commands import (
     EmitTokens,
     Finish,
     Notice,
+    RefusalCode,
     Refuse,
     RestartGroup,
     SetTimer,
@@ -177,20 +179,14 @@ class Shell:
             raise self._unavailable()
         refused = self._take_refused()
         if refused is not None:
-            raise RequestRefused(
-                refused.message,
-                code=refused.code,
-                status=refused.status,
-                retry_after_s=refused.retry_after_s,
-            )
+            raise refusal_error(refused)
 
     def _take_refused(self) -> Refuse | None:
         refused, self._refused = self._refused, None
         return refused
 
     def _unavailable(self) -> RequestRefused:
-        message = f"{self.given_up}. Remedy: restart the server."
-        return RequestRefused(message, code="given_up", status=503)
+        return refusal_error(Refuse("", RefusalCode.GIVEN_UP, reason=self.given_up))
 
     async def wait_idle(self) -> None:
         """Wait until no request is live.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from vsched.kernel.decisions import Decision
@@ -22,14 +24,47 @@ class Accept(msgspec.Struct, frozen=True):
     number: int
 
 
+class RefusalCode(enum.StrEnum):
+    """Why a request is refused; the codes are those that clients see."""
+
+    EMPTY = "empty"
+    """`value` prompt tokens and `detail[0]` outputs; one of them is below `limit`."""
+    BAD_ITEMS = "bad_items"
+    """Items that overlap, hold no tokens, or lie outside the prompt of `limit` tokens; `detail` has their spans."""
+    CONTEXT_EXCEEDED = "context_exceeded"
+    """Tokens of prompt and output."""
+    KV_EXCEEDED = "kv_exceeded"
+    """Tokens of prompt and output that even an empty KV cache cannot hold."""
+    IMAGE_EXCEEDS_CACHE = "image_exceeds_cache"
+    """Tokens of one image that even an empty embedding cache cannot hold."""
+    IMAGES_EXCEED_CACHE = "images_exceed_cache"
+    """Tokens of all images of a request, in whole pages of `detail[0]`."""
+    QUEUE_FULL = "queue_full"
+    """Requests that wait, or bytes that they hold: `setting` tells which. It may pass later."""
+    DUPLICATE_ID = "duplicate_id"
+    """A live request has this id."""
+    GIVEN_UP = "given_up"
+    """No group is left, nor will be, to serve it: `reason` tells why."""
+
+
 class Refuse(msgspec.Struct, frozen=True):
-    """A request is refused; nothing of it was kept."""
+    """A request is refused; nothing of it was kept. These are the facts: `vsched.aio.refusals` words them.
+
+    Attributes:
+        value: What the request has, or would bring it to.
+        limit: What is allowed.
+        setting: The key of the configuration that sets the limit; empty where none does.
+        detail: More numbers; see the code.
+        reason: Why no request is served any more, in words of the group that was lost last.
+    """
 
     request_id: str
-    code: str
-    status: int
-    message: str
-    retry_after_s: int | None = None
+    code: RefusalCode
+    value: int = 0
+    limit: int = 0
+    setting: str = ""
+    detail: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class RequestTimes(msgspec.Struct, frozen=True):

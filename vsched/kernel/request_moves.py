@@ -9,14 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vsched.kernel.admission_checks import (
-    refuse_duplicate,
-    refuse_full_bytes,
-    refuse_full_count,
-    refuse_impossible,
-    refuse_unserved,
-)
-from vsched.kernel.commands import Accept, Command, Finish, Refuse, RequestTimes
+from vsched.kernel.admission_checks import refuse_full, refuse_impossible
+from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.generate.chunks import drop_claims_before
 from vsched.kernel.generate.group import GenerateGroup
@@ -79,25 +73,20 @@ class RequestMoves:
 
     def _refuse(self, request: Request) -> Refuse | None:
         if self.given_up:
-            return refuse_unserved(request, self.given_up)
+            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self.given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
         if refusal is None and self._table.find(request.request_id) is not None:
-            refusal = refuse_duplicate(request)
+            refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request)
 
     def _refuse_full(self, request: Request) -> Refuse | None:
-        """Return the refusal when too many requests wait already, or too many bytes."""
         table, limits = self._table, self._limits
         waiting = len(table.live) - sum(group.slots_held for group in self._groups)
-        if waiting >= limits.waiting:
-            return refuse_full_count(request, waiting, limits)
-        size = host_bytes(request)
-        if table.live_bytes + size > limits.waiting_bytes:
+        waiting_bytes = table.live_bytes + host_bytes(request)
+        if waiting_bytes > limits.waiting_bytes:  # else it does not matter which of them run
             running = [state for group in self._groups for state in group.running]
-            waiting_bytes = table.live_bytes - sum(state.host_bytes for state in running)
-            if waiting and waiting_bytes + size > limits.waiting_bytes:
-                return refuse_full_bytes(request, waiting_bytes + size, limits)
-        return None
+            waiting_bytes -= sum(state.host_bytes for state in running)
+        return refuse_full(request, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits)
 
     def _route(
         self, state: RequestState, now_ns: int, *, arriving: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from vsched.kernel.commands import RefusalCode
 from vsched.kernel.request import Phase, RequestState
 from vsched.types import FinishReason, Request
 
@@ -62,9 +63,9 @@ class RequestTable:
         del self._numbers[state.request.request_id]
         self.finished[reason.value] += 1
 
-    def count_refusal(self, code: str) -> None:
+    def count_refusal(self, code: RefusalCode) -> None:
         """Count a request that was refused."""
-        self.refused[code] = self.refused.get(code, 0) + 1
+        self.refused[code.value] = self.refused.get(code.value, 0) + 1
 
     def find(self, request_id: str) -> RequestState | None:
         """Return the live request of this id; None when there is none."""

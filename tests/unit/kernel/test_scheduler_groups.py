@@ -16,6 +16,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
+from vsched.aio.refusals import refusal_error
 from vsched.kernel.events import Drain, GroupRetired, Resume
 from vsched.kernel.routing import ITEMS_MAX
 from vsched.policy import RoutingPolicy, RoutingView
@@ -211,7 +212,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
         cluster.send(GroupRetired(f"{stage}-{index}", "it would not start"))
     assert cluster.ended["r"].code == "given_up"
     cluster.submit(text("late"))
-    refusal = cluster.refused["late"]
+    refusal = refusal_error(cluster.refused["late"])
     assert (refusal.code, refusal.status) == ("given_up", 503)
     assert "it would not start. Remedy: restart the server" in refusal.message
 

@@ -15,6 +15,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
+from vsched.aio.refusals import refusal_error
 from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, MediaItem, Request
@@ -86,7 +87,7 @@ def test_scheduler_refuses_the_impossible(
     cluster.submit(request_)
     cluster.requests["first"] = first
     cluster.submit(image_request("last", (b"image", 32)))
-    refuse = cluster.refused[request_.request_id]
+    refuse = refusal_error(cluster.refused[request_.request_id])
     assert (refuse.code, refuse.status, refuse.retry_after_s) == (code, status, None)
     for text in said:
         assert text in refuse.message
@@ -121,7 +122,7 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
     cluster = ModelCluster(make_limits(slots=1, waiting=2, generate_depth=1))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(3, start=20 * index)))
-    refuse = cluster.refused["r3"]
+    refuse = refusal_error(cluster.refused["r3"])
     assert (refuse.code, refuse.status) == ("queue_full", 429)
     assert refuse.retry_after_s is not None
     assert refuse.retry_after_s > 0
@@ -148,7 +149,7 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     cluster.submit(heavy("first", 600))
     cluster.submit(heavy("second", 400))
     cluster.submit(make_request("one too many", words(1)))
-    refuse = cluster.refused["one too many"]
+    refuse = refusal_error(cluster.refused["one too many"])
     assert (refuse.code, refuse.status) == ("queue_full", 429)
     assert refuse.retry_after_s is not None
     assert refuse.retry_after_s > 0
@@ -197,6 +198,6 @@ def test_refused_set_of_images_tells_a_value_above_the_limit() -> None:
     """E18: images take whole pages, so their tokens alone may stay below a limit that they break."""
     cluster = ModelCluster(make_limits(pages=4, page_rows=4), default_policies(encoding=Combined()))
     cluster.submit(image_request("r", *((b"%d" % number, 1) for number in range(5))))
-    message = cluster.refused["r"].message
+    message = refusal_error(cluster.refused["r"]).message
     value, limit = map(int, re.findall(r"(?:value|limit) (\d+)", message))
     assert value > limit, message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vsched.aio.refusals import refusal_error
 from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster as Cluster
 from vsched.testing import default_policies, make_request
@@ -53,7 +54,7 @@ def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
     whole = Cluster(LIMITS, default_policies(encoding=Combined()))
     whole.submit(request)
     assert whole.refused["large"].code == "images_exceed_cache"
-    assert "limit 32 tokens" in whole.refused["large"].message
+    assert "limit 32 tokens" in refusal_error(whole.refused["large"]).message
     single = Cluster(LIMITS)
     single.submit(request)
     single.drain()
