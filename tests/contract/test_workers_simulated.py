@@ -12,7 +12,7 @@ from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT
-from vsched.sim.ranks.symbolic_workers import RankPlugin, SimulatedEncoder, SimulatedGenerator
+from vsched.sim.ranks.symbolic_workers import RankPlugin, SymbolicEncoder, SymbolicGenerator
 from vsched.sim.workload.images import Appearance
 from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
@@ -47,7 +47,7 @@ class SimProcess:
         return True
 
 
-class SimGenerator(SimulatedGenerator):
+class SimGenerator(SymbolicGenerator):
     """Knows its images by their grids, and serves once the KV cache is built for the last time.
 
     As with a real model, all KV that it reads is in its answers.
@@ -90,7 +90,7 @@ class SimPlugin(SimulatedPlugin):
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> SimulatedEncoder:
+    ) -> SymbolicEncoder:
         return RankPlugin(self.world, self.process, ROOT).load_encoder(info, settings, progress)
 
     def load_generator(
@@ -128,8 +128,8 @@ class Straying(SimGenerator):
     def step(self, batch: Batch) -> Sampled:
         sampled = super().step(batch)
         for slot, position in zip(batch.decode_slots, batch.decode_positions, strict=True):
-            block, within = divmod(int(position) + 1, self._kv.shape[1])
-            self._kv[batch.block_tables[slot, block], within] += np.uint64(1)
+            block, within = divmod(int(position) + 1, self._blocks.shape[1])
+            self._blocks[batch.block_tables[slot, block], within] += np.uint64(1)
         return sampled
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.aio.virtual import VirtualLoop
 from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
+from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Hello, Pulse, Ready, encode_report
 from vsched.worker.member import PULSES_PER_TIMEOUT, Member, RankHost

@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,
-    EncodeJob,
     EncodeWorker,
     GenerateWorker,
     Preprocessor,
     Progress,
     Sampled,
-    SequenceState,
     WorkerSettings,
 )
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
@@ -52,54 +50,29 @@ class Letters:
         return list(token_ids), []
 
 
-class IdleWorker:
-    """Encodes nothing, and yields the same letter for every row."""
-
-    weights_bytes = 1 << 10
-
-    def __init__(self) -> None:
-        self._memory = SimulatedMemory(1 << 30, pool="idle")
-
-    def device_memory(self) -> SimulatedMemory:
-        return self._memory
-
-    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """There is nothing to encode."""
-
-    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        """There is nothing to keep."""
-
-    def drop_graphs(self) -> None:
-        """There are none."""
-
-    def drop_kv(self) -> None:
-        """There is none."""
-
-    def prepare(self, sequence: SequenceState) -> None:
-        """There is nothing to prepare."""
+class IdleGenerator(StandInGenerator):
+    """Yields the same letter for every row."""
 
     def step(self, batch: Batch) -> Sampled:
         rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
         return Sampled(np.full(rows, LETTER, np.int32))
 
 
+def _device() -> SimulatedMemory:
+    return SimulatedMemory(1 << 30, pool="idle")
+
+
 class IdlePlugin:
     """What the configuration names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-        return ModelInfo(
+        return stand_in_info(
             family="idle",
             path=path,
-            dtype="float32",
-            hidden_size=4,
-            embedding_levels=1,
             vocab_size=256,
             context_tokens=4096,
-            kv_bytes_per_token=8,
-            patch_values=4,
             item_tokens_max=64,
             image_token_id=0,
-            stop_token_ids=(),
         )
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
@@ -113,12 +86,12 @@ class IdlePlugin:
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
-        return IdleWorker()
+        return StandInEncoder(_device())
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
-        return IdleWorker()
+        return IdleGenerator(_device(), kv_bytes_per_token=info.kv_bytes_per_token)
 
 
 plugin = IdlePlugin()

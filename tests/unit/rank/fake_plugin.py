@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.wire import FollowerLog, LogEntry
 from vsched.worker.contract import (
@@ -68,19 +69,10 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
     """Return the facts of a model that behaves so."""
-    return ModelInfo(
-        family="fake",
+    return stand_in_info(
         path=msgspec.json.encode(behaviour or Behaviour()).decode(),
-        dtype="float32",
-        hidden_size=4,
-        embedding_levels=1,
-        vocab_size=100,
-        context_tokens=1000,
         kv_bytes_per_token=KV_BYTES,
         patch_values=PATCH_VALUES,
-        item_tokens_max=32,
-        image_token_id=5,
-        stop_token_ids=(),
     )
 
 
@@ -108,19 +100,12 @@ def raise_named(name: str) -> NoReturn:
     raise known.get(name, RuntimeError)(message)
 
 
-class FakeEncoder:
+class FakeEncoder(StandInEncoder):
     """Fills every row of an item with the width of its grid."""
 
     def __init__(self, behaviour: Behaviour) -> None:
+        super().__init__(_device())
         self._behaviour = behaviour
-        self._memory = SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
-
-    @property
-    def weights_bytes(self) -> int:
-        return 0
-
-    def device_memory(self) -> SimulatedMemory:
-        return self._memory
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         for job in jobs:
@@ -130,38 +115,15 @@ class FakeEncoder:
                 embeddings[page] = job.grid[2]
 
 
-class FakeGenerator:
+class FakeGenerator(StandInGenerator):
     """Checks the embeddings that it is handed, and yields `next_token` of each sequence."""
 
     def __init__(self, behaviour: Behaviour, rank: int = 0) -> None:
+        super().__init__(_device(), kv_bytes_per_token=KV_BYTES, weights_bytes=1 << 10)
         self._behaviour = behaviour
         self._rank = rank
         self._steps = 0
         self._wanted: list[str] = []
-        self._memory = SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
-        self._memory.allocate(self.weights_bytes)
-        self._kv: list[int] = []
-        self.blocks = 0
-
-    @property
-    def weights_bytes(self) -> int:
-        return 1 << 10
-
-    def device_memory(self) -> SimulatedMemory:
-        return self._memory
-
-    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        self.drop_kv()
-        self._kv = [self._memory.allocate(blocks * block_size * KV_BYTES)]
-        self.blocks = blocks * block_size
-
-    def drop_graphs(self) -> None:
-        """There are none."""
-
-    def drop_kv(self) -> None:
-        for handle in self._kv:
-            self._memory.free(handle)
-        self._kv = []
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = sequence.prompt_length
@@ -199,6 +161,10 @@ class FakeGenerator:
     def wanted_hooks(self) -> list[str]:
         wanted, self._wanted = self._wanted, []
         return wanted
+
+
+def _device() -> SimulatedMemory:
+    return SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
 
 
 def exit_once(directory: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
 from vsched.worker.profiling_run import StepLimits
@@ -21,27 +22,14 @@ LOAD = StepLimits(slots=4, batch_tokens=40, chunk_tokens=16, context_tokens=128,
 
 def model_info() -> ModelInfo:
     """Return the facts of a model with few bytes."""
-    return ModelInfo(
-        family="fake",
-        path="nowhere",
-        dtype="float32",
-        hidden_size=4,
-        embedding_levels=1,
-        vocab_size=100,
-        context_tokens=128,
-        kv_bytes_per_token=KV_BYTES,
-        patch_values=4,
-        item_tokens_max=32,
-        image_token_id=5,
-        stop_token_ids=(),
-    )
+    return stand_in_info(path="nowhere", context_tokens=128, kv_bytes_per_token=KV_BYTES)
 
 
 class RequestMark:
     """Lives as long as its request."""
 
 
-class SimulatedGenerator:
+class MeasuredGenerator(StandInGenerator):
     """Allocates its KV cache and, in a step, `row_bytes` for each row.
 
     Attributes:
@@ -52,7 +40,7 @@ class SimulatedGenerator:
     """
 
     def __init__(self, memory: SimulatedMemory, *, row_bytes: int = 64 << 10) -> None:
-        self.memory = memory
+        super().__init__(memory, kv_bytes_per_token=KV_BYTES, weights_bytes=8 * MIB)
         self.row_bytes = row_bytes
         self.leaks = False
         self.events: list[str] = []
@@ -61,17 +49,11 @@ class SimulatedGenerator:
         self.sampling: list[SamplingParams] = []
         self.held_bytes: list[int] = []
         self.requests: list[weakref.ref[RequestMark]] = []
-        self.weights_bytes = 8 * MIB
-        self._weights = memory.allocate(self.weights_bytes)
-        self._kv: list[int] = []
-
-    def device_memory(self) -> SimulatedMemory:
-        return self.memory
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         self.events.append(f"build {blocks}")
-        self._kv = [self.memory.allocate(blocks * block_size * KV_BYTES)]
         self.blocks = blocks
+        self._kv = [self.memory.allocate(blocks * block_size * KV_BYTES)]
 
     def drop_graphs(self) -> None:
         self.events.append("drop graphs")
@@ -79,10 +61,9 @@ class SimulatedGenerator:
     def drop_kv(self) -> None:
         alive = sum(request() is not None for request in self.requests)
         self.events.append(f"drop kv, {alive} requests alive")
-        if not self.leaks:
-            for handle in self._kv:
-                self.memory.free(handle)
-        self._kv = []
+        if self.leaks:
+            self._kv = []
+        super().drop_kv()
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = RequestMark()
@@ -106,7 +87,7 @@ class SimulatedGenerator:
         return Sampled(np.ones(count, np.int32))
 
 
-class FrugalGenerator(SimulatedGenerator):
+class FrugalGenerator(MeasuredGenerator):
     """One that can be shallow."""
 
     frugal = True
@@ -117,19 +98,13 @@ class FrugalGenerator(SimulatedGenerator):
         yield
 
 
-class SimulatedEncoder:
+class MeasuredEncoder(StandInEncoder):
     """Allocates `token_bytes` for each token of a batch, and checks what it is handed."""
 
-    weights_bytes = 4 * MIB
-
     def __init__(self, memory: SimulatedMemory, *, token_bytes: int = 1 << 20) -> None:
-        self.memory = memory
+        super().__init__(memory, weights_bytes=4 * MIB)
         self.token_bytes = token_bytes
         self.batches: list[list[int]] = []
-        memory.allocate(self.weights_bytes)
-
-    def device_memory(self) -> SimulatedMemory:
-        return self.memory
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         self.batches.append([job.tokens for job in jobs])

@@ -11,7 +11,7 @@ from tests.unit.worker.device_fakes import (
     LOAD,
     MIB,
     FrugalGenerator,
-    SimulatedGenerator,
+    MeasuredGenerator,
     model_info,
 )
 from vsched.kernel.limits import SchedulerLimits
@@ -30,8 +30,8 @@ from vsched.worker.profiling_run import (
 IMAGE = ImagePlan(grid=(1, 2, 12), tokens=6)
 
 
-def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) -> SimulatedGenerator:
-    worker = SimulatedGenerator(SimulatedMemory(1024 * MIB))
+def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) -> MeasuredGenerator:
+    worker = MeasuredGenerator(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=blocks, block_size=load.block_size)
     run_profile(worker, model_info(), load, blocks=blocks, image=image)
     return worker

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit.worker.device_fakes import MIB, SimulatedEncoder, model_info
+from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
@@ -51,8 +51,8 @@ class Builder:
 
 def reserve(
     plugin: object = None, *, total_bytes: int = 256 * MIB, **changes: int
-) -> tuple[RankMemory, Reservation, SimulatedEncoder]:
-    worker = SimulatedEncoder(SimulatedMemory(total_bytes))
+) -> tuple[RankMemory, Reservation, MeasuredEncoder]:
+    worker = MeasuredEncoder(SimulatedMemory(total_bytes))
     role = msgspec.structs.replace(ROLE, **changes)
     found = reserve_encoder(plugin or Builder(), worker, model_info(), role, rank=2)  # type: ignore[arg-type]
     return *found, worker
@@ -77,7 +77,7 @@ def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
             super().free(handle)
             self.release()
 
-    worker = SimulatedEncoder(Host(256 * MIB))
+    worker = MeasuredEncoder(Host(256 * MIB))
     _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
     assert (reservation.growth_bytes, reservation.held) == (32 * MIB, False)
 

@@ -8,7 +8,7 @@ from tests.unit.worker.device_fakes import (
     KV_BYTES,
     LOAD,
     MIB,
-    SimulatedGenerator,
+    MeasuredGenerator,
     model_info,
 )
 from vsched.sim.ranks.device_memory import SimulatedMemory
@@ -19,8 +19,8 @@ PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
 BUILD = SizeKv(8192, profile=True, headroom_bytes=16 * MIB)
 
 
-def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, SimulatedGenerator]:
-    worker = SimulatedGenerator(SimulatedMemory(total_bytes))
+def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, MeasuredGenerator]:
+    worker = MeasuredGenerator(SimulatedMemory(total_bytes))
     return KvSizing(worker, model_info(), LOAD, rank=3), worker
 
 
@@ -122,7 +122,7 @@ def test_carry_out_lets_a_defect_pass() -> None:
         sizing.carry_out(PROBE)
 
 
-def leak_after(*orders: SizeKv) -> tuple[list[Sized], SimulatedGenerator]:
+def leak_after(*orders: SizeKv) -> tuple[list[Sized], MeasuredGenerator]:
     sizing, worker = sizing_on()
     worker.leaks = True
     return [sizing.carry_out(order) for order in orders], worker
@@ -154,7 +154,7 @@ def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
     assert [context for _, context, *_ in worker.batches if context] == [126, 127, 30, 31]
 
 
-class Sharing(SimulatedGenerator):
+class Sharing(MeasuredGenerator):
     """A worker of several ranks: notes when it tells its peers that it has failed."""
 
     def abort(self) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
 from vsched.sim.ranks.symbolic_model import Content, embedding_rows, extend, next_token
 from vsched.sim.world import World
 from vsched.types import MediaItem, ModelInfo
@@ -70,23 +71,17 @@ class Process(Protocol):
         ...
 
 
-class SimulatedEncoder:
+class SymbolicEncoder(StandInEncoder):
     """The vision tower of one rank."""
 
     def __init__(self, world: World, process: Process, settings: WorkerSettings) -> None:
+        _load(process, world, "encode")
+        super().__init__(process.memory, weights_bytes=WEIGHTS_BYTES)
         self._world = world
         self._process = process
         self._writes = settings.rank == 0
         self._jobs: Sequence[EncodeJob] = ()
         self._left = 0
-        _load(process, world, "encode")
-
-    @property
-    def weights_bytes(self) -> int:
-        return WEIGHTS_BYTES
-
-    def device_memory(self) -> SimulatedMemory:
-        return self._process.memory
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode a batch."""
@@ -164,27 +159,23 @@ class _Known:
         self.length = length
 
 
-class SimulatedGenerator:
+class SymbolicGenerator(StandInGenerator):
     """The language model of one rank."""
 
     def __init__(
         self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
     ) -> None:
+        _load(process, world, "generate")
+        super().__init__(
+            process.memory,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            weights_bytes=WEIGHTS_BYTES,
+        )
         self._world = world
         self._process = process
-        self._info = info
         self._who = f"rank {settings.rank}"
         self._root = root
-        self._kv: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
-        self._handles: list[int] = []
-        _load(process, world, "generate")
-
-    @property
-    def weights_bytes(self) -> int:
-        return WEIGHTS_BYTES
-
-    def device_memory(self) -> SimulatedMemory:
-        return self._process.memory
+        self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache."""
@@ -192,18 +183,8 @@ class SimulatedGenerator:
         self._process.spend(self._world.delays.build_ns)
         if not self._process.has_memory("generate", "load"):
             raise DeviceOutOfMemory(f"injected: no memory for a KV cache of {blocks} blocks")
-        size = blocks * block_size * self._info.kv_bytes_per_token
-        self._handles = [self._process.memory.allocate(size)]
-        self._kv = np.zeros((blocks, block_size), np.uint64)
-
-    def drop_graphs(self) -> None:
-        """There are none."""
-
-    def drop_kv(self) -> None:
-        """Forget the KV cache."""
-        for handle in self._handles:
-            self._process.memory.free(handle)
-        self._handles = []
+        super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
+        self._blocks = np.zeros((blocks, block_size), np.uint64)
 
     def prepare(self, sequence: SequenceState) -> None:
         """Look up what a request holds."""
@@ -248,9 +229,9 @@ class SimulatedGenerator:
     ) -> int:
         """Compute the KV of positions [start, stop) from all before; return the token that follows."""
         known: _Known = sequence.state
-        size = self._kv.shape[1]
+        size = self._blocks.shape[1]
         blocks = batch.block_tables[slot, : -(-stop // size)]
-        kv = self._kv[blocks].reshape(-1)
+        kv = self._blocks[blocks].reshape(-1)
         if known.length < start:  # of a prefix that another request has computed
             known.grow(sequence, start, self._seen(known))
         if not (kv[:start] == known.fingerprints[:start]).all():
@@ -262,7 +243,7 @@ class SimulatedGenerator:
         known.length = start
         known.grow(sequence, stop, seen ^ damage)
         positions = np.arange(start, stop)
-        self._kv[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
+        self._blocks[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
         return next_token(int(known.fingerprints[stop - 1]))
 
     def _seen(self, known: _Known) -> int:
@@ -315,18 +296,18 @@ class RankPlugin:
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> SimulatedEncoder:
+    ) -> SymbolicEncoder:
         """Load the vision tower."""
         del info
         progress("weights", 0.0)
-        return SimulatedEncoder(self._world, self._process, settings)
+        return SymbolicEncoder(self._world, self._process, settings)
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> SimulatedGenerator:
+    ) -> SymbolicGenerator:
         """Load the language model."""
         progress("weights", 0.0)
-        return SimulatedGenerator(self._world, self._process, info, settings, self._root)
+        return SymbolicGenerator(self._world, self._process, info, settings, self._root)
 
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
@@ -339,12 +320,11 @@ class RankPlugin:
 
 
 def _load(process: Process, world: World, stage: str) -> None:
-    """Take the time and the memory of the weights.
+    """Take the time of loading weights.
 
     Raises:
-        DeviceOutOfMemory: When they do not fit.
+        DeviceOutOfMemory: When a fault says so.
     """
     process.spend(world.delays.load_ns)
     if not process.has_memory(stage, "load"):
         raise DeviceOutOfMemory(f"injected: no memory for the weights of {stage}")
-    process.memory.allocate(WEIGHTS_BYTES)

@@ -1,0 +1,102 @@
+"""Workers without a model: they allocate on simulated memory what a model would, and a subclass says what they yield.
+
+Every stand-in worker is built on these: `vsched.sim.ranks.symbolic_workers` in simulated engines, and those of tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.types import ModelInfo
+from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
+
+
+def stand_in_info(**facts: object) -> ModelInfo:
+    """Return the facts of a model with few bytes and short contexts; `facts` replace some of them."""
+    small: dict[str, object] = {
+        "family": "fake",
+        "path": "",
+        "dtype": "float32",
+        "hidden_size": 4,
+        "embedding_levels": 1,
+        "vocab_size": 100,
+        "context_tokens": 1000,
+        "kv_bytes_per_token": 8,
+        "patch_values": 4,
+        "item_tokens_max": 32,
+        "image_token_id": 5,
+        "stop_token_ids": (),
+    }
+    return ModelInfo(**{**small, **facts})  # type: ignore[arg-type] # its own names and types
+
+
+class StandInWorker:
+    """The memory of a worker: its weights, allocated when it is made.
+
+    Attributes:
+        memory: The simulated device.
+    """
+
+    def __init__(self, memory: SimulatedMemory, *, weights_bytes: int = 0) -> None:
+        self.memory = memory
+        self._weights_bytes = weights_bytes
+        if weights_bytes:
+            memory.allocate(weights_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._weights_bytes
+
+    def device_memory(self) -> SimulatedMemory:
+        """Return the simulated device."""
+        return self.memory
+
+
+class StandInEncoder(StandInWorker):
+    """A vision tower that leaves the arena as it is."""
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Encode nothing."""
+
+
+class StandInGenerator(StandInWorker):
+    """A language model with a KV cache on the simulated device, in one allocation; it yields token 1 for every row."""
+
+    def __init__(
+        self, memory: SimulatedMemory, *, kv_bytes_per_token: int, weights_bytes: int = 0
+    ) -> None:
+        super().__init__(memory, weights_bytes=weights_bytes)
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._kv: list[int] = []
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        """Allocate the KV cache, in place of the one before.
+
+        Raises:
+            DeviceOutOfMemory: When it does not fit.
+        """
+        del touch
+        self.drop_kv()
+        self._kv = [self.memory.allocate(blocks * block_size * self._kv_bytes_per_token)]
+
+    def drop_kv(self) -> None:
+        """Free the KV cache."""
+        for handle in self._kv:
+            self.memory.free(handle)
+        self._kv = []
+
+    def drop_graphs(self) -> None:
+        """Do nothing: there are none."""
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Do nothing: a sequence needs no state."""
+
+    def step(self, batch: Batch) -> Sampled:
+        """Yield a token for every row."""
+        rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
+        return Sampled(np.ones(rows, np.int32))
