@@ -1,8 +1,9 @@
-"""A fake engine, and a driver that speaks ASGI without a socket."""
+"""A fake engine, and exchanges with the application over it without a socket."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
+from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import ModelInfo, SamplingParams
 
 CHAT = "/v1/chat/completions"
@@ -179,18 +181,26 @@ class Reply:
 
 
 class Client:
-    """One HTTP exchange with an ASGI application; `leave` disconnects."""
+    """One HTTP exchange with an ASGI application; `leave` disconnects, `cancel` is what a server does that stops."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._left = asyncio.Event()
-        self._completed = asyncio.Event()
-        self.receives = 0
-        self.concurrent_receives = 0
-        self.begun = asyncio.Event()
+        self._client = AsgiClient(app)
+        self._left = False
+        self._call: HttpCall | None = None
 
     def leave(self) -> None:
-        self._left.set()
+        self._left = True
+        if self._call is not None:
+            self._call.disconnect()
+
+    def cancel(self) -> None:
+        assert self._call is not None
+        self._call.cancel()
+
+    @property
+    def receives(self) -> int:
+        assert self._call is not None
+        return self._call.receives
 
     async def send(
         self,
@@ -202,51 +212,26 @@ class Client:
         pieces: Sequence[bytes] | None = None,
     ) -> Reply:
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        incoming = list(pieces) if pieces is not None else [raw]
-        reply = Reply()
+        call = self._call = self._client.open(
+            method,
+            path,
+            body=raw,
+            headers=(headers or {}).items(),
+            pieces=None if pieces is None else one_by_one(pieces),
+        )
+        if self._left:
+            call.disconnect()
+        async with call:
+            with contextlib.suppress(Disconnected):
+                await call.response()
+        response = call.response_so_far()
+        pieces_so_far = [chunk.body for chunk in response.chunks]
+        return Reply(response.status, response.headers, pieces_so_far)
 
-        async def receive() -> dict[str, Any]:
-            assert self.concurrent_receives == 0, "receive() has one owner"
-            self.receives += 1
-            if incoming:
-                piece = incoming.pop(0)
-                return {"type": "http.request", "body": piece, "more_body": bool(incoming)}
-            self.concurrent_receives += 1
-            try:
-                await self._left.wait()
-            finally:
-                self.concurrent_receives -= 1
-            return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            assert not self._completed.is_set(), "nothing may follow the end of a response"
-            if message["type"] == "http.response.start":
-                assert reply.status == 0, "one response"
-                reply.status = message["status"]
-                reply.headers = {key.decode(): value.decode() for key, value in message["headers"]}
-                return
-            if message.get("body"):
-                reply.pieces.append(message["body"])
-                self.begun.set()
-            if not message.get("more_body", False):
-                self._completed.set()
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
-        await self._app(scope, receive, send)
-        return reply
+async def one_by_one(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -250,7 +250,7 @@ async def test_cancelled_server_aborts_the_generation() -> None:
     await engine.entered.wait()
     await asyncio.sleep(0)
     await engine.generations[0].waiting.wait()
-    task.cancel()
+    client.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.generations[0].aborted == 1

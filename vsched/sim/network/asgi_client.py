@@ -1,12 +1,14 @@
 """A client of an ASGI application, in its process and on its loop; it notes when everything came.
 
 It behaves to the application as uvicorn does: after a disconnect, `receive` says so and what is sent goes nowhere; the
-end of a complete response is told in the same words.
+end of a complete response is told in the same words. Unlike uvicorn, it asserts that the application keeps the rules:
+one `receive` at a time, one start of a response, nothing after its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
@@ -21,7 +23,7 @@ HeaderLines = Iterable[tuple[str, str]]
 
 
 class BodyChunk(msgspec.Struct, frozen=True):
-    """A piece of a response's body, and when it came."""
+    """A piece of a response's body, and when it came: in virtual time, or on the monotonic clock of another loop."""
 
     at_ns: int
     body: bytes
@@ -114,7 +116,9 @@ class AsgiClient:
         if json is not None:
             body = msgspec.json.encode(json)
             lines.append(("content-type", "application/json"))
-        if pieces is None:
+        if any(name.lower() == "content-length" for name, _ in lines):
+            pass  # the caller announces a length of its own
+        elif pieces is None:
             lines.append(("content-length", str(len(body))))
         else:
             lines.append(("transfer-encoding", "chunked"))
@@ -141,7 +145,11 @@ def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, 
 
 
 class HttpCall:
-    """One request, from its first byte to the end of the application's work on it."""
+    """One request, from its first byte to the end of the application's work on it.
+
+    Attributes:
+        receives: How often the application has asked for more of the request.
+    """
 
     def __init__(
         self,
@@ -152,6 +160,8 @@ class HttpCall:
         pieces: AsyncIterator[bytes] | None,
         unread_max: int | None,
     ) -> None:
+        self.receives = 0
+        self._receiving = False
         self._app = app
         self._scope = scope
         self._upload = deque([body] if pieces is None else [])
@@ -169,9 +179,8 @@ class HttpCall:
         self._work: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
-        self._loop = loop
+        loop = self._loop = asyncio.get_running_loop()
+        self._now_ns = loop.now_ns if isinstance(loop, VirtualLoop) else time.monotonic_ns
         self._work = loop.create_task(self._run())
         if self._pieces is not None:
             self._pump = loop.create_task(self._send_pieces(self._pieces))
@@ -242,12 +251,22 @@ class HttpCall:
         """
         async for _ in self.chunks():
             pass
-        return Response(await self.started(), self._headers, self._chunks)
+        await self.started()
+        return self.response_so_far()
+
+    def response_so_far(self) -> Response:
+        """Return as much of the response as has come; its status is 0 before it begins."""
+        return Response(self._status or 0, self._headers, self._chunks)
 
     def disconnect(self) -> None:
         """Go away now; whoever reads the response hears `Disconnected`."""
         self._disconnected = True
         self._notify()
+
+    def cancel(self) -> None:
+        """Cancel the application's work, as a server does that stops."""
+        assert self._work is not None, "it has not begun"
+        self._work.cancel()
 
     @property
     def over(self) -> bool:
@@ -263,7 +282,13 @@ class HttpCall:
             self._loop.call_soon(self._notify)
 
     async def _receive(self) -> Message:
-        await self._wait(lambda: bool(self._upload) or self._disconnected or self._complete)
+        assert not self._receiving, "receive() has one owner"
+        self.receives += 1
+        self._receiving = True
+        try:
+            await self._wait(lambda: bool(self._upload) or self._disconnected or self._complete)
+        finally:
+            self._receiving = False
         if self._upload and not self._disconnected:
             piece = self._upload.popleft()
             more = bool(self._upload) or not self._uploaded
@@ -281,7 +306,9 @@ class HttpCall:
     async def _send(self, message: Message) -> None:
         if self._disconnected:
             return
+        assert not self._complete, "nothing may follow the end of a response"
         if message["type"] == "http.response.start":
+            assert self._status is None, "one response"
             self._status = message["status"]
             self._headers = {
                 name.decode(): value.decode() for name, value in message.get("headers", ())
@@ -289,7 +316,7 @@ class HttpCall:
         else:
             body = message.get("body", b"")
             if body:
-                self._chunks.append(BodyChunk(self._loop.now_ns(), bytes(body)))
+                self._chunks.append(BodyChunk(self._now_ns(), bytes(body)))
             self._complete = not message.get("more_body", False)
         self._notify()
         if self._unread_max is not None:
