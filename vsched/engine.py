@@ -12,6 +12,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -21,7 +23,7 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.request_bounds import check_numbers, check_stop_tokens
-from vsched.aio.shell import Shell
+from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
@@ -54,6 +56,29 @@ Progress = Callable[[str, str, float], None]
 """Called while loading: the group, what it does, and the fraction done."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningParts:
+    """What an engine has from the end of its start to its stop."""
+
+    arena: Arena
+    launcher: Launcher
+    shell: Shell
+    media: MediaPipeline
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End every request and every rank, then give back threads, sockets and memory.
+
+        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
+        """
+        try:
+            await self.shell.stop(grace_s=grace_s)
+        finally:
+            # It waits for the images being processed: in a thread, so that the loop goes on.
+            await asyncio.to_thread(self.media.close)
+            self.launcher.close()
+            self.arena.close()
+
+
 class Engine:
     """Serves one checkpoint.
 
@@ -73,10 +98,7 @@ class Engine:
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
         self._recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
-        self._shell: Shell | None = None
-        self._media: MediaPipeline | None = None
-        self._arena: Arena | None = None
-        self._launcher: Launcher | None = None
+        self._running: RunningParts | None = None
         self._sizing: Sizing | None = None
         self._started_s = time.monotonic()
         self.info: ModelInfo
@@ -104,9 +126,9 @@ class Engine:
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
             self.info = inspect_checkpoint(config, self._policies)
-            await self._start_parts(plugin.load_preprocessor)
+            self._running = await self._start_parts(plugin.load_preprocessor)
         except BaseException:
-            await self.stop()
+            self._state = "stopped"
             raise
         self._state = "ready"
 
@@ -142,10 +164,10 @@ class Engine:
         Blocks: up to `deadlines.drain_s`.
         """
         self._state = "draining"
-        if self._shell is not None:
+        if self._running is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.deadlines.drain_s):
-                    await self._shell.wait_idle()
+                    await self._running.shell.wait_idle()
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every request, stop every rank and give everything back; may be called twice.
@@ -153,25 +175,9 @@ class Engine:
         Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
         """
         self._state = "stopped"
-        shell, self._shell = self._shell, None
-        try:
-            if shell is not None:
-                await shell.stop(grace_s=grace_s)
-        finally:
-            await self._give_back()
-
-    async def _give_back(self) -> None:
-        """Give back threads, sockets and memory; every rank has ended."""
-        if self._media is not None:
-            # It waits for the images being processed: in a thread, so that the loop goes on.
-            await asyncio.to_thread(self._media.close)
-            self._media = None
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        running, self._running = self._running, None
+        if running is not None:
+            await running.stop(grace_s=grace_s)
 
     # --- requests ---
 
@@ -193,13 +199,12 @@ class Engine:
         Raises:
             RequestRefused: When the request cannot be accepted.
         """
-        self._check_serving()
-        assert self._media is not None
+        media = self._serving().media
         received_s = time.perf_counter()
-        prepared = await self._media.prepare(prompt, images, cache_salt)
+        prepared = await media.prepare(prompt, images, cache_salt)
         try:
-            self._check_serving()
             return self._submit(
+                self._serving().shell,
                 prepared,
                 sampling or SamplingParams(max_tokens=0),
                 request_id=request_id,
@@ -214,6 +219,7 @@ class Engine:
 
     def _submit(
         self,
+        shell: Shell,
         prepared: PreparedRequest,
         sampling: SamplingParams,
         *,
@@ -224,8 +230,6 @@ class Engine:
         preprocess_ms: float,
     ) -> TokenStream:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
-        shell = self._shell
-        assert shell is not None, "only a started engine is serving"
         prompt_tokens = len(prepared.token_ids)
         if not sampling.max_tokens:
             limits = shell.limits
@@ -269,17 +273,6 @@ class Engine:
         finally:
             generation.abort()
 
-    def _check_serving(self) -> None:
-        if self.state in ("ready", "degraded"):
-            return
-        remedy = "try again later" if self.state == "loading" else "use another server"
-        raise RequestRefused(
-            f"the server is {self.state}. Remedy: {remedy}.",
-            code=self.state,
-            status=503,
-            retry_after_s=5,
-        )
-
     async def clear(self) -> dict[str, int]:
         """Interrupt every running and waiting request, and forget cached pixels."""
         if self._shell is not None:
@@ -299,7 +292,7 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is.
         """
-        return await self._serving().administration.drain(group)
+        return await self._serving().shell.administration.drain(group)
 
     async def restart_group(self, group: str) -> bool:
         """Drain a group and replace its ranks; return whether it is back.
@@ -309,7 +302,7 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, or it is not up.
         """
-        return await self._serving().administration.restart(group)
+        return await self._serving().shell.administration.restart(group)
 
     def resume_group(self, group: str) -> None:
         """Give a drained group work again.
@@ -317,26 +310,35 @@ class Engine:
         Raises:
             RequestRefused: When there is no such group, or nobody drained it.
         """
-        self._serving().administration.resume(group)
+        self._serving().shell.administration.resume(group)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return every group: name, stage, state, ranks, what runs and waits, restarts, the last loss."""
-        return self._shell.groups() if self._shell is not None else []
+        return self._running.shell.groups() if self._running is not None else []
 
-    def _serving(self) -> Shell:
-        self._check_serving()
-        assert self._shell is not None
-        return self._shell
+    def _serving(self) -> RunningParts:
+        """Return what serves requests.
+
+        Raises:
+            RequestRefused: While the engine takes none.
+        """
+        state = self.state
+        if self._running is not None and state in ("ready", "degraded"):
+            return self._running
+        remedy = "try again later" if state == "loading" else "use another server"
+        raise RequestRefused(
+            f"the server is {state}. Remedy: {remedy}.", code=state, status=503, retry_after_s=5
+        )
 
     # --- views ---
 
     @property
     def state(self) -> str:
         """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
-        if self._state == "ready" and self._shell is not None:
-            if self._shell.given_up:
+        if self._state == "ready" and self._running is not None:
+            if self._running.shell.given_up:
                 return "failed"
-            return "ready" if self._shell.healthy else "degraded"
+            return "ready" if self._running.shell.healthy else "degraded"
         return self._state
 
     @property
@@ -347,11 +349,11 @@ class Engine:
     @property
     def rank_pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return self._shell.pids if self._shell is not None else []
+        return self._running.shell.pids if self._running is not None else []
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words; empty when it is not here."""
-        return self._shell.explain(request_id) if self._shell is not None else ""
+        return self._running.shell.explain(request_id) if self._running is not None else ""
 
     @property
     def ledger(self) -> Ledger | None:
@@ -360,8 +362,9 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters, gauges and memory; `recent` holds the timelines of the last requests."""
-        served = self._shell.statistics() if self._shell is not None else {}
-        media = self._media.statistics() if self._media else None
+        running = self._running
+        served = running.shell.statistics() if running is not None else {}
+        media = running.media.statistics() if running is not None else None
         used = memory_in_use(served, media, self.config, self.info) if served else {}
         ledger = self.ledger
         return {
@@ -369,20 +372,26 @@ class Engine:
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **served,
             "media": msgspec.to_builtins(media) if media else {},
-            "memory": engine_memory(self._arena.layout) if self._arena is not None else {},
+            "memory": engine_memory(running.arena.layout) if running is not None else {},
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
 
-    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
-        assert self._arena is not None
-        assert self._launcher is not None
-        config, info, arena, launcher = self.config, self.info, self._arena, self._launcher
-        self._sizing = kv_sizing(config, info, self._policies)
+    def _worker_groups(
+        self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
+    ) -> list[WorkerGroup]:
+        """Return the worker groups, which have not started."""
+        config, info = self.config, self.info
         plans = worker_group_plans(config, info, self._policies)
         specs = [
             rank_spec(config, info, plan, arena=arena, run_dir=launcher.run_dir) for plan in plans
         ]
         return make_worker_groups(
-            config, plans, specs, launcher=launcher, events=events, sizing=self._sizing
+            config, plans, specs, launcher=launcher, events=events, sizing=sizing
         )
+
+
+def _forget(loading: asyncio.Future[Preprocessor]) -> None:
+    """Wait no more for a preprocessor, whatever comes of it."""
+    if not loading.cancel() and not loading.cancelled():
+        loading.exception()

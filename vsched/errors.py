@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
+
+from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 
 
 def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
@@ -16,15 +19,21 @@ def limit_message(what: str, *, value: object, limit: object, remedy: str) -> st
 
 
 class VschedError(Exception):
-    """The base of all errors that vsched raises on purpose."""
+    """The base of all errors that vsched raises on purpose; `kind` is what tells of one in another process."""
+
+    kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
 
 
 class ConfigError(VschedError):
     """A configuration that cannot be loaded; each line of the message starts with the path of a key."""
 
+    kind = ErrorKind.CONFIG
+
 
 class PolicyError(VschedError):
     """A policy class that does not meet its contract, found at registration."""
+
+    kind = ErrorKind.POLICY
 
 
 class ConfigProblems:
@@ -63,6 +72,8 @@ class ConfigProblems:
 
 class CheckpointError(VschedError):
     """A checkpoint that is missing, unsupported, incomplete or corrupt."""
+
+    kind = ErrorKind.CHECKPOINT
 
 
 class RecordError(VschedError):
@@ -112,18 +123,60 @@ class RequestFailed(VschedError):
 class DeviceOutOfMemory(VschedError):
     """Memory ran out on a device; the one type for this from the allocator up to the policy."""
 
+    kind = ErrorKind.OUT_OF_MEMORY
+
 
 class MemoryLeak(VschedError):
     """Memory that a teardown should have returned did not come back."""
+
+    kind = ErrorKind.MEMORY_LEAK
 
 
 class RankDesync(VschedError):
     """A rank saw a gap or a different digest in its decision log and stopped."""
 
+    kind = ErrorKind.DESYNC
+
 
 class GroupLostError(VschedError):
     """A group of ranks is gone: a process exited, a deadline passed, or a rank diverged."""
 
+    kind = ErrorKind.GROUP_LOST
+
 
 class PeerLost(GroupLostError):
     """A rank misses another one of its group; that one's own word tells more."""
+
+    kind = ErrorKind.PEER_LOST
+
+
+class StartFailedError(GroupLostError):
+    """A worker group could not start; `failure` says why."""
+
+    def __init__(self, failure: GroupFailure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+_AT_START = (CheckpointError, ConfigError, DeviceOutOfMemory, PolicyError)
+
+
+def error_kind(error: BaseException) -> ErrorKind:
+    """Return the kind by which another process knows an error."""
+    return error.kind if isinstance(error, VschedError) else ErrorKind.INTERNAL
+
+
+def failure_of(error: Exception, groups: tuple[str, ...]) -> GroupFailure:
+    """Return why a worker group could not start, from what its start raised."""
+    if isinstance(error, StartFailedError):
+        return error.failure
+    return StartFailed(groups, error_kind(error), str(error))
+
+
+def startup_error(failure: GroupFailure) -> VschedError:
+    """Return the exception for a worker group that could not start: the rank's own where its user can mend it."""
+    if isinstance(failure, RankStopped):
+        for error in _AT_START:
+            if error.kind is failure.kind:
+                return error(failure.message)
+    return StartFailedError(failure)

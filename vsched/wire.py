@@ -20,6 +20,7 @@ from zlib import crc32
 import msgspec
 
 from vsched.errors import RankDesync
+from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Finished
 from vsched.policy import AttemptOutcome, RankMemory, Reservation
@@ -149,10 +150,10 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):
-    """An encode step is done, or failed with a message that is safe to show."""
+    """An encode step is done, or failed."""
 
     step: int
-    error: str
+    failure: EncodeErrorKind | None
     busy_ns: int
     wanted: list[str] = []
 
@@ -183,10 +184,11 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     memory: dict[str, int]
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """A rank gives up; `kind` is the name of the error type."""
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """A rank gives up; `error` is the name of the error's type, for people."""
 
-    kind: str
+    kind: ErrorKind
+    error: str
     message: str
 
 
@@ -203,7 +205,7 @@ RankReport = (
     | StepCheck
     | Pulse
     | Beat
-    | Failure
+    | RankFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -236,7 +238,7 @@ def check_of(result: GenerateResult | EncodeResult) -> bytes:
     """
     if isinstance(result, GenerateResult):
         return blake2b(result.tokens + result.numbers, digest_size=8).digest()
-    return b"failed" if result.error else b""
+    return b"failed" if result.failure else b""
 
 
 class Turns:

@@ -154,7 +154,6 @@ async def assert_idle(engine: Engine) -> None:
     """Fail unless every request has given everything back."""
     assert not any(held(engine).values()), held(engine)
     await until(lambda: not any(in_flight(engine).values()), f"steps end: {in_flight(engine)}")
-    assert engine._shell is not None
-    assert engine._shell._kernel is not None
-    engine._shell._kernel.check_invariants()
+    assert engine._running is not None
+    engine._running.shell._kernel.check_invariants()
     assert engine.statistics()["policy_faults"] == {}

@@ -8,8 +8,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 from vsched import Engine
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.leader.leader import Leader
+from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.assembly import worker_group_plans
 from vsched.config import Config, resolve_policies
@@ -25,16 +32,24 @@ from vsched_workers.plugin import plugin
 class InProcessEngine(Engine):
     """Serves as `Engine` does, without rank processes."""
 
-    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
-        assert self._arena is not None
-        return [InProcessCrew(self.config, self.info, self._arena, events)]
+    def _worker_groups(
+        self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
+    ) -> list[WorkerGroup]:
+        return [InProcessRanks(self.config, self.info, arena, events)]
 
 
 ENCODE_SHARE = 0.8
 """How often the encode group has the turn when both could: it runs ahead of generate steps that are out."""
 
 
-class InProcessCrew(WorkerGroup):
+@dataclass(frozen=True)
+class InProcessLeader:
+    """Takes the decisions of one group."""
+
+    decide: Callable[[Decision], None]
+
+
+class InProcessRanks(WorkerGroup):
     """Carries decisions out on the event loop, one a turn: those of a group in order, the groups at their own pace."""
 
     def __init__(
@@ -71,6 +86,9 @@ class InProcessCrew(WorkerGroup):
             block_size=generate.limits.block_size,
         )
         return {"encode": [Ready(0, {})], "generate": [Ready(blocks, {})]}
+
+    def leader(self, group: str) -> Leader:
+        return cast("Leader", InProcessLeader(partial(self.decide, group)))
 
     def decide(self, group: str, decision: Decision) -> None:
         self._sent[group].append(self._logs[group][0].append(decision))

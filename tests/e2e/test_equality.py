@@ -106,12 +106,12 @@ async def test_preparation_equals_transformers(
     processor = AutoImageProcessor.from_pretrained(path, backend="pil")
     image_token = json.loads((path / "config.json").read_text())["image_token_id"]
     asks: list[Ask] = [ask for ask in crowd() if ask.images][:8]
-    assert engine._media is not None
-    assert engine._arena is not None
+    assert engine._running is not None
+    media, arena = engine._running.media, engine._running.arena
     for ask in asks:
         urls = [data_url(image) for image in ask.images]
         prompt = engine.preprocessor.render(ask.messages)
-        prepared = await engine._media.prepare(prompt, urls)
+        prepared = await media.prepare(prompt, urls)
         try:
             made = processor(list(ask.images), return_tensors="np")
             grids = [tuple(int(side) for side in grid) for grid in made["image_grid_thw"]]
@@ -125,7 +125,7 @@ async def test_preparation_equals_transformers(
                 wanted += [token] * (next(counts) if token == image_token else 1)
             assert list(prepared.token_ids) == wanted
             rows = [
-                engine._arena.read(item.pixels).view(np.float32)
+                arena.read(item.pixels).view(np.float32)
                 for item in prepared.items
                 if item.pixels is not None
             ]

@@ -58,7 +58,7 @@ PLANTS = (
     ),
     Plant(
         "a heartbeat with two deadlines",
-        "vsched.aio.leader.failure_detector:FailureDetector.complaint",
+        "vsched.aio.leader.failure_detector:FailureDetector.failure",
         "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
         "silent_s = limits.heartbeat_s",
     ),

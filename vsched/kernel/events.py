@@ -6,6 +6,7 @@ from array import array
 
 import msgspec
 
+from vsched.failures import EncodeErrorKind, GroupFailure
 from vsched.types import FinishReason, Request
 
 
@@ -53,10 +54,10 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class EncodeFailed(msgspec.Struct, frozen=True):
-    """An encode step failed; the rank goes on. `message` is safe to show to a client."""
+    """An encode step failed; the rank goes on."""
 
     step: int
-    message: str
+    failure: EncodeErrorKind
     group: str = "encode"
 
 
@@ -73,7 +74,7 @@ class GroupLost(msgspec.Struct, frozen=True):
     """
 
     group: str
-    reason: str
+    failure: GroupFailure
     planned: bool = False
 
 
@@ -81,7 +82,7 @@ class GroupRetired(msgspec.Struct, frozen=True):
     """A lost group will not come back: its requests go to the other groups of its stage."""
 
     group: str
-    reason: str
+    failure: GroupFailure
 
 
 class Drain(msgspec.Struct, frozen=True):

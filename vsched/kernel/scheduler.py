@@ -117,9 +117,9 @@ class Scheduler:
                 commands = moves.items_ready(numbers, now_ns)
             case Aborted():
                 commands = self._on_aborted(event, now_ns)
-            case EncodeFailed(step, message, group):
+            case EncodeFailed(step, failure, group):
                 numbers = self.encode.fail(self._encoder(group), step)
-                commands = moves.fail_all(numbers, now_ns, message, code="encode_failed")
+                commands = moves.fail_all(numbers, now_ns, failure.message, code="encode_failed")
             case GroupReady() | Resume():
                 commands = self._on_open(event.group, now_ns)
             case GroupLost():
@@ -183,7 +183,7 @@ class Scheduler:
     def _on_group_lost(self, event: GroupLost, now_ns: int) -> list[Command]:
         group = self._groups[event.group]
         group.set_status(Status.DOWN)
-        commands: list[Command] = [Notice(f"{event.group} was lost: {event.reason}")]
+        commands: list[Command] = [Notice(f"{event.group} was lost: {event.failure}")]
         if isinstance(group, EncodeGroup):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
@@ -218,10 +218,10 @@ class Scheduler:
         group.set_status(Status.RETIRED)
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
-        commands: list[Command] = [Notice(f"{event.group} is given up: {event.reason}")]
+        commands: list[Command] = [Notice(f"{event.group} is given up: {event.failure}")]
         generators_gone = all(one.retired for one in self.generators)
         if generators_gone or all(one.retired for one in self.encode.groups):
-            commands += moves.give_up(event.reason, now_ns)
+            commands += moves.give_up(str(event.failure), now_ns)
         elif isinstance(group, GenerateGroup):
             for state in moves.requests_of(group):
                 commands += moves.move(state, now_ns)

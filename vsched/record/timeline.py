@@ -113,17 +113,17 @@ class TraceTimeline:
         match event:
             case Stepped() | Encoded():
                 self._land(event)
-            case EncodeFailed(group=group, message=message):
+            case EncodeFailed(group=group, failure=failure):
                 self._land(event)
-                self._mark(group, f"encode failed: {message}")
-            case GroupLost(group=group, reason=reason):
+                self._mark(group, f"encode failed: {failure.message}")
+            case GroupLost(group=group, failure=failure):
                 track = self._track(group)
                 if track.steps:  # those behind the first had not begun
                     self._slice(track, track.steps[0], {"lost": len(track.steps)})
                     track.steps.clear()
-                self._mark(group, f"lost: {reason}")
-            case GroupRetired(group=group, reason=reason):
-                self._mark(group, f"retired: {reason}")
+                self._mark(group, f"lost: {failure}")
+            case GroupRetired(group=group, failure=failure):
+                self._mark(group, f"retired: {failure}")
             case GroupReady(group=group) | Drain(group=group) | Resume(group=group):
                 self._mark(group, type(event).__name__)
             case Cleared(message=message):

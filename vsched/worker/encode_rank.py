@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import DeviceOutOfMemory, GroupLostError, RankDesync
+from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult, Paused
@@ -44,7 +45,7 @@ class EncodeRank:
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
         """Encode one batch, or as many parts of it as the decision says, where the worker can pause.
 
-        An error fails the batch, never the rank; its message names no internals.
+        An error fails the batch, never the rank; no more than its kind is reported.
         """
         if self._paused:
             raise RankDesync(
@@ -64,14 +65,14 @@ class EncodeRank:
             done = work()
         except DeviceOutOfMemory as error:
             logger.warning("encode step %d ran out of memory: %s", step, error)
-            return EncodeResult(step, "the encoder ran out of memory for this image", 0)
+            return EncodeResult(step, EncodeErrorKind.OUT_OF_MEMORY, 0)
         except (GroupLostError, RankDesync):
             raise  # no fault of the images: the group is gone
         except Exception:
             logger.exception("encode step %d failed", step)
-            return EncodeResult(step, "the image could not be encoded", 0)
+            return EncodeResult(step, EncodeErrorKind.FAILED, 0)
         if done:
-            return EncodeResult(step, "", 0)
+            return EncodeResult(step, None, 0)
         self._paused = step
         return Paused(step, parts, 0)
 

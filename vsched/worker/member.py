@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.errors import GroupLostError, RankDesync
+from vsched.errors import GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.plugins import load_worker
 from vsched.wire import (
@@ -22,7 +22,6 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Failure,
     FollowerLog,
     GenerateResult,
     Heartbeat,
@@ -30,6 +29,7 @@ from vsched.wire import (
     Loading,
     LogEntry,
     Paused,
+    RankFailed,
     RankReport,
     RunHook,
     SizeKv,
@@ -175,7 +175,7 @@ class Member(Generic[Link]):
 
     def fail(self, error: Exception) -> None:
         """Report why this rank stops."""
-        self.report(Failure(type(error).__name__, str(error)))
+        self.report(RankFailed(error_kind(error), type(error).__name__, str(error)))
 
     def listen(self, timeout_s: float) -> None:
         """Wait so long for the next entry, which then waits for its turn."""

@@ -117,7 +117,7 @@ class Led:
             ranks=ranks,
             deadlines=limits,
             on_result=self.results.append,
-            on_lost=self.lost.append,
+            on_lost=lambda failure: self.lost.append(str(failure)),
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             liveness=liveness,
         )

@@ -19,8 +19,10 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
-from vsched.aio.shell import Recorder, Shell
+from vsched.aio.shell import Recorder, Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
+from vsched.config import Config
+from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
@@ -350,6 +352,16 @@ class Stream:
         return caught.value
 
 
+class Absent:
+    """Stands for the media pipeline and the arena of an engine that has none."""
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Played:
     """A started shell and its ranks."""
 
@@ -374,20 +386,28 @@ class Played:
     async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
         """Start worker groups of these groups, each of so many ranks."""
         sizing = kv_sizing(groups, ranks=ranks)
-        self.shell = Shell(
+        self.shell = await start_shell(
             lambda events: [
                 self._place.worker_group(
                     events, groups=names, limits=LIMITS, sizing=sizing, ranks=ranks
                 )
                 for names in groups
             ],
-            size=limits_for(groups),
+            limits=limits_for(groups),
             policies=default_policies(),
             on_progress=lambda *_: None,
             drain_s=DRAIN_S,
             record=self.record,
         )
-        await self.shell.start()
+
+    def engine(self) -> Engine:
+        """Return an engine that serves with this shell, and has nothing else."""
+        engine, absent = Engine(Config()), cast("Any", Absent())
+        engine._running = RunningParts(
+            arena=absent, launcher=absent, shell=self.shell, media=absent
+        )
+        engine._state = "ready"
+        return engine
 
     async def stop(self) -> None:
         """Stop, and forget the ranks, which have ended."""

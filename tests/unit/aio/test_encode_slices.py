@@ -9,6 +9,7 @@ import pytest
 from tests.unit.aio.led import LIMITS, Led
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.leader import ProcessLiveness
+from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
 from vsched.wire import (
@@ -88,10 +89,10 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
     encode.hear(0, Paused(1, 1, 50 * MS))
     generate.leader.decide(GenerateDecision(2))
     encode.hear(0, Paused(1, 2, 100 * MS))
-    encode.hear(0, EncodeResult(1, "", 0))
+    encode.hear(0, EncodeResult(1, None, 0))
     assert parts(encode.entries()) == [1, 2, 2]
     assert [encode.turns(), generate.turns()] == [[1, 3, 5], [2, 4]]
-    assert (encode.lost, encode.results) == ([], [EncodeResult(1, "", 0)])
+    assert (encode.lost, encode.results) == ([], [EncodeResult(1, None, 0)])
     encode.leader.close()
     generate.leader.close()
 
@@ -111,11 +112,11 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) -> None:
     """F1: a rank that waits for its next part comes to where it misses the first, and fails there as well."""
     led.leader.decide(batch(1, 200))
-    led.hear(0, EncodeResult(1, "the image could not be encoded", 0))
+    led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert led.entries(rank=1)[-1] == Continue(1, 0)
     led.hear(1, StepCheck(1, b"failed"))
     led.leader.decide(batch(2, 200))
-    led.hear(0, EncodeResult(2, "", 0))
+    led.hear(0, EncodeResult(2, None, 0))
     assert isinstance(led.entries(rank=1)[-1], EncodeDecision), "nobody waits"
     assert led.lost == []
 
@@ -159,7 +160,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
     led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))
-    led.hear(0, EncodeResult(1, "the image could not be encoded", 0))
+    led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert parts(led.entries()) == [1]
     led.leader.close()
 
@@ -171,7 +172,7 @@ async def test_leader_runs_no_hook_within_a_batch(led: Led) -> None:
     led.hear(0, Paused(1, 1, MS))
     assert not [one for one in led.entries() if isinstance(one, RunHook)]
     assert [one for one in led.entries() if isinstance(one, Heartbeat)]
-    led.hear(0, EncodeResult(1, "", 0))
+    led.hear(0, EncodeResult(1, None, 0))
     led.hear(1, StepCheck(1, b""))
     led.advance(5)
     hooks = [index for index, one in enumerate(led.entries(), 1) if isinstance(one, RunHook)]

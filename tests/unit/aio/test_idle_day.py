@@ -115,7 +115,7 @@ def test_idle_group_lives_for_a_day(wires: Wires) -> None:
             ranks=2,
             deadlines=LIMITS,
             on_result=print,
-            on_lost=lost.append,
+            on_lost=lambda failure: lost.append(str(failure)),
             on_progress=lambda *_: None,
         )
         ranks = [RankBeside(wires, rank) for rank in range(2)]

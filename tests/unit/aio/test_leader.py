@@ -14,17 +14,18 @@ import zmq
 from tests.patience import patience
 from tests.unit.aio.led import LIMITS, Led
 from vsched.aio.leader.leader import EARLY, Leader
+from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import LeaderLink, rank_identity
 from vsched.wire import (
     Beat,
     EncodeResult,
-    Failure,
     FollowerLog,
     GenerateResult,
     Heartbeat,
     Hello,
     Loading,
+    RankFailed,
     Ready,
     StepCheck,
     Stop,
@@ -72,7 +73,7 @@ async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello |
     if hello is not None:
         led.hear(0, hello)
     led.hear(0, Ready(99, {}))
-    led.hear(0, Failure("RankDesync", "ha"))
+    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "ha"))
     led.hear(0, RESULT)
     assert not led.leader.ready.done()
     assert (led.lost, led.results) == ([], [])
@@ -253,7 +254,7 @@ async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -
 async def test_leader_passes_on_why_a_rank_stops(led: Led) -> None:
     """F2: the failure travels to the caller."""
     led.enter(0)
-    led.hear(0, Failure("RankDesync", "heard entry 3, expected 2"))
+    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
 
 
@@ -271,7 +272,7 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(1)
-    led.link.unread.append((1, Failure("RankDesync", "another digest")))
+    led.link.unread.append((1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest")))
     led.leader.decide(GenerateDecision(1))
     assert led.lost == ["generate: rank 1 stopped with RankDesync: another digest"]
 
@@ -280,9 +281,9 @@ async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Led
     """A7: rank 0 is cut off from rank 1, which says why a moment later; left alone, rank 0 is taken at its word."""
     led = led_two
     led.enter(0, 1)
-    led.hear(0, Failure("PeerLost", "the connection is gone"))
+    led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
     assert not led.lost
-    led.hear(1, Failure("DeviceOutOfMemory", "no room"))
+    led.hear(1, RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "no room"))
     led.loop.advance(1)
     assert led.lost == ["generate: rank 1 stopped with DeviceOutOfMemory: no room"]
 
@@ -290,7 +291,7 @@ async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Led
 async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: Led) -> None:
     led = led_two
     led.enter(0, 1)
-    led.hear(0, Failure("PeerLost", "the connection is gone"))
+    led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
     led.loop.advance(1)
     assert led.lost == ["generate: rank 0 stopped with PeerLost: the connection is gone"]
 
@@ -298,7 +299,7 @@ async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: Led
 async def test_leader_that_is_closed_says_nothing_more(led: Led) -> None:
     led.enter(0)
     led.leader.close()
-    led.hear(0, Failure("RankDesync", "late"))
+    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "late"))
     led.loop.advance(100)
     led.leader.stop()
     assert (led.lost, led.entries()) == ([], [])
@@ -319,7 +320,7 @@ async def test_leader_over_a_real_link(tmp_path: Path) -> None:
         ranks=1,
         deadlines=LIMITS,
         on_result=arrived.set_result,
-        on_lost=lost.append,
+        on_lost=lambda failure: lost.append(str(failure)),
         on_progress=lambda *_: None,
     )
     rank = context.socket(zmq.DEALER)

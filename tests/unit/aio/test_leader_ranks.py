@@ -11,16 +11,17 @@ import pytest
 from tests.unit.aio.led import LIMITS, Led
 from vsched.aio.leader.failure_detector import ResultComparison
 from vsched.aio.leader.leader import ProcessLiveness
+from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity
 from vsched.wire import (
     Beat,
     EncodeResult,
-    Failure,
     GenerateResult,
     Hello,
     Pulse,
+    RankFailed,
     Ready,
     Sized,
     SizeKv,
@@ -94,12 +95,12 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
-    led.hear(0, EncodeResult(1, "the encoder ran out of memory for this image", 0))
-    led.hear(1, StepCheck(1, check_of(EncodeResult(1, "the image could not be encoded", 0))))
+    led.hear(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
+    led.hear(1, StepCheck(1, check_of(EncodeResult(1, EncodeErrorKind.FAILED, 0))))
     assert led.lost == []
     led.leader.decide(EncodeDecision(2, []))
-    led.hear(1, StepCheck(2, check_of(EncodeResult(2, "the image could not be encoded", 0))))
-    led.hear(0, EncodeResult(2, "", 0))
+    led.hear(1, StepCheck(2, check_of(EncodeResult(2, EncodeErrorKind.FAILED, 0))))
+    led.hear(0, EncodeResult(2, None, 0))
     assert led.lost == ["encode-1: rank 1 has another result of step 2 than rank 0 (RankDesync)"]
     led.leader.close()
 
@@ -109,9 +110,13 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     [
         (1, result(1), "rank 1 sent a result of no step that is out"),
         (0, StepCheck(1, b""), "rank 0 sent a result of no step that is out"),
-        (0, EncodeResult(1, "", 0), "rank 0 sent a result of no step that is out"),
+        (0, EncodeResult(1, None, 0), "rank 0 sent a result of no step that is out"),
         (2, StepCheck(2, b""), "rank 2 sent the result of step 2, due was 1"),
-        (1, Failure("DeviceOutOfMemory", "full"), "rank 1 stopped with DeviceOutOfMemory: full"),
+        (
+            1,
+            RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "full"),
+            "rank 1 stopped with DeviceOutOfMemory: full",
+        ),
     ],
 )
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
@@ -175,7 +180,11 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
     """G2: it proves that a process runs; reports come from what follows the log."""
     led.leader.decide(GenerateDecision(1))
     led.pulse(0, 1, 2)
-    for report in (result(1), Failure("RankDesync", "ha"), Beat(1, {"kv": 99})):
+    for report in (
+        result(1),
+        RankFailed(ErrorKind.DESYNC, "RankDesync", "ha"),
+        Beat(1, {"kv": 99}),
+    ):
         led.link.on_frame(pulse_identity(0), encode_report(report))
     assert (led.results, led.lost) == ([], [])
     assert led.leader.memory[0] == {"kv": 0}
@@ -187,7 +196,11 @@ async def test_leader_ignores_a_pulse_without_the_secret(led: Led) -> None:
     until_s = led.loop.now_s + LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s
     while led.loop.now_s < until_s:
         led.pulse(0, 2)
-        for report in (Hello(1, "wrong"), Pulse(), Failure("RankDesync", "ha")):
+        for report in (
+            Hello(1, "wrong"),
+            Pulse(),
+            RankFailed(ErrorKind.DESYNC, "RankDesync", "ha"),
+        ):
             led.link.on_frame(pulse_identity(1), encode_report(report))
         led.loop.advance(1)
     assert led.lost[0].startswith("generate: rank 1 was silent")
@@ -242,8 +255,8 @@ async def test_leaders_of_the_same_processes_share_one_order(
     generate.leader.decide(GenerateDecision(1))
     encode.leader.decide(EncodeDecision(2, []))
     for rank in (0, 1):
-        encode.hear(rank, EncodeResult(1, "", 0) if rank == 0 else StepCheck(1, b""))
-        encode.hear(rank, EncodeResult(2, "", 0) if rank == 0 else StepCheck(2, b""))
+        encode.hear(rank, EncodeResult(1, None, 0) if rank == 0 else StepCheck(1, b""))
+        encode.hear(rank, EncodeResult(2, None, 0) if rank == 0 else StepCheck(2, b""))
     encode.advance(LIMITS.step_s - 1)
     assert (encode.lost, generate.lost) == ([], [])
     assert liveness.turns.last == 3

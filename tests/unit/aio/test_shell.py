@@ -10,8 +10,6 @@ import zmq
 
 from tests.unit.aio.ranks import Played, Stream, Text
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.config import Config
-from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
@@ -187,8 +185,7 @@ async def test_engine_whose_scheduler_failed_says_so(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F2, F4: `/health` tells it, and requests are refused before their images are touched."""
-    engine = Engine(Config())
-    engine._shell, engine._state = played.shell, "ready"
+    engine = played.engine()
     assert engine.state == "ready"
     fail_on(monkeypatch, Cleared)
     await engine.clear()

@@ -292,8 +292,7 @@ async def post(engine: Engine, group: str, action: str) -> Any:
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -> None:
     """F6, A18: a rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
-    engine = Engine(Config())
-    engine._shell, engine._state = played.shell, "ready"
+    engine = played.engine()
     old = list(played.ranks.made)
     streams: list[Sequence[Stream]] = []
     for row in engine.groups():
@@ -323,7 +322,7 @@ async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
     engine = Engine(Config())
     reply = await post(engine, "generate-0", "drain")
     assert (reply.status, reply.error["code"]) == (503, "loading")
-    engine._shell, engine._state = played.shell, "ready"
+    engine = played.engine()
     assert (await post(engine, "nobody", "drain")).status == 400
     reply = await post(engine, "generate-0", "drain")
     assert reply.json["done"] is True
@@ -336,8 +335,7 @@ async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_clear_reaches_every_replica(played: Played) -> None:
     """E20: running and waiting on all groups, one that is down included; then there is nothing."""
-    engine = Engine(Config())
-    engine._shell, engine._state = played.shell, "ready"
+    engine = played.engine()
     streams = [Stream(played.shell, make_request(f"r{index}", [11])) for index in range(14)]
     played.ranks.run_all(2)
     assert running(played) == [4, 4]

@@ -282,7 +282,7 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) ->
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
     assert ranks.of("generate-1").ended
-    assert "smaller KV cache: value 99 blocks" in played.shell._groups["generate-1"].retired
+    assert "smaller KV cache: value 99 blocks" in str(played.shell._groups["generate-1"].retired)
 
 
 @pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)

@@ -12,9 +12,10 @@ import zmq
 from tests.patience import patience
 from tests.unit.aio.ranks import Played, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
+from vsched.failures import ErrorKind
 from vsched.testing import make_request
 from vsched.transport.zmq_link import LeaderLink, RankLink, rank_identity
-from vsched.wire import Failure, Hello, Loading, RankReport, encode_report
+from vsched.wire import Hello, Loading, RankFailed, RankReport, encode_report
 
 
 async def test_link_goes_on_after_a_report_that_could_not_be_taken(
@@ -54,7 +55,12 @@ def garbled(report: RankReport) -> bytes:
     return zlib.crc32(body).to_bytes(4, "little") + body
 
 
-REPORTS = [Loading("ab", 0.5), Failure("ab", "why"), Failure("why", "ab"), Hello(0, "ab")]
+REPORTS = [
+    Loading("ab", 0.5),
+    RankFailed(ErrorKind.INTERNAL, "ab", "why"),
+    RankFailed(ErrorKind.INTERNAL, "why", "ab"),
+    Hello(0, "ab"),
+]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)

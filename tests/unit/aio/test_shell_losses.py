@@ -52,7 +52,7 @@ ODD: dict[str, Callable[[Result], Result]] = {
     "step back": lambda result: of_step(result, result.step - 1),
     "step ahead": lambda result: of_step(result, result.step + 1),
     "step nonsense": lambda result: of_step(result, -7),
-    "type": lambda result: EncodeResult(result.step, "", 0),
+    "type": lambda result: EncodeResult(result.step, None, 0),
     "tokens and numbers short": lambda result: of_bytes(result, tokens=SHORT, numbers=SHORT),
     "tokens short": lambda result: of_bytes(result, tokens=SHORT),
     "numbers short": lambda result: of_bytes(result, numbers=SHORT),

@@ -16,6 +16,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
+from vsched.failures import EncodeErrorKind
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
@@ -268,7 +269,7 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
     while cluster.encode_log or cluster.generate_log:
         if cluster.encode_log:
             poisoned = any(task.key == bad for task in cluster.encode_log[0].tasks)
-            cluster.run_encode(fail="the image could not be encoded" if poisoned else "")
+            cluster.run_encode(fail=EncodeErrorKind.FAILED if poisoned else None)
         else:
             cluster.run_generate()
 
@@ -320,7 +321,7 @@ def test_encode_suspects_run_with_nobody_else() -> None:
         cluster.run_generate()
     while not cluster.kernel.embeddings.queue:
         cluster.run_generate()
-    cluster.run_encode(fail="the encoder failed on purpose")
+    cluster.run_encode(fail=EncodeErrorKind.FAILED)
     cluster.drain()
     assert cluster.encoded[0] == [b"a", b"b"]
     assert cluster.encoded[1:] == [[b"late"], [b"a"], [b"b"]]
@@ -331,7 +332,7 @@ def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
     """F1: a failure that passes fails nobody."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
-    cluster.run_encode(fail="out of memory")
+    cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
     cluster.drain()
     assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
     assert_served(cluster, "r")
@@ -344,7 +345,7 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
         make_limits(), default_policies(encode_admission=Watching(max_tokens=200))
     )
     cluster.submit(image_request("r", (b"a", 10), (b"b", 20)))
-    cluster.run_encode(fail="out of memory")
+    cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
     cluster.drain()
     assert Watching.queues == [[10, 20], [None, None], [None]]
     assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]

@@ -21,6 +21,7 @@ from tests.unit.kernel.policy_pool import (
     random_policies,
 )
 from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
+from vsched.failures import EncodeErrorKind
 from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.policy import AdmissionPolicy
 from vsched.testing import (
@@ -140,8 +141,8 @@ class KernelMachine(RuleBasedStateMachine):
         self.cluster.submit(random_request(rng, f"r{len(self.cluster.requests)}"))
 
     @precondition(lambda self: self.cluster.encode_log)
-    @rule(fail=st.sampled_from(["", "", "", "on purpose"]))
-    def encode(self, fail: str) -> None:
+    @rule(fail=st.sampled_from([None, None, None, EncodeErrorKind.FAILED]))
+    def encode(self, fail: EncodeErrorKind | None) -> None:
         self.cluster.run_encode(fail=fail)
 
     @precondition(lambda self: self.cluster.generate_log)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tests.unit.media.fakes import (
     tensors_file,
 )
 from vsched import Config, Engine
+from vsched.engine import RunningParts
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, MediaSettings, PixelStore
 from vsched.media.keys import embedding_key, item_key
@@ -240,11 +242,22 @@ async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
         assert prepared.items[0].key != key
 
 
+class Stopping:
+    """Stands for the parts of an engine that stop at once."""
+
+    async def stop(self, *, grace_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 async def test_engine_stops_without_holding_the_loop_up() -> None:
     """An image that is still being decoded keeps `stop` waiting, and nobody else."""
     engine = Engine(Config())
     bench = Bench()
-    engine._media = bench.pipeline
+    rest = cast("Any", Stopping())
+    engine._running = RunningParts(arena=rest, launcher=rest, shell=rest, media=bench.pipeline)
     gate, entered = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -57,7 +57,7 @@ class Noting:
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
         assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))
-        return EncodeResult(entry.step, "", 0)
+        return EncodeResult(entry.step, None, 0)
 
 
 class Following:

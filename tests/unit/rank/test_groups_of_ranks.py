@@ -50,7 +50,7 @@ async def steps(
 ) -> None:
     """Let a group that is fresh run so many steps, or until something is lost."""
     for step in range(1, count + 1):
-        worker_group.decide(group, first_step() if step == 1 else GenerateDecision(step))
+        worker_group.leader(group).decide(first_step() if step == 1 else GenerateDecision(step))
         await answered(heard, step)
 
 
@@ -120,7 +120,7 @@ async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank:
     )
     async with started(worker_group):
         await steps(worker_group, heard, 2)
-        worker_group.decide("generate", GenerateDecision(3))
+        worker_group.leader("generate").decide(GenerateDecision(3))
         await asyncio.sleep(0.1)
         os.kill(worker_group.pids[rank], signal.SIGSTOP)
         await heard.wait_until(lambda: heard.lost)
@@ -139,14 +139,16 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
     worker_group = other.worker_group(heard.events, ranks=2)
     async with started(backlogged, worker_group):
         os.kill(backlogged.pids[1], signal.SIGSTOP)
-        backlogged.decide("generate", first_step())
+        backlogged.leader("generate").decide(first_step())
         sent, step = 1, 0
         while not deaf_heard.lost:
             step += 1
-            worker_group.decide("generate", first_step() if step == 1 else GenerateDecision(step))
+            worker_group.leader("generate").decide(
+                first_step() if step == 1 else GenerateDecision(step)
+            )
             for _ in range(25):  # far more than a kernel would have out
                 sent += 1
-                backlogged.decide("generate", GenerateDecision(sent))
+                backlogged.leader("generate").decide(GenerateDecision(sent))
             await answered(heard, step)
             assert len(heard.results) == step
             assert sent < 5000
@@ -168,10 +170,10 @@ async def test_group_together_follows_one_order(place: Place) -> None:
             for group in first:
                 decided.append((group, step))
                 if group == "encode":
-                    worker_group.decide(group, EncodeDecision(step, []))
+                    worker_group.leader(group).decide(EncodeDecision(step, []))
                 else:
-                    worker_group.decide(
-                        group, first_step() if step == 1 else GenerateDecision(step)
+                    worker_group.leader(group).decide(
+                        first_step() if step == 1 else GenerateDecision(step)
                     )
             if step % 10 == 0:
                 await answered(heard, len(decided))
@@ -204,6 +206,6 @@ async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
         )
         assert heard.lost == []
         assert all(is_running(pid) for pid in pids)
-        worker_group.decide("generate", first_step())
+        worker_group.leader("generate").decide(first_step())
         await heard.wait_until(lambda: heard.results)
         assert heard.lost == []

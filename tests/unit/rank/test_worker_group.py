@@ -51,7 +51,7 @@ async def test_crew_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -
     assert ("generate", "weights", 1.0) in heard.progress
     assert worker_group.memory()["generate"].keys() == {0, 1, 2}
     assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
-    worker_group.decide("generate", one_request())
+    worker_group.leader("generate").decide(one_request())
     await heard.wait_until(lambda: heard.results)
     pids = worker_group.pids
     await worker_group.stop()
@@ -183,11 +183,11 @@ async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> Non
     os.kill(pid, signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
     assert heard.lost == [(["generate"], "generate: rank 0 exited with code -9")]
-    worker_group.decide("generate", one_request())  # a group that is being lost drops it
+    worker_group.leader("generate").decide(one_request())  # a group that is being lost drops it
     await worker_group.stop(grace_s=0)
     await worker_group.start()
     assert worker_group.pids != [pid]
-    worker_group.decide("generate", one_request())
+    worker_group.leader("generate").decide(one_request())
     await heard.wait_until(lambda: heard.results)
     ((group, result),) = heard.results
     assert group == "generate"
@@ -216,7 +216,7 @@ async def test_crew_rank_that_diverges_stops(place: Place) -> None:
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
-    worker_group.decide("generate", GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
+    worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
     await heard.wait_until(lambda: heard.lost)
     ((groups, reason),) = heard.lost
     assert groups == ["generate"]
@@ -230,7 +230,7 @@ async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> Non
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
-    worker_group.decide("generate", EncodeDecision(1, []))
+    worker_group.leader("generate").decide(EncodeDecision(1, []))
     await heard.wait_until(lambda: heard.lost)
     assert "RankDesync: a generate rank heard a decision of an encode group" in heard.lost[0][1]
     await worker_group.stop(grace_s=0)
@@ -246,7 +246,7 @@ async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Pla
     )
     await worker_group.start()
     await heard.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
-    worker_group.decide("generate", one_request())
+    worker_group.leader("generate").decide(one_request())
     await heard.wait_until(lambda: heard.results or heard.lost)
     assert heard.lost == []
     await worker_group.stop()
@@ -259,7 +259,7 @@ async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> Non
         heard.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
     )
     await worker_group.start()
-    worker_group.decide("generate", one_request())
+    worker_group.leader("generate").decide(one_request())
     await heard.wait_until(lambda: heard.results)
     leader = worker_group._leaders["generate"]
     assert leader._timer is not None
@@ -281,8 +281,8 @@ async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> 
     ready = await worker_group.start()
     assert sorted(ready) == ["encode", "generate"]
     assert len(worker_group.pids) == 1
-    worker_group.decide("encode", EncodeDecision(1, []))
-    worker_group.decide("generate", one_request())
+    worker_group.leader("encode").decide(EncodeDecision(1, []))
+    worker_group.leader("generate").decide(one_request())
     await heard.wait_until(lambda: len(heard.results) == 2)
     assert sorted(group for group, _ in heard.results) == ["encode", "generate"]
     os.kill(worker_group.pids[0], signal.SIGKILL)
@@ -306,7 +306,7 @@ async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     await worker_group.start()
-    worker_group.decide("generate", one_request())
+    worker_group.leader("generate").decide(one_request())
     try:
         await heard.wait_until(lambda: heard.results or heard.lost)
         assert heard.lost == []

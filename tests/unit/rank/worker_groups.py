@@ -16,7 +16,7 @@ from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
-from vsched.aio.shell import Shell
+from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy
@@ -48,7 +48,7 @@ class Heard:
     def events(self) -> WorkerGroupEvents:
         return WorkerGroupEvents(
             on_result=lambda group, result: self._add(self.results, (group, result)),
-            on_lost=lambda groups, reason: self._add(self.lost, (groups, reason)),
+            on_lost=lambda groups, failure: self._add(self.lost, (list(groups), str(failure))),
             on_progress=lambda *said: self._add(self.progress, said),
         )
 
@@ -199,13 +199,12 @@ async def shell_of(
             for names in groups
         ]
 
-    shell = Shell(
+    shell = await start_shell(
         worker_groups,
-        size=limits_for(groups),
+        limits=limits_for(groups),
         policies=default_policies(),
         on_progress=lambda *_: None,
     )
-    await shell.start()
     try:
         yield shell
     finally:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from vsched.errors import RecordError
+from vsched.failures import EncodeErrorKind, LostTooOften, ProcessExited
 from vsched.kernel.commands import Accept, Decide, EmitTokens, Notice
 from vsched.kernel.decisions import GenerateDecision, ItemPlace, Join, RequestData
 from vsched.kernel.events import (
@@ -52,10 +53,10 @@ EVENTS: list[Event] = [
         3, array("i", [7, -1, 255, -1]), [Finished(0, 1, FinishReason.LENGTH)], 5, "generate-1"
     ),
     Encoded(4, "encode-0"),
-    EncodeFailed(5, "a message", "encode-1"),
+    EncodeFailed(5, EncodeErrorKind.FAILED, "encode-1"),
     GroupReady("encode"),
-    GroupLost("generate", "a reason"),
-    GroupRetired("generate", "a reason"),
+    GroupLost("generate", ProcessExited(("generate",), 1, -9)),
+    GroupRetired("generate", LostTooOften(("generate",))),
     Drain("generate"),
     Resume("generate"),
     TimerFired(),

@@ -157,7 +157,9 @@ def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
         record_run(tmp_path / "run.vlog", seed, limits=LIMITS, events=200)
         trace = trace_of(tmp_path / "run.vlog")
         lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
-        marks = {one["pid"] for one in trace if one["ph"] == "i" and "lost: test" in one["name"]}
+        marks = {
+            one["pid"] for one in trace if one["ph"] == "i" and "lost on purpose" in one["name"]
+        }
         assert lost <= marks
         if lost:
             return

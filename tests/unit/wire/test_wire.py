@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from vsched.errors import RankDesync
+from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
@@ -27,7 +28,6 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Failure,
     FollowerLog,
     GenerateResult,
     Heartbeat,
@@ -37,6 +37,7 @@ from vsched.wire import (
     LogEntry,
     Paused,
     Pulse,
+    RankFailed,
     RankReport,
     Ready,
     RunHook,
@@ -97,14 +98,14 @@ REPORTS: list[RankReport] = [
         [SlotLogprob(1, -0.5, [(3, -1.0)])],
         8,
     ),
-    EncodeResult(4, "the image could not be encoded", 5),
+    EncodeResult(4, EncodeErrorKind.FAILED, 5),
     Ready(0, {}, {"balance": 60.0}),
-    EncodeResult(4, "", 5, ["balance"]),
+    EncodeResult(4, None, 5, ["balance"]),
     StepCheck(3, b"12345678"),
     Pulse(),
     Paused(3, 2, 5),
     Beat(12, {}),
-    Failure("RankDesync", "why"),
+    RankFailed(ErrorKind.DESYNC, "RankDesync", "why"),
 ]
 
 
@@ -285,8 +286,11 @@ def test_wire_checks_tell_results_apart() -> None:
     ]
     assert [check_of(one) == check_of(result) for one in replaced] == [False, False, True]
     assert len(check_of(result)) == 8
-    failed = [EncodeResult(1, "out of memory", 5), EncodeResult(1, "could not be encoded", 6)]
-    assert check_of(failed[0]) == check_of(failed[1]) != check_of(EncodeResult(1, "", 5))
+    failed = [
+        EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 5),
+        EncodeResult(1, EncodeErrorKind.FAILED, 6),
+    ]
+    assert check_of(failed[0]) == check_of(failed[1]) != check_of(EncodeResult(1, None, 5))
 
 
 def test_wire_frames_of_a_steady_step_are_small() -> None:

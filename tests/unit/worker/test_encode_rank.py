@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from vsched.errors import DeviceOutOfMemory, RankDesync
+from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import Extent
@@ -57,7 +58,7 @@ def test_encode_rank_hands_over_one_batch() -> None:
     encoder = Encoder()
     rank, embeddings = rank_of(encoder)
     result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
-    assert result == EncodeResult(7, "", 0)
+    assert result == EncodeResult(7, None, 0)
     ((first, second),) = encoder.batches
     assert (first.key, first.tokens, first.grid, first.pages) == (b"a", 8, (1, 2, 2), [3, 1])
     assert first.pixels.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -66,24 +67,24 @@ def test_encode_rank_hands_over_one_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "failure"),
     [
-        (RuntimeError("/home/me/model.py: <object at 0x7f>"), "the image could not be encoded"),
-        (AssertionError(), "the image could not be encoded"),
-        (DeviceOutOfMemory("cuda:0 10.0.0.1"), "the encoder ran out of memory for this image"),
+        (RuntimeError("/home/me/model.py: <object at 0x7f>"), EncodeErrorKind.FAILED),
+        (AssertionError(), EncodeErrorKind.FAILED),
+        (DeviceOutOfMemory("cuda:0 10.0.0.1"), EncodeErrorKind.OUT_OF_MEMORY),
     ],
 )
 def test_encode_rank_survives_its_worker(
-    error: Exception, message: str, caplog: pytest.LogCaptureFixture
+    error: Exception, failure: EncodeErrorKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     """F1, G8: an error becomes a result that names no path, address or repr; the log has the rest."""
     encoder = Encoder(error)
     rank, _ = rank_of(encoder)
     with caplog.at_level(logging.WARNING):
-        assert rank.apply(EncodeDecision(1, [task(b"a", [0])])) == EncodeResult(1, message, 0)
+        assert rank.apply(EncodeDecision(1, [task(b"a", [0])])) == EncodeResult(1, failure, 0)
     assert "encode step 1" in caplog.text
     encoder.error = None
-    assert rank.apply(EncodeDecision(2, [task(b"a", [0])])) == EncodeResult(2, "", 0)
+    assert rank.apply(EncodeDecision(2, [task(b"a", [0])])) == EncodeResult(2, None, 0)
 
 
 class PausingEncoder(Encoder):
@@ -107,15 +108,15 @@ def test_encode_rank_pauses_and_goes_on() -> None:
     rank, found = rank_of(PausingEncoder())
     whole, expected = rank_of(Encoder())
     tasks = [task(b"a", [3, 1])]
-    assert whole.apply(EncodeDecision(1, tasks, 100, parts=1)) == EncodeResult(1, "", 0)
+    assert whole.apply(EncodeDecision(1, tasks, 100, parts=1)) == EncodeResult(1, None, 0)
     assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
     assert rank.go_on(1, 2) == Paused(1, 2, 0)
     assert not found.any()
-    assert rank.go_on(1, 2) == EncodeResult(1, "", 0)
+    assert rank.go_on(1, 2) == EncodeResult(1, None, 0)
     assert np.array_equal(found, expected)
-    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, "", 0), "whole"
+    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, None, 0), "whole"
     assert rank.apply(EncodeDecision(3, tasks, 100, parts=3)) == Paused(3, 3, 0)
-    assert rank.go_on(3, 0) == EncodeResult(3, "", 0)
+    assert rank.go_on(3, 0) == EncodeResult(3, None, 0)
 
 
 def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
@@ -125,11 +126,10 @@ def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
     tasks = [task(b"a", [0])]
     assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
     encoder.error = DeviceOutOfMemory("")
-    message = "the encoder ran out of memory for this image"
-    assert rank.go_on(1, 1) == EncodeResult(1, message, 0)
+    assert rank.go_on(1, 1) == EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0)
     assert rank.go_on(1, 0) is None
     encoder.error = None
-    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, "", 0)
+    assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, None, 0)
 
 
 def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
@@ -148,7 +148,7 @@ def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
     rank, _ = rank_of(encoder)
     bad = EncodeTask(b"a", (1, 2, 2), 4, extent, [0])
     result = rank.apply(EncodeDecision(1, [bad]))
-    assert result == EncodeResult(1, "the image could not be encoded", 0)
+    assert result == EncodeResult(1, EncodeErrorKind.FAILED, 0)
     assert encoder.batches == []
 
 
@@ -158,7 +158,7 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
     rank, embeddings = rank_of(encoder)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
-    assert result == EncodeResult(1, "", 0)
+    assert result == EncodeResult(1, None, 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
     rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8)
     assert (embeddings[5] == rows[:4]).all()
@@ -172,6 +172,6 @@ def test_encode_rank_copies_on_the_first_rank_alone() -> None:
     rank, embeddings = rank_of(encoder, rank=1)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
-    assert result == EncodeResult(1, "", 0)
+    assert result == EncodeResult(1, None, 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
     assert not embeddings[[5, 2]].any()

@@ -61,9 +61,9 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     side = StageExecutor(
         (5, Paused(1, 1, 0)),
         (7, Paused(1, 2, 0)),
-        (9, EncodeResult(1, "", 0)),
+        (9, EncodeResult(1, None, 0)),
         (100, None),
-        (3, EncodeResult(2, "", 0)),
+        (3, EncodeResult(2, None, 0)),
     )
     link = Link()
     spec = SimpleNamespace(rank=rank, secret="sesame")
@@ -82,7 +82,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         else [
             Paused(1, 1, 5),
             Paused(1, 2, 7),
-            EncodeResult(1, "", 21, ["balance"]),
-            EncodeResult(2, "", 3, ["balance"]),
+            EncodeResult(1, None, 21, ["balance"]),
+            EncodeResult(2, None, 3, ["balance"]),
         ]
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from vsched.failures import AnswerOverdue, GroupFailure, RankBacklogged, RankSilent
 from vsched.transport.zmq_link import QUEUE_MAX
 from vsched.wire import Turns
 
@@ -67,7 +68,10 @@ class PendingAck(NamedTuple):
 class FailureDetector:
     """What each rank of one group owes, oldest first."""
 
-    def __init__(self, ranks: int, deadlines: Deadlines, liveness: ProcessLiveness) -> None:
+    def __init__(
+        self, group: str, ranks: int, deadlines: Deadlines, liveness: ProcessLiveness
+    ) -> None:
+        self._groups = (group,)
         self._deadlines = deadlines
         self._liveness = liveness
         self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
@@ -96,36 +100,33 @@ class FailureDetector:
             if owed and not owed[0].hook and owed[0].number == number:
                 owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
-    def complaint(self, now_s: float) -> str:
-        """Return which rank is late and why it is given up; empty when none is."""
+    def failure(self, now_s: float) -> GroupFailure | None:
+        """Return which rank is late, or silent, for too long; None when none is."""
         limits, liveness = self._deadlines, self._liveness
         silent_s = limits.rank_timeout_s + limits.heartbeat_s
         for rank, owed in enumerate(self._pending):
             waited_s = now_s - liveness.pulse_s.get(rank, now_s)
             if waited_s > silent_s:
-                return f"rank {rank} was silent for {waited_s:.0f} s"
+                return RankSilent(self._groups, rank, waited_s)
             if owed:
                 waited_s = now_s - owed[0].since_s
                 if waited_s > limits.step_s:
-                    what = f"hook {owed[0].hook}" if owed[0].hook else f"step {owed[0].number}"
-                    return (
-                        f"rank {rank} has not answered {what} for {waited_s:.0f} s, "
-                        f"limit {limits.step_s:g} (deadlines.step_s)"
-                    )
+                    step, hook, _ = owed[0]
+                    return AnswerOverdue(self._groups, rank, step, hook, waited_s, limits.step_s)
             elif not liveness.owing[rank]:
                 waited_s = now_s - liveness.heard_s.get(rank, now_s)
                 if waited_s > silent_s:
-                    return f"rank {rank} was silent for {waited_s:.0f} s"
-        return ""
+                    return RankSilent(self._groups, rank, waited_s)
+        return None
 
-    def backlogged(self) -> int | None:
+    def backlog(self) -> RankBacklogged | None:
         """Return a rank that is further behind than its queue is long."""
         behind = (rank for rank, owed in enumerate(self._pending) if len(owed) > QUEUE_MAX)
-        return next(behind, None)
+        return next((RankBacklogged(self._groups, rank) for rank in behind), None)
 
 
 class ResultComparison:
-    """Compares what the other ranks say of a step with what the first says, whoever speaks first (A7).
+    """Compares what the other ranks say of a step with what the first says, whoever speaks first.
 
     Each rank answers in the order of the log and is given up when it is too far behind, so what is kept is bounded.
     """

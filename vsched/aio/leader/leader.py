@@ -1,8 +1,8 @@
 """The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
 
 One timer serves all of it, due a little less than one interval after the last entry was sent. When it fires, the leader
-sends a heartbeat if nothing was sent meanwhile, and asks the watch whether a rank is late. So a gap is never longer
-than one interval, whatever the leader was doing.
+sends a heartbeat if nothing was sent meanwhile, and asks the failure detector whether a rank is late. So a gap is
+never longer than one interval, whatever the leader was doing.
 
 The first rank speaks for the group: its results are taken at once. What the others computed is compared with it when
 they say so; a difference is the end of the group.
@@ -27,7 +27,15 @@ from vsched.aio.leader.failure_detector import (
 )
 from vsched.aio.leader.hooks import HookTimes
 from vsched.aio.replicas.launcher import LeaderEnd
-from vsched.errors import PeerLost
+from vsched.failures import (
+    ErrorKind,
+    GroupFailure,
+    RanksDiffer,
+    RankStopped,
+    RankUnreachable,
+    ReportRefused,
+    StepTooLong,
+)
 from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
@@ -37,7 +45,6 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
-    Failure,
     GenerateResult,
     Heartbeat,
     Hello,
@@ -47,6 +54,7 @@ from vsched.wire import (
     LogEntry,
     Paused,
     Pulse,
+    RankFailed,
     RankReport,
     Ready,
     Reserved,
@@ -68,8 +76,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-OTHERS_WORD_S = 0.5
-"""How long what another rank says is waited for, when one says that it misses it."""
+PEER_REPORT_S = 0.5
+"""How long the report of another rank is waited for, when one says that it misses it."""
 
 
 class _Gather(Generic[Answer]):
@@ -91,7 +99,7 @@ class _Gather(Generic[Answer]):
 class Leader:
     """Leads the ranks of one group.
 
-    `on_result` gets each step's result once; `on_lost` is called once, with the reason, when the group cannot go on.
+    `on_result` gets each step's result once; `on_lost` is called once, with the failure, when the group cannot go on.
     """
 
     def __init__(
@@ -103,12 +111,13 @@ class Leader:
         ranks: int,
         deadlines: Deadlines,
         on_result: Callable[[GenerateResult | EncodeResult], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[GroupFailure], None],
         on_progress: Callable[[str, float], None],
         liveness: ProcessLiveness | None = None,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
+        self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
@@ -128,7 +137,7 @@ class Leader:
         self._pulses = {pulse_identity(rank): rank for rank in range(ranks)}
         self._proved: set[bytes] = set()
         self._disagreed = False
-        self._detector = FailureDetector(ranks, deadlines, self._liveness)
+        self._detector = FailureDetector(name, ranks, deadlines, self._liveness)
         self._checks = ResultComparison(ranks)
         self._hooks = HookTimes({}, self._loop.time())
         self._slices = EncodeSlices()
@@ -148,9 +157,9 @@ class Leader:
         if isinstance(decision, EncodeDecision):
             decision = self._slices.begin(decision)
         self._append(decision)
-        backlogged = self._detector.backlogged()
-        if backlogged is not None:
-            self.lose(f"rank {backlogged} is more steps behind than its queue is long")
+        backlog = self._detector.backlog()
+        if backlog is not None:
+            self.lose(backlog)
 
     def _run_hooks(self) -> None:
         """Have every rank do the periodic work that is due, unless a step is done in part."""
@@ -186,7 +195,7 @@ class Leader:
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):
                 self._link.read()  # its last word may lie there, and tell more
-                self.lose(f"rank {rank} is gone or does not read its decisions")
+                self.lose(RankUnreachable(self._groups, rank))
                 return
 
     def close(self) -> None:
@@ -198,11 +207,15 @@ class Leader:
             waited_for.cancel()
         self._link.close()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, failure: GroupFailure) -> None:
         """Give the group up."""
         if not self._over:
             self._over = True
-            self._on_lost(f"{self.name}: {reason}")
+            self._on_lost(failure)
+
+    def refuse(self, rank: int, what: str) -> None:
+        """Give the group up because of what a rank sent."""
+        self.lose(ReportRefused(self._groups, rank, what))
 
     # --- hearing ---
 
@@ -215,7 +228,7 @@ class Leader:
             report = decode_report(frame)
         except (msgspec.DecodeError, ValueError):
             if identity in self._proved:
-                self.lose(f"rank {rank} sent a frame that is no report")
+                self.refuse(rank, "sent a frame that is no report")
             return
         if isinstance(report, Hello):
             said, secret = report.secret.encode(), self._secret.encode()
@@ -250,18 +263,18 @@ class Leader:
                 self._votes.answer(rank, report)
             case Ready():
                 self._take_ready(rank, report)
-            case Failure():
+            case RankFailed():
                 self._take_failure(rank, report)
             case Hello() | Pulse():  # of the peer's life, which is noted already
                 pass
 
-    def _take_failure(self, rank: int, failure: Failure) -> None:
-        reason = f"rank {rank} stopped with {failure.kind}: {failure.message}"
-        if failure.kind == PeerLost.__name__:
-            # A rank that misses another one is not taken at its word at once: the other's is on its way.
-            self._loop.call_later(OTHERS_WORD_S, self.lose, reason)
+    def _take_failure(self, rank: int, report: RankFailed) -> None:
+        failure = RankStopped(self._groups, rank, report.kind, report.error, report.message)
+        if report.kind is ErrorKind.PEER_LOST:
+            # The report of a rank that misses another one does not count at once: the other's is on its way.
+            self._loop.call_later(PEER_REPORT_S, self.lose, failure)
         else:
-            self.lose(reason)
+            self.lose(failure)
 
     def _gathers(self) -> tuple[_Gather[Any], ...]:
         return self.loaded, self.reserved, self._votes
@@ -277,10 +290,11 @@ class Leader:
         first = self._ready[0]
         for rank, one in self._ready.items():
             if (one.kv_blocks, one.hooks) != (first.kv_blocks, first.hooks):
-                self.lose(
-                    f"rank {rank} is ready with {one.kv_blocks} KV blocks and hooks {one.hooks}, rank 0 with "
-                    f"{first.kv_blocks} and {first.hooks} (RankDesync)"
+                what = (
+                    f"is ready with {one.kv_blocks} KV blocks and hooks {one.hooks}, rank 0 with "
+                    f"{first.kv_blocks} and {first.hooks}"
                 )
+                self.lose(RanksDiffer(self._groups, rank, what))
                 return
         now_s = self._loop.time()
         for rank in range(self._ranks):
@@ -294,19 +308,18 @@ class Leader:
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
         due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
-            self.lose(f"rank {rank} sent a result of no step that is out")
+            self.refuse(rank, "sent a result of no step that is out")
             return
         if answer.step != due.number:
-            self.lose(f"rank {rank} sent the result of step {answer.step}, due was {due.number}")
+            self.refuse(rank, f"sent the result of step {answer.step}, due was {due.number}")
             return
         self._detector.answered(rank, self._loop.time())
         if self._ranks > 1:
             check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
             other = self._checks.add(rank, answer.step, check)
             if other is not None:
-                self.lose(
-                    f"rank {other} has another result of step {answer.step} than rank 0 (RankDesync)"
-                )
+                what = f"has another result of step {answer.step} than rank 0"
+                self.lose(RanksDiffer(self._groups, other, what))
                 return
         if isinstance(answer, StepCheck):
             return
@@ -314,7 +327,7 @@ class Leader:
             self._end_slices(answer)
         for name in answer.wanted:
             if not self._hooks.ask(name):
-                self.lose(f"rank 0 asked for the hook {name!r}, which it did not announce")
+                self.refuse(0, f"asked for the hook {name!r}, which it did not announce")
                 return
         self._on_result(answer)
         if answer.wanted and not self._over:
@@ -322,7 +335,7 @@ class Leader:
 
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()
-        if was_open and result.error and self._ranks > 1:
+        if was_open and result.failure and self._ranks > 1:
             # Others may wait for their next part: they go on, and fail where they miss this rank.
             self._append(Continue(result.step, 0))
 
@@ -331,15 +344,13 @@ class Leader:
         due = self._detector.due(rank)
         expected = self._slices.open and due is not None and due.number == paused.step
         if rank or paused.parts < 1 or not expected:
-            self.lose(f"rank {rank} paused in step {paused.step}, which is not out in parts")
+            self.refuse(rank, f"paused in step {paused.step}, which is not out in parts")
             return
         self._detector.renew(paused.step, self._loop.time())
         parts = self._slices.go_on(paused)
         busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
-            self.lose(
-                f"rank 0 has worked on step {paused.step} for {busy_s:.0f} s, limit {limit_s:g} (deadlines.step_s)"
-            )
+            self.lose(StepTooLong(self._groups, rank, paused.step, busy_s, limit_s))
             return
         self._append(Continue(paused.step, parts))
 
@@ -354,9 +365,9 @@ class Leader:
         if self._over:
             return
         now_s = self._loop.time()
-        complaint = self._detector.complaint(now_s)
-        if complaint:
-            self.lose(complaint)
+        failure = self._detector.failure(now_s)
+        if failure is not None:
+            self.lose(failure)
             return
         self._run_hooks()
         if now_s >= self._sent_s + self._beat_s:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from vsched.aio.replicas.groups import ServedGroup, ServedGroups
 from vsched.errors import RequestRefused
+from vsched.failures import RestartedByOperator
 from vsched.kernel.events import Drain, Event, GroupLost, Resume
 
 logger = logging.getLogger(__name__)
-RESTART_REASON = "restarted by an operator"
 
 
 class GroupAdministration:
@@ -70,22 +70,23 @@ class GroupAdministration:
             self._check_state(group, "restart", "up", "draining", "retired")
         if groups[0].retired:
             for group in groups:
-                group.retired, group.down, group.drain_wanted = "", True, False
+                group.retired, group.down, group.drain_wanted = None, True, False
             supervisor.reset_backoff()
-            supervisor.begin()
-            await supervisor.over()
+            supervisor.restart()
+            await supervisor.wait_settled()
             return all(group.state == "up" for group in groups)
-        await self._clear(groups)
+        await self._drain_all(groups)
         if not any(group.down or group.retired for group in groups):  # else it was lost meanwhile
-            supervisor.note_restart(RESTART_REASON)
+            failure = RestartedByOperator(tuple(group.name for group in groups))
+            supervisor.note_restart(failure)
             for group in groups:
                 group.down = True
             for group in groups:
-                self._handle(GroupLost(group.name, RESTART_REASON, planned=True))
-        await supervisor.over()
+                self._handle(GroupLost(group.name, failure, planned=True))
+        await supervisor.wait_settled()
         return all(group.state == "up" for group in groups)
 
-    async def _clear(self, groups: list[ServedGroup]) -> None:
+    async def _drain_all(self, groups: list[ServedGroup]) -> None:
         """Let what runs on a worker group end, within the deadline; the encoder last: running requests need it."""
         names = [group.name for group in groups]
         self._restarting.update(names)

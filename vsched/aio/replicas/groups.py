@@ -7,7 +7,9 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vsched.aio.replicas.supervisor import Supervisor
+from vsched.aio.leader.leader import Leader
+from vsched.aio.replicas.supervisor import LastLoss, Supervisor
+from vsched.failures import GroupFailure
 from vsched.types import stage_of
 
 
@@ -17,24 +19,31 @@ class ServedGroup:
     Attributes:
         down: Its ranks are not there, or not in use yet.
         drain_wanted: An operator wants it to take nothing new; this outlives a loss.
+        leader: Of the ranks that serve now; it takes the kernel's decisions.
         drained: Set once nothing runs there any more.
-        retired: Why it will not come back; empty while it may.
+        retired: Why it will not come back; None while it may.
     """
 
     def __init__(self, name: str, supervisor: Supervisor) -> None:
         self.name = name
         self.stage = stage_of(name)
         self.supervisor = supervisor
+        self.leader: Leader = supervisor.worker_group.leader(name)
         self.down = False
         self.drain_wanted = False
         self.drained = asyncio.Event()
-        self.retired = ""
+        self.retired: GroupFailure | None = None
         self.busy_ns = 0
+
+    def back(self) -> None:
+        """Its ranks are new ones."""
+        self.leader = self.supervisor.worker_group.leader(self.name)
+        self.down = False
 
     @property
     def state(self) -> str:
         """One of `up`, `down`, `draining`, `retired`, as in the kernel's statistics."""
-        if self.retired:
+        if self.retired is not None:
             return "retired"
         if self.down:
             return "down"
@@ -44,7 +53,6 @@ class ServedGroup:
         """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
         worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
         memory = worker_group.memory().get(self.name, {})
-        when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat() if loss else None
         return {
             "name": self.name,
             "stage": self.stage,
@@ -55,7 +63,7 @@ class ServedGroup:
             ],
             **self._work(figures),
             "restarts": self.supervisor.restarts,
-            "last_loss": {"reason": loss.reason, "at": when} if loss else None,
+            "last_loss": _told(loss) if loss else None,
         }
 
     def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
@@ -66,6 +74,12 @@ class ServedGroup:
             return {"running": own.get("running_items", 0), "waiting": waiting}
         running = own.get("prefilling", 0) + own.get("decoding", 0)
         return {"running": running, "waiting": own.get("waiting", 0)}
+
+
+def _told(loss: LastLoss) -> dict[str, str]:
+    """Return a loss as an operator sees it."""
+    when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat()
+    return {"kind": type(loss.failure).__name__, "reason": str(loss.failure), "at": when}
 
 
 class ServedGroups(Mapping[str, ServedGroup]):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import msgspec
 
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
+from vsched.errors import failure_of
+from vsched.failures import GroupFailure, LostTooOften
 from vsched.wire import Ready
 
 logger = logging.getLogger(__name__)
@@ -28,15 +30,15 @@ Reports = dict[str, list[Ready]]
 class LastLoss(msgspec.Struct, frozen=True):
     """The last time that a worker group went, and why; `at_s` counts from 1970."""
 
-    reason: str
+    failure: GroupFailure
     at_s: float
 
 
 class Supervisor:
     """Brings one worker group back, as often as it is lost.
 
-    `check(reports)` raises when ranks that are up cannot be used; `on_back` and `on_failed(reason)` end each
-    supervisor.
+    `check(reports)` raises when ranks that are up cannot be used; `on_back` or `on_failed(failure)`
+    is called once at the end of each restart.
 
     Attributes:
         restarts: How often the worker group came back.
@@ -49,7 +51,7 @@ class Supervisor:
         *,
         check: Callable[[Reports], None],
         on_back: Callable[[], None],
-        on_failed: Callable[[str], None],
+        on_failed: Callable[[GroupFailure], None],
     ) -> None:
         self.worker_group = worker_group
         self.restarts = 0
@@ -61,52 +63,53 @@ class Supervisor:
         self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
         self._grace_s = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-        self._over.set()
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     @property
     def names(self) -> str:
         """The groups of the worker group, for people."""
         return " and ".join(self.worker_group.groups)
 
-    def note_loss(self, reason: str) -> None:
+    def note_loss(self, failure: GroupFailure) -> None:
         """The worker group is gone by itself: one more such loss in the window lengthens the next pause."""
-        self.last_loss = LastLoss(reason, time.time())
+        self.last_loss = LastLoss(failure, time.time())
         self._losses_s.append(self._loop.time())
         self._grace_s = 0.0
 
-    def note_restart(self, reason: str) -> None:
+    def note_restart(self, failure: GroupFailure) -> None:
         """The worker group is to be replaced on purpose: that is no loss, and its ranks may end by themselves."""
-        self.last_loss = LastLoss(reason, time.time())
+        self.last_loss = LastLoss(failure, time.time())
         self._grace_s = STOP_GRACE_S
 
     def reset_backoff(self) -> None:
         """Somebody has looked after the worker group: what was lost before counts no more."""
         self._losses_s.clear()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Bring the worker group back; once, though each of its groups may ask for it."""
         if self._task is None:
-            self._over.clear()
-            self._task = self._loop.create_task(self._revive())
+            self._settled.clear()
+            self._task = self._loop.create_task(self._restart())
 
-    async def over(self) -> None:
-        """Wait until no supervisor is under way, however it ended.
+    async def wait_settled(self) -> None:
+        """Wait until no restart is under way, however it ended.
 
         Blocks: up to all pauses and as many starts.
         """
-        await self._over.wait()
+        await self._settled.wait()
 
     async def end(self) -> None:
-        """Give up a supervisor that is under way."""
+        """Give up a restart that is under way."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._over.set()
+        self._settled.set()
 
-    async def _revive(self) -> None:
-        reason = "it was lost too often"
+    async def _restart(self) -> None:
+        groups = tuple(self.worker_group.groups)
+        failure: GroupFailure = LostTooOften(groups)
         for delay_s in RESTART_DELAYS_S[max(self._recent_losses(), 1) - 1 :]:
             await asyncio.sleep(delay_s)
             try:
@@ -114,24 +117,23 @@ class Supervisor:
                 self._check(await self.worker_group.start())
             except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
                 logger.warning("%s did not come back: %s", self.names, error)
-                reason = str(error)
+                failure = failure_of(error, groups)
                 continue
             self.restarts += 1
             logger.warning("%s: back", self.names)
             self._finish()
             self._on_back()
             return
-        await self.worker_group.stop(
-            grace_s=0
-        )  # the last attempt may have left ranks that cannot be used
+        # The last attempt may have left ranks that cannot be used.
+        await self.worker_group.stop(grace_s=0)
         logger.error("%s: could not be restarted", self.names)
         self._finish()
-        self._on_failed(reason)
+        self._on_failed(failure)
 
     def _finish(self) -> None:
-        """Before the callbacks: what they cause may lose the worker group again, and begin the next supervisor."""
+        """Before the callbacks: what they cause may lose the worker group again, and begin the next restart."""
         self._task = None
-        self._over.set()
+        self._settled.set()
 
     def _recent_losses(self) -> int:
         """Return how many losses, the last one included, came in quick succession."""

@@ -20,14 +20,8 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.aio.replicas.launcher import LaunchedRank, Launcher
-from vsched.errors import (
-    CheckpointError,
-    ConfigError,
-    DeviceOutOfMemory,
-    GroupLostError,
-    PolicyError,
-)
-from vsched.kernel.decisions import Decision
+from vsched.errors import startup_error
+from vsched.failures import GroupFailure, NotReady, ProcessExited
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -42,7 +36,7 @@ class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
     """Whom a worker group tells: results by group, the loss of all its groups, progress of loading by group."""
 
     on_result: Callable[[str, GenerateResult | EncodeResult], None]
-    on_lost: Callable[[list[str], str], None]
+    on_lost: Callable[[Sequence[str], GroupFailure], None]
     on_progress: Callable[[str, str, float], None]
 
 
@@ -78,7 +72,7 @@ class WorkerGroup:
         self._leaders: dict[str, Leader] = {}
         self._processes: list[LaunchedRank] = []
         self._starts = 0
-        self._failure = ""
+        self._failure: GroupFailure | None = None
         self._up = False
         self._stopping = False
         self._lost = asyncio.Event()
@@ -94,7 +88,7 @@ class WorkerGroup:
             GroupLostError: When a rank exits otherwise, or is not ready in time.
         """
         self._starts += 1
-        self._failure = ""
+        self._failure = None
         self._lost.clear()
         for group in self.groups:
             self._events.on_progress(group, STARTING, 0.0)
@@ -102,9 +96,8 @@ class WorkerGroup:
         liveness = ProcessLiveness()
         self._leaders = {name: self._lead(name, secret, liveness) for name in self.groups}
         self._processes = []
-        for rank in range(
-            self._ranks
-        ):  # one by one: should a later one fail, `stop` ends the others
+        # One by one: should a later one fail, `stop` ends the others.
+        for rank in range(self._ranks):
             spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
             process = self._launcher.launch(spec, threads=self._threads, on_exit=on_exit)
             self._processes.append(process)
@@ -123,10 +116,10 @@ class WorkerGroup:
             outcomes = await asyncio.gather(*stages, return_exceptions=True)
             await asyncio.gather(lost, return_exceptions=True)
         failures = [one for one in outcomes if isinstance(one, Exception)]
-        if self._failure or failures:
-            failure = _startup_error(self._failure) if self._failure else failures[0]
+        if self._failure is not None or failures:
+            error = startup_error(self._failure) if self._failure is not None else failures[0]
             await self.stop(grace_s=0)
-            raise failure
+            raise error
         self._up = True
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
@@ -139,21 +132,13 @@ class WorkerGroup:
             await self._sizing.lead(group, leader)
         await asyncio.shield(leader.ready)
 
-    def _not_ready(self) -> str:
-        waited_for = self._sizing.waited_for(self.groups)
-        reason = f"; {waited_for}" if waited_for else ""
-        return (
-            f"{' and '.join(self.groups)}: not ready after {self._deadlines.ready_s:g} s "
-            f"(deadlines.ready_s){reason}"
-        )
+    def _not_ready(self) -> GroupFailure:
+        waiting_for = self._sizing.waited_for(self.groups)
+        return NotReady(tuple(self.groups), self._deadlines.ready_s, waiting_for)
 
-    def decide(self, group: str, decision: Decision) -> None:
-        """Send a decision to a group; a group that is being lost drops it."""
-        self._leaders[group].decide(decision)
-
-    def lose(self, reason: str) -> None:
-        """Give the worker group up because of what one of its ranks sent."""
-        self._lose(reason)
+    def leader(self, group: str) -> Leader:
+        """Return the leader of a group since the last start; one that is being lost drops decisions."""
+        return self._leaders[group]
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all ranks.
@@ -226,20 +211,19 @@ class WorkerGroup:
     def _exit_handler(self, rank: int) -> Callable[[int], None]:
         def on_exit(code: int) -> None:
             if not self._stopping:
-                names = " and ".join(self.groups)
-                self._lose(f"{names}: rank {rank} exited with code {code}")
+                self._lose(ProcessExited(tuple(self.groups), rank, code))
 
         return on_exit
 
-    def _lose(self, reason: str) -> None:
-        """All groups of the worker group go down together; the first reason is the one to tell."""
-        if self._stopping or self._failure:
+    def _lose(self, failure: GroupFailure) -> None:
+        """All groups of the worker group go down together; the first failure is the one to tell."""
+        if self._stopping or self._failure is not None:
             return
-        self._failure = reason
+        self._failure = failure
         self._lost.set()
         if self._up:  # else `start` is still waiting, and raises
-            logger.error("lost: %s", reason)
-            self._events.on_lost(self.groups, reason)
+            logger.error("lost: %s", failure)
+            self._events.on_lost(self.groups, failure)
 
 
 def rank_device(device: str, index: int) -> str:
@@ -257,11 +241,3 @@ async def first_failure(
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if any(task not in until or task.exception() is not None for task in done):
             return
-
-
-def _startup_error(failure: str) -> Exception:
-    """Return the error that fits what a rank said before it went."""
-    for error in (CheckpointError, ConfigError, DeviceOutOfMemory, PolicyError):
-        if f" {error.__name__}: " in failure:
-            return error(failure.split(f"{error.__name__}: ", 1)[1])
-    return GroupLostError(failure)

@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from vsched.aio.replicas.supervisor import Reports
-from vsched.aio.replicas.worker_group import WorkerGroup, first_failure
-from vsched.errors import GroupLostError
+from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, first_failure
+from vsched.errors import StartFailedError
+from vsched.failures import GroupFailure
 from vsched.types import stage_of
+from vsched.wire import EncodeResult, GenerateResult
+
+WorkerGroupFactory = Callable[[WorkerGroupEvents], Sequence[WorkerGroup]]
+
+
+class WorkerGroupListener(Protocol):
+    """Who is told what the ranks of worker groups do, once all have started."""
+
+    def on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
+        """Take the result of a step."""
+        ...
+
+    def on_lost(self, groups: Sequence[str], failure: GroupFailure) -> None:
+        """The groups of a worker group are gone."""
+        ...
 
 
 class WorkerGroups:
-    """The worker groups, in order."""
+    """The worker groups, in order.
 
-    def __init__(self, worker_groups: Sequence[WorkerGroup]) -> None:
-        self._crews = list(worker_groups)
+    Until somebody listens, they are starting: the loss of one that was ready ends the start of all.
+    """
+
+    def __init__(
+        self,
+        make: WorkerGroupFactory,
+        *,
+        on_progress: Callable[[str, str, float], None],
+    ) -> None:
+        self._listener: WorkerGroupListener | None = None
         self._lost = asyncio.Event()
-        self._lost_reason = ""
+        self._failure: GroupFailure | None = None
+        events = WorkerGroupEvents(
+            on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
+        )
+        self._all = list(make(events))
 
     def __iter__(self) -> Iterator[WorkerGroup]:
-        return iter(self._crews)
+        return iter(self._all)
+
+    def listen(self, listener: WorkerGroupListener) -> None:
+        """Tell somebody of results and losses from now on."""
+        self._listener = listener
+
+    def _on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
+        if self._listener is not None:
+            self._listener.on_result(group, result)
+
+    def _on_lost(self, groups: Sequence[str], failure: GroupFailure) -> None:
+        if self._listener is not None:
+            self._listener.on_lost(groups, failure)
+        else:
+            self._failure = failure
+            self._lost.set()
 
     async def start(self) -> Reports:
         """Start all worker groups in parallel, wait until they are ready, and return the reports of ranks by group.
@@ -31,7 +75,7 @@ class WorkerGroups:
             CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others stop.
         """
         loop = asyncio.get_running_loop()
-        starts = [loop.create_task(worker_group.start()) for worker_group in self._crews]
+        starts = [loop.create_task(worker_group.start()) for worker_group in self._all]
         lost = loop.create_task(self._lost.wait())
         try:
             # One that fails ends the others: they may be waiting for what it will never tell.
@@ -42,8 +86,8 @@ class WorkerGroups:
             outcomes = await asyncio.gather(*starts, return_exceptions=True)
             await asyncio.gather(lost, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, Exception)]
-        if self._lost_reason:
-            errors.append(GroupLostError(self._lost_reason))
+        if self._failure is not None:
+            errors.append(StartFailedError(self._failure))
         if errors:
             await self.stop(grace_s=0)
             raise errors[0]
@@ -53,28 +97,23 @@ class WorkerGroups:
             reports.update(outcome)
         return reports
 
-    def lose_early(self, reason: str) -> None:
-        """A worker group that was ready was lost while others start: that ends the start of all."""
-        self._lost_reason = reason
-        self._lost.set()
-
     async def stop(self, *, grace_s: float) -> None:
-        """Stop all worker_groups.
+        """Stop all worker groups.
 
         Blocks: at most the grace; then ranks are killed.
         """
-        await asyncio.gather(*(worker_group.stop(grace_s=grace_s) for worker_group in self._crews))
+        await asyncio.gather(*(worker_group.stop(grace_s=grace_s) for worker_group in self._all))
 
     @property
     def pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return [pid for worker_group in self._crews for pid in worker_group.pids]
+        return [pid for worker_group in self._all for pid in worker_group.pids]
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what ranks said of their memory, by group and rank, in bytes."""
         return {
             group: {str(rank): dict(fields) for rank, fields in ranks.items()}
-            for worker_group in self._crews
+            for worker_group in self._all
             for group, ranks in worker_group.memory().items()
         }
 

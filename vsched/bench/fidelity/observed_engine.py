@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from vsched.aio.environment import Environment
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Recorder
 from vsched.config import Config
@@ -28,6 +30,7 @@ from vsched.kernel.generate.step_budget import pairs_of
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
+from vsched.transport.arena import Arena
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import Preprocessor
 
@@ -54,7 +57,7 @@ class EngineObservations:
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Note decisions; this makes it a recorder."""
         if isinstance(event, GroupLost):
-            self._lost = f"{event.group}: {event.reason}"
+            self._lost = str(event.failure)
         for command in commands:
             if type(command) is Decide:
                 self._decided.setdefault(command.group, []).append((now_ns, command.decision))
@@ -205,9 +208,12 @@ class ObservedEngine(Engine):
             watched = dataclasses.replace(watched, make_media=make_media)
         super().__init__(config, on_progress=on_progress, environment=watched)
 
-    def _crews(self, events: WorkerGroupEvents) -> list[WorkerGroup]:
+    def _worker_groups(
+        self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
+    ) -> list[WorkerGroup]:
         def on_result(group: str, result: GenerateResult | EncodeResult) -> None:
             self.watch.note_result(group, result)
             events.on_result(group, result)
 
-        return super()._crews(msgspec.structs.replace(events, on_result=on_result))
+        observed = msgspec.structs.replace(events, on_result=on_result)
+        return super()._worker_groups(arena, launcher, sizing, observed)

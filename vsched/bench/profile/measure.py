@@ -20,7 +20,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vsched.aio.environment import Environment, local_launcher
-from vsched.aio.replicas.worker_group import WorkerGroup
+from vsched.aio.leader.leader import Leader
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import StreamTable
 from vsched.api.completions import CompletionEndpoint
@@ -60,7 +60,7 @@ SEAMS = (
     ProbePoint(fills, "process", "preprocessing"),
     ProbePoint(Scheduler, "handle", "kernel"),
     ProbePoint(Shell, "handle", "shell"),
-    ProbePoint(WorkerGroup, "decide", "transport"),
+    ProbePoint(Leader, "decide", "transport"),
     ProbePoint(LeaderLink, "read", "transport"),
     ProbePoint(StreamTable, "emit", "detokenising"),
     ProbePoint(StreamTable, "finish", "detokenising"),

@@ -93,8 +93,8 @@ class EngineObserver:
                     if isinstance(command, Accept) and command.request_id == request.request_id:
                         self._world.accept(command.number, request.items)
                         self.on_accept(command.number, request)
-            case GroupLost(group, reason, planned):
-                self.losses.append(GroupLoss(group, now_ns, reason, planned))
+            case GroupLost(group, failure, planned):
+                self.losses.append(GroupLoss(group, now_ns, str(failure), planned))
             case GroupReady(group):
                 for place, loss in enumerate(self.losses):
                     if loss.group == group and loss.back_ns is None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from random import Random
 
+from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision, Join
 from vsched.kernel.events import Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.kernel.generate.step_budget import pairs_of
@@ -142,12 +143,12 @@ class TimedEncodeGroup(SimulatedGroup):
     """An encode group.
 
     Attributes:
-        faults: Messages of the next steps that fail.
+        faults: Why the next steps fail.
     """
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         super().__init__(name, cost, device, rng)
-        self.faults: deque[str] = deque()
+        self.faults: deque[EncodeErrorKind] = deque()
         self.items = 0
         self.tokens = 0
 

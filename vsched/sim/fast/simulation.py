@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from vsched.errors import VschedError
+from vsched.failures import LostTooOften, Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, Refuse, SetTimer
 from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, TimerFired
@@ -281,8 +282,10 @@ class Simulation:
             case GroupDown(group, for_good):
                 self._lose(group, now_ns)
                 if for_good:
-                    self._push(now_ns, CHANGE, GroupRetired(group.name, "it does not come back"))
-                return GroupLost(group.name, "simulated")
+                    self._push(
+                        now_ns, CHANGE, GroupRetired(group.name, LostTooOften((group.name,)))
+                    )
+                return GroupLost(group.name, Simulated((group.name,)))
             case GroupRetired():
                 return change
             case _:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_typ
 import msgspec
 
 from vsched.errors import ConfigError
+from vsched.failures import EncodeErrorKind
 
 T = TypeVar("T")
 MILLISECOND_NS = 1_000_000
@@ -178,7 +179,7 @@ class EncodeFailure(Fault, frozen=True, kw_only=True):
     """The next step of an encode group that ends fails; its ranks go on."""
 
     group: str = "encode"
-    message: str = "the image could not be encoded"
+    kind: EncodeErrorKind = EncodeErrorKind.FAILED
 
 
 class TiePermutation(Fault, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
+from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
@@ -176,7 +177,7 @@ class ModelCluster:
             return [name for name, log in self.encode_logs.items() if log]
         return [name for name, one in self.generators.items() if one.log]
 
-    def run_encode(self, group: str = "", *, fail: str = "") -> None:
+    def run_encode(self, group: str = "", *, fail: EncodeErrorKind | None = None) -> None:
         """Carry out the step that is out at an encode group, the first busy one by default, or let it fail."""
         group = group or self.busy("encode")[0]
         decision = self.encode_logs[group].popleft()
@@ -209,7 +210,7 @@ class ModelCluster:
             self.encode_logs[group].clear()
         else:
             self.generators[group].lose()
-        self.send(GroupLost(group, "test", planned))
+        self.send(GroupLost(group, Simulated((group,)), planned))
 
     def restore(self, group: str) -> None:
         """Bring a lost group back."""
@@ -229,7 +230,7 @@ class ModelCluster:
         """Give a lost group up."""
         self.down.discard(group)
         self.retired.add(group)
-        self.send(GroupRetired(group, "test"))
+        self.send(GroupRetired(group, LostTooOften((group,))))
 
     # --- the end ---
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from vsched.failures import EncodeErrorKind
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.testing.model_ranks.cluster import ModelCluster
@@ -107,7 +108,7 @@ def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
     match action:
         case "fail" if cluster.busy("encode"):
             group = rng.choice(cluster.busy("encode"))
-            cluster.run_encode(group, fail="the encoder failed on purpose")
+            cluster.run_encode(group, fail=EncodeErrorKind.FAILED)
         case "lose" if up:
             cluster.lose(group)
         case "retire" if cluster.down:

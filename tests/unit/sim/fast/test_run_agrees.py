@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
+from vsched.failures import EncodeErrorKind
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import GenerateDecision
@@ -63,9 +64,9 @@ class Shadow:
                 self.steps += 1
                 return cluster.send(msgspec.structs.replace(result, busy_ns=busy_ns))
             case Encoded(group=group):
-                return self.encoded(group, "")
-            case EncodeFailed(group=group, message=message):
-                return self.encoded(group, message)
+                return self.encoded(group, None)
+            case EncodeFailed(group=group, failure=failure):
+                return self.encoded(group, failure)
             case GroupLost(group=group):
                 cluster.down.add(group)
                 if group in cluster.generators:
@@ -78,7 +79,7 @@ class Shadow:
                 raise AssertionError(f"no timers here: {event}")
         return cluster.send(event)
 
-    def encoded(self, group: str, fail: str) -> list[Command]:
+    def encoded(self, group: str, fail: EncodeErrorKind | None) -> list[Command]:
         cluster = self.cluster
         decision = cluster.encode_logs[group].popleft()
         if fail:

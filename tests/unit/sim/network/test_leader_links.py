@@ -11,6 +11,7 @@ import pytest
 from tests.unit.sim.virtual import current
 from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.errors import RankDesync
+from vsched.failures import ErrorKind
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import AnyFault, FaultPlan, MessageFault, MissedDecision, Partition
@@ -18,11 +19,11 @@ from vsched.sim.network.links import Network, RankEnd
 from vsched.wire import (
     Beat,
     EncodeResult,
-    Failure,
     FollowerLog,
     Heartbeat,
     Hello,
     Pulse,
+    RankFailed,
     Ready,
     StepCheck,
     check_of,
@@ -49,7 +50,7 @@ class Group:
             ranks=2,
             deadlines=LIMITS,
             on_result=lambda result: self.results.append(result.step),
-            on_lost=lambda reason: self.lost.append((current().time(), reason)),
+            on_lost=lambda failure: self.lost.append((current().time(), str(failure))),
             on_progress=lambda *_: None,
         )
 
@@ -87,12 +88,12 @@ class Group:
             try:
                 entry = log.accept(frame)
             except RankDesync as error:
-                end.send(encode_report(Failure("RankDesync", str(error))))
+                end.send(encode_report(RankFailed(ErrorKind.DESYNC, "RankDesync", str(error))))
                 return
             if isinstance(entry, Heartbeat):
                 end.send(encode_report(Beat(log.seq, {})))
             elif isinstance(entry, EncodeDecision):
-                result = EncodeResult(entry.step, "", 0)
+                result = EncodeResult(entry.step, None, 0)
                 answer = StepCheck(entry.step, check_of(result)) if rank else result
                 end.send(encode_report(answer))
 
