@@ -209,7 +209,9 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
         cluster.lose(f"{stage}-{index}")
     cluster.submit(image_request("r", (b"a", 4)))
     for index in range(2):
-        cluster.send(GroupRetired(f"{stage}-{index}", LostTooOften((f"{stage}-{index}",))))
+        name = f"{stage}-{index}"
+        failure = StartFailed((name,), ErrorKind.INTERNAL, "it would not start")
+        cluster.send(GroupRetired(name, failure))
     assert cluster.ended["r"].code == "given_up"
     cluster.submit(text("late"))
     refusal = refusal_error(cluster.refused["late"])

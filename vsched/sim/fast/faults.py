@@ -136,10 +136,10 @@ def changes(
                         yield at_ns, GroupDown(one, for_good=duration_ns is None)
                         if duration_ns is not None:
                             yield end_ns, GroupUp(one)
-            case EncodeFailure(kind=kind):
+            case EncodeFailure(error=error):
                 if not isinstance(group, TimedEncodeGroup):
                     raise ConfigError(f"{fault.group}: not an encode group")
-                yield at_ns, partial(group.faults.append, kind)
+                yield at_ns, partial(group.faults.append, error)
             case Slowdown(factor=factor):
                 yield at_ns, partial(setattr, group, "slowdown", factor)
                 yield end_ns, partial(setattr, group, "slowdown", 1.0)

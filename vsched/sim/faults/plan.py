@@ -179,7 +179,7 @@ class EncodeFailure(Fault, frozen=True, kw_only=True):
     """The next step of an encode group that ends fails; its ranks go on."""
 
     group: str = "encode"
-    kind: EncodeErrorKind = EncodeErrorKind.FAILED
+    error: EncodeErrorKind = EncodeErrorKind.FAILED
 
 
 class TiePermutation(Fault, frozen=True, kw_only=True):
