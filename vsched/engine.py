@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -23,14 +22,13 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.request_bounds import check_numbers, check_stop_tokens
-from vsched.aio.shell import Shell, start_shell
+from vsched.aio.shell import Shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
     arena_layout,
     engine_memory,
     inspect_checkpoint,
-    kv_sizing,
     make_worker_groups,
     media_settings,
     memory_in_use,
