@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -22,13 +23,14 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.request_bounds import check_numbers, check_stop_tokens
-from vsched.aio.shell import Shell
+from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
     arena_layout,
     engine_memory,
     inspect_checkpoint,
+    kv_sizing,
     make_worker_groups,
     media_settings,
     memory_in_use,
@@ -130,31 +132,34 @@ class Engine:
             raise
         self._state = "ready"
 
-    async def _start_parts(self, load_preprocessor: Callable[[ModelInfo], Preprocessor]) -> None:
-        layout = arena_layout(self.config, self.info)
-        self._arena = Arena.create(layout)
-        around = self._environment
-        self._launcher = around.make_launcher(self.config)
-        shell = self._shell = Shell(
-            self._crews,
-            size=lambda blocks: scheduler_limits(
-                self.config, self.info, self._policies, blocks=blocks
-            ),
-            policies=self._policies.for_kernel(),
-            on_progress=self._on_progress,
-            drain_s=self.config.deadlines.drain_s,
-            record=lambda kernel: around.open_record(self.config, kernel),
-            now_ns=around.now_ns,
-        )
-        loading = asyncio.get_running_loop().run_in_executor(None, load_preprocessor, self.info)
-        outcomes = await asyncio.gather(shell.start(), loading, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        self.preprocessor = outcomes[1]  # type: ignore[assignment]
-        self._media = around.make_media(
-            self.preprocessor, PixelStore(self._arena.pixels), media_settings(self.config)
-        )
+    async def _start_parts(
+        self, load_preprocessor: Callable[[ModelInfo], Preprocessor]
+    ) -> RunningParts:
+        """Start everything; what has started is given back where the rest cannot."""
+        config, info, environment = self.config, self.info, self._environment
+        self._sizing = kv_sizing(config, info, self._policies)
+        async with contextlib.AsyncExitStack() as started:
+            arena = Arena.create(arena_layout(config, info))
+            started.callback(arena.close)
+            launcher = environment.make_launcher(config)
+            started.callback(launcher.close)
+            loading = asyncio.get_running_loop().run_in_executor(None, load_preprocessor, info)
+            started.callback(_forget, loading)
+            shell = await start_shell(
+                partial(self._worker_groups, arena, launcher, self._sizing),
+                limits=lambda blocks: scheduler_limits(config, info, self._policies, blocks=blocks),
+                policies=self._policies.for_kernel(),
+                on_progress=self._on_progress,
+                drain_s=config.deadlines.drain_s,
+                record=partial(environment.open_record, config),
+                now_ns=environment.now_ns,
+            )
+            started.push_async_callback(shell.stop)
+            self.preprocessor = await loading
+            store = PixelStore(arena.pixels)
+            media = environment.make_media(self.preprocessor, store, media_settings(config))
+            started.pop_all()
+        return RunningParts(arena=arena, launcher=launcher, shell=shell, media=media)
 
     async def drain(self) -> None:
         """Accept nothing more, and wait for the live requests.
@@ -273,11 +278,11 @@ class Engine:
 
     async def clear(self) -> dict[str, int]:
         """Interrupt every running and waiting request, and forget cached pixels."""
-        if self._shell is not None:
-            self._shell.clear()
-        if self._media is not None:
-            self._media.clear()
-        statistics = self._shell.statistics() if self._shell is not None else {}
+        statistics: dict[str, Any] = {}
+        if self._running is not None:
+            self._running.shell.clear()
+            self._running.media.clear()
+            statistics = self._running.shell.statistics()
         return {name: statistics.get(name, 0) for name in ("running", "waiting")}
 
     # --- administration of single groups ---

@@ -17,6 +17,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.aio.refusals import refusal_error
+from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
 from vsched.kernel.routing import ITEMS_MAX
 from vsched.policy import RoutingPolicy, RoutingView
