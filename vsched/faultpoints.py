@@ -21,7 +21,7 @@ def fault_point(name: str, subject: str = "") -> None:
 
     Args:
         name: The place: the package, then what is about to happen, as in `media.decode`.
-        subject: Whom it happens to, such as a group.
+        subject: What it happens to, such as a group.
     """
     if _on_point is not None:
         _on_point(name, subject)

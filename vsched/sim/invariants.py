@@ -1,9 +1,9 @@
 """What must hold after every event, whatever the policies are.
 
-Two views are checked. From outside, with books of its own that cost what has changed: who holds which block and page,
-what each step may take, who has got a terminal reply, who went before whom. From inside, the kernel's own
-`check_invariants`, which looks at everything: where the pools are so large that this would take most of the time, it
-runs every so many events, and after every event that is not routine.
+Two views are checked. From outside, with records of its own that cost what has changed: which request holds which block
+and page, what each step may take, which requests have their terminal reply, and in which order they join. From inside,
+the kernel's own `check_invariants`, which looks at everything: where the pools are so large that this would take most
+of the time, it runs every so many events, and after every event that is not routine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS_AN_EVENT = 64
 """Blocks and pages that a check of the whole state may look at, on average, an event."""
 ROUTINE = (Stepped, Submitted, Encoded)
 WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
-"""Nobody may wait for a day, even where the configuration has no limit."""
+"""No request may wait for a day, even where the configuration has no limit."""
 
 
 class SimulationFailed(VschedError):
@@ -56,8 +56,8 @@ class Oracles:
       written while a step reads it, and a step reads what was written for the images of its requests;
     - a step has at most its tokens, slots, images and image tokens;
     - every accepted request gets one terminal reply, and a refused one no other;
-    - under `fifo`, nobody joins before an older request that stands in the same line;
-    - nobody waits longer than `deadlines.waiting_s`, or a day.
+    - under `fifo`, no request joins before an older one of the same waiting queue;
+    - no request waits longer than `deadlines.waiting_s`, or a day.
     """
 
     def __init__(self, setup: Setup, *, check_every: int | None = None) -> None:
@@ -170,7 +170,7 @@ class Oracles:
         )
 
     def _check_order(self, joined: Sequence[tuple[str, Join]], kernel: Scheduler) -> None:
-        """Under fifo, whoever stood in line all the time is younger than whoever joined.
+        """Under fifo, a request that stayed in the queue is younger than those that joined.
 
         An entry that fell out of the line because an embedding went, and came back, is another entry: it could not run.
         """

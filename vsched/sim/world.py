@@ -34,7 +34,7 @@ class StepCosts(Protocol):
     """What says how long steps take, in nanoseconds; a `CostModel`, say."""
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
-        """Return the time of an encoder step with images of so many tokens each."""
+        """Return the time of an encoder step with images of these numbers of tokens."""
         ...
 
     def generate_ns(
@@ -66,9 +66,9 @@ class World:
     """The environment of one simulated engine.
 
     Attributes:
-        rng: Seeds whoever draws; asked only while the world is made, so that it matters not who draws when.
+        rng: Seeds the parts that draw; used only while the world is made, so the order of their draws does not matter.
         origin_ns: When the times of workloads and faults count from.
-        injector: Whoever can be struck asks it.
+        injector: Hands out the faults to the parts that they strike.
         launches: How often ranks of each group were started.
         items: Items of requests that were accepted, by the request's number.
         cached: The same under the keys that the embedding cache knows them by.

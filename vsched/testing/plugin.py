@@ -276,7 +276,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Fail a test when something that nobody waits for has failed on its loop."""
+    """Fail a test when something that no task awaits has failed on its loop."""
     yield
     loops = _loops_of(item)
     if loops is not None and loops.failures:

@@ -38,7 +38,7 @@ PLACES = {
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50
-"""So many of the seeds run twice: the same run must yield the same commands. A policy that remembers shows it in one of
+"""The first seeds run twice: the same run must yield the same commands. A policy that remembers shows it in one of
 four, those in which its answers matter at all."""
 ROUTED = 20
 """Random views that a routing policy is asked about, for each seed."""

@@ -26,7 +26,9 @@ RequestsOption = Annotated[
     typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
 ]
 RateOption = Annotated[float, typer.Option(min=0.001, help="Requests a second to generate.")]
-SpeedOption = Annotated[float, typer.Option(min=0.001, help="Let them arrive so much faster.")]
+SpeedOption = Annotated[
+    float, typer.Option(min=0.001, help="Let them arrive this many times as fast.")
+]
 SeedOption = Annotated[int, typer.Option(help="Of the generator, and of noise.")]
 CostOption = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]
 ModelOption = Annotated[

@@ -27,7 +27,7 @@ class _Work(NamedTuple):
 
 
 class SimulatedThreads(Executor):
-    """A pool of threads that are none: so many calls at a time, each of which takes its time and is made at its end."""
+    """A pool of simulated threads: at most `threads` calls at a time, each made when its virtual time is over."""
 
     def __init__(self, world: World, threads: int) -> None:
         self._loop = world.loop

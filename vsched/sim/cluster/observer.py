@@ -1,4 +1,4 @@
-"""Sees every event of the kernel and what came of it: the digest of a run, its oracles, who is where."""
+"""Sees every event of the kernel and what came of it: the digest of a run, its oracles, the groups that are down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EngineObserver:
     """Stands where the record of a kernel would; see `vsched.aio.shell.Recorder`.
 
     Attributes:
-        kernel: Whom it watches.
+        kernel: The scheduler that it observes.
         losses: Groups that went down, in order.
         retired: Groups that did not come back.
         on_event: Called after each event, before anything comes of it.

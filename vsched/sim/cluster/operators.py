@@ -1,4 +1,4 @@
-"""What operators do to a simulated engine, over HTTP like everybody: drain, restart and resume groups, clear, look."""
+"""What operators do to a simulated engine, over HTTP: drain, restart and resume groups, clear, look."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ async def check_healed(run: CheckedRun) -> None:
     try:
         async with asyncio.timeout(RECOVERY_S):
             rests_s = 0.0
-            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # nobody is lost late
+            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # no group is lost late
                 await asyncio.sleep(POLL_S)
                 rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
     except TimeoutError:
@@ -183,7 +183,7 @@ def _check_given_up(run: CheckedRun) -> None:
 
 
 def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
-    """Return whether all groups are back, and nothing is out that somebody waits for."""
+    """Return whether all groups are back, and no step is in flight."""
     if run.engine.state not in ("ready", "degraded"):
         return True
     kernel = observer.kernel

@@ -37,7 +37,7 @@ REQUESTS = 8
 DEADLY = (WorkerCrash, OutOfMemory, Hang, MissedDecision)
 """What takes groups down; many of these show how one is given up."""
 IMAGES = 6
-"""Requests share so many images, and as many beginnings of texts."""
+"""The number of images that requests share, and of beginnings of texts."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
 
 
 def slower_by(factor: float) -> CostModel:
-    """Return the quick costs, so many times as slow."""
+    """Return the quick costs, `factor` times as slow."""
     scaled = {
         stage: type(cost)(
             **{name: factor * value for name, value in msgspec.structs.asdict(cost).items()}

@@ -73,14 +73,14 @@ def swarm(
     failures_max: int = 1,
     on_report: OnReport = lambda _seed, _report_on: None,
 ) -> SwarmOutcome:
-    """Run so many scenarios, with the seeds from `seed` on.
+    """Run `count` scenarios, with the seeds from `seed` on.
 
     Args:
         count: How many.
         seed: The first seed.
         faults: A file with a fault plan that takes the place of those that are drawn.
         twice: Run each scenario twice, and compare the digests.
-        failures_max: Stop after so many failures.
+        failures_max: Stop after this number of failures.
         on_report: Told of each scenario.
 
     Raises:

@@ -41,14 +41,14 @@ from vsched.sim.cost.observations import (
 from vsched.types import stage_of
 
 ALONE = 0.95
-"""A step was alone if nobody else was at work for this share of it."""
+"""A step was alone if no other process was at work for this share of it."""
 CONTENTION_S = 0.3
 """That many processes must have been at work together for this long, or their speed is that of one fewer."""
 PACE_LEAST = 0.01
 ROUND_LONGER = 1.05
-"""Rounds in which steps typically take at most so many times as long as in the best one count."""
+"""Rounds count in which steps typically take at most this multiple of their time in the best round."""
 ODD = 1.5
-"""What takes so many times as long as it should had nothing to do with the model."""
+"""A step that takes this multiple of the expected time was disturbed by something else than the model."""
 CONTENTION_LEAST = 1.03
 """Less than this is not told from noise."""
 KIND_STEPS_MIN = 8
@@ -225,7 +225,7 @@ def _scale(model: CostModel, samples: Sequence[EncodeSample | GenerateSample]) -
 
 
 def slower(model: CostModel, encode: float, generate: float) -> CostModel:
-    """Return a model by which the steps of the two stages take so many times as long."""
+    """Return a model by which the steps of the two stages take these multiples of their time."""
     encoding, generating = (
         {name: cost * factor for name, cost in msgspec.structs.asdict(costs).items()}
         for costs, factor in ((model.encode, encode), (model.generate, generate))

@@ -128,7 +128,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     machine: Machine | None = None
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
-        """Return the time of an encoder step with images of so many tokens each."""
+        """Return the time of an encoder step with images of these numbers of tokens."""
         cost, each = self.encode, self.patches_per_token
         patches = [count * each for count in tokens]
         pairs = sum(count * count for count in patches)
@@ -153,7 +153,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def image_ns(self, tokens: int) -> float:
-        """Return the time to decode and process an image that becomes so many tokens."""
+        """Return the time to decode and process an image of this number of tokens."""
         pixels = tokens * self.patches_per_token * self.pixels_per_patch
         return self.host.image_ns + self.host.pixel_ns * pixels
 

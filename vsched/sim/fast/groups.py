@@ -253,7 +253,7 @@ class TimedGenerateGroup(SimulatedGroup):
         if decision.chunks:
             prefill_ns = self._prefill(decision)
         elif not yielding:
-            return EMPTY_STEP_NS  # everybody finished in the step before
+            return EMPTY_STEP_NS  # all requests finished in the step before
         return step_ns + decode_ns * yielding + context_ns * context + prefill_ns
 
     def _prefill(self, decision: GenerateDecision) -> float:
@@ -301,7 +301,7 @@ class TimedGenerateGroup(SimulatedGroup):
             self._started.clear()
         ending = self._ends.pop(step, None)
         if ending is None:
-            return Stepped(step, tokens, _NOBODY, self._took_ns, self.name)
+            return Stepped(step, tokens, _NONE_FINISHED, self._took_ns, self.name)
         finished = []
         if len(ending) > 1:
             # As ranks do: those that decoded by slot, then the chunks in their order.
@@ -320,5 +320,5 @@ class TimedGenerateGroup(SimulatedGroup):
         return tokens
 
 
-_NOBODY: list[Finished] = []
-"""Shared by all steps in which nobody finished; never changed."""
+_NONE_FINISHED: list[Finished] = []
+"""Shared by all steps in which no request finished; never changed."""

@@ -17,7 +17,7 @@ from vsched.sim.workload.requests import Arrival
 from vsched.types import FinishReason
 
 SUB_BITS = 7
-"""A power of two is divided into so many bits of buckets."""
+"""Each power of two is divided into `2 ** SUB_BITS` buckets."""
 SAMPLES_MAX = 1024
 SAMPLE_NS = 50_000_000
 """The first interval between samples."""
@@ -33,7 +33,7 @@ class Sketch:
         self.counts = [0] * ((64 - SUB_BITS) << SUB_BITS)
 
     def add(self, value: int, weight: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value `weight` times."""
         shift = value.bit_length() - SUB_BITS - 1
         self.counts[(shift << SUB_BITS) + (value >> shift) if shift > 0 else value] += weight
         self.total += value * weight
@@ -176,7 +176,7 @@ class LiveRequest:
 
 
 class Collector:
-    """Takes what happens and forgets whom it happened to."""
+    """Adds up what happens, and keeps nothing of single requests."""
 
     def __init__(self, targets: Targets) -> None:
         self.ttft, self.itl, self.tpot = Sketch(), Sketch(), Sketch()

@@ -96,7 +96,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def header_of(config: Config) -> SegmentHeader:
-    """Return what a timeline begins with, of a run that nobody recorded."""
+    """Return what a timeline begins with, of a run that was not recorded."""
     return SegmentHeader(
         run=b"",
         segment=1,

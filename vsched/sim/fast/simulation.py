@@ -219,7 +219,7 @@ class Simulation:
             self._contention.enter(work, end_ns - now_ns, now_ns)
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
-        """Nothing of a group is under way: whoever shares its processes may begin, or it may go on."""
+        """End the work of a group: a group that shares its processes begins, or it goes on itself."""
         ready = group.device.ready
         if self._contention is not None:
             self._contention.leave(group, now_ns)

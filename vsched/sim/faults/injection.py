@@ -28,8 +28,8 @@ class Struck(msgspec.Struct, frozen=True):
 class Injector:
     """The faults of a plan, on a virtual loop.
 
-    A fault that strikes once is handed out to the first who asks when it is due; one that lasts is shown to all who ask
-    meanwhile. Ties are permuted from here.
+    A fault that strikes once is handed out to the first part that asks when it is due; one that lasts is shown to all
+    that ask meanwhile. Ties are permuted from here.
 
     Attributes:
         plan: Where the faults come from.

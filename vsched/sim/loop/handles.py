@@ -91,7 +91,7 @@ class ThreadCall:
             self._running.add_done_callback(lambda _: on_done())
 
     def deliver(self) -> None:
-        """Hand on the outcome, unless nobody wants it any more."""
+        """Hand on the outcome, unless its future is done already."""
         if self.result.done() or self._running is None:
             return
         if self._running.cancelled():

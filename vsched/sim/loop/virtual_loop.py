@@ -12,7 +12,7 @@ What the published loops for asyncio leave open is what makes a run repeat exact
   are hashed by their number.
 - *Ties*: what asyncio does not promise, code must not rely on. With a seed, tasks and timers that are due at the same
   moment run in an order drawn from it; plain callbacks keep theirs, because `call_soon` promises that.
-- *Hangs*: nothing can run, no timer is set, nobody is awaited outside: that is an error at once, with what each task
+- *Hangs*: nothing can run, no timer is set, no thread is awaited: that is an error at once, with what each task
   waits for.
 
 Sockets work as far as the peer is in the same process. ZeroMQ does not: its threads are unknown to the loop. Code that

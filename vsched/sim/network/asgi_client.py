@@ -65,7 +65,7 @@ class AsgiClient:
     """Sends requests to an application; as many at a time as there are tasks.
 
     Args:
-        app: The application; whoever needs its lifespan runs it.
+        app: The application; its lifespan is not run.
         headers: Sent with every request.
     """
 
@@ -109,7 +109,7 @@ class AsgiClient:
             json: What to send, encoded; else `body` is sent as it is.
             body: What to send.
             pieces: A body that comes in pieces, as slowly as this iterator yields them.
-            unread_max: So many pieces of the response that were not read hold the application up; None reads eagerly.
+            unread_max: Unread pieces of the response that hold the application up; None reads eagerly.
             headers: Sent after those of the client.
         """
         lines = [*self._headers, *headers]
@@ -259,7 +259,7 @@ class HttpCall:
         return Response(self._status or 0, self._headers, self._chunks)
 
     def disconnect(self) -> None:
-        """Go away now; whoever reads the response hears `Disconnected`."""
+        """Go away now; reading the response raises `Disconnected`."""
         self._disconnected = True
         self._notify()
 

@@ -52,7 +52,7 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LinkStatistics(msgspec.Struct, frozen=True):
-    """Counts of frames: `sent` were taken, `refused` found the queue full, `unheard` found nobody at the other end."""
+    """Counts of frames: `sent` were taken, `refused` found the queue full, `unheard` found the other end closed."""
 
     sent: int = 0
     refused: int = 0

@@ -68,14 +68,14 @@ class Network:
     def listen(self, address: str, on_frame: OnFrame, *, group: str | None = None) -> LeaderEnd:
         """Return a leader's end, to which ranks can connect.
 
-        `group` is whom faults name; by default the last part of the address, without a number of the start after it.
+        `group` is its name in faults; by default the last part of the address, without the number of the start.
         """
         assert address not in self._leaders, f"{address} has a leader"
         leader = self._leaders[address] = LeaderEnd(self, address, on_frame, group)
         return leader
 
     def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
-        """Return a rank's end, or that of its pulse; nothing is delivered while nobody listens."""
+        """Return a rank's end, or that of its pulse; nothing is delivered while no leader listens."""
         identity = pulse_identity(rank) if pulse else rank_identity(rank)
         assert (address, identity) not in self._ranks, f"{identity!r} is connected to {address}"
         leader = self._leaders.get(address)
@@ -111,19 +111,19 @@ class Network:
         return channel
 
     def leader_at(self, address: str) -> LeaderEnd | None:
-        """Return who listens at an address."""
+        """Return the leader's end at an address."""
         return self._leaders.get(address)
 
     def rank_at(self, address: str, identity: bytes) -> RankEnd | None:
-        """Return who is connected to an address under this identity."""
+        """Return the end that is connected to an address under this identity."""
         return self._ranks.get((address, identity))
 
     def forget_leader(self, address: str) -> None:
-        """Nobody listens at this address any more."""
+        """Forget the leader's end at an address."""
         self._leaders.pop(address, None)
 
     def forget_rank(self, address: str, identity: bytes) -> None:
-        """Nobody is connected under this identity any more."""
+        """Forget the rank's end of this identity."""
         self._ranks.pop((address, identity), None)
 
     def statistics(self) -> NetworkStatistics:

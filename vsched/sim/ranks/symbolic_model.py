@@ -1,4 +1,4 @@
-"""What simulated ranks compute: a model so simple that everybody can say what it must answer.
+"""What simulated ranks compute: a symbolic model whose answers follow from a simple rule.
 
 Each position of a sequence has a *fingerprint*, which depends on all tokens and images up to it. It is what a real
 model has as K and V there: it goes into the KV cache, and the next token follows from what is read back. So whatever a

@@ -101,7 +101,7 @@ class SymbolicEncoder(StandInEncoder):
         self._jobs, self._embeddings, self._left = jobs, embeddings, ENCODE_PARTS
 
     def advance(self, parts: int) -> bool:
-        """Encode so many parts more; what it yields is there at the end."""
+        """Encode the next `parts` parts, 0 for the rest; the rows are there at the end."""
         assert self._left, "no batch was begun"
         parts = min(parts or self._left, self._left)
         whole_ns = self._world.costs.encode_ns([job.tokens for job in self._jobs])
@@ -126,7 +126,7 @@ class SymbolicEncoder(StandInEncoder):
     def _sees(self, job: EncodeJob) -> bool:
         """Return whether the pixels are those of the image that is meant.
 
-        They need not be when nobody wants it any more: what comes of it is thrown away then.
+        They need not be when no request wants it any more: the rows are thrown away then.
         """
         look = self._world.appearances[job.key]
         expected = np.array([*look.colour, look.tokens], np.float32)

@@ -228,7 +228,7 @@ def conversations(
 
 
 class Generator(Protocol):
-    """Makes a workload of so many requests, `rate` a second."""
+    """Makes a workload of a number of requests, `rate` a second."""
 
     def __call__(self, *, seed: int, requests: int, rate: float) -> Workload: ...
 

@@ -15,7 +15,7 @@ from vsched.sim.workload.requests import Image
 
 SETTINGS_DIGEST = b"simulated"
 SIDE = 4
-"""An image of n tokens is a strip of n squares of so many pixels."""
+"""The side of a square in pixels: an image of n tokens is a strip of n squares."""
 HOST = "http://images.invalid/"
 """Where images are that are not sent along; who fetches them is simulated, too."""
 

@@ -26,7 +26,7 @@ PositiveCount = Annotated[int, Meta(ge=1)]
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
-    """So many tokens of a text; of two texts with the same `content`, one is a beginning of the other."""
+    """The first `tokens` tokens of a text; of two texts with the same `content`, one is a beginning of the other."""
 
     content: int
     tokens: PositiveCount
@@ -40,7 +40,7 @@ class Image(msgspec.Struct, frozen=True, tag="image", tag_field="kind"):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
-    """What the model answered earlier in the conversation, so many tokens of it."""
+    """The first `tokens` tokens of what the model answered earlier in the conversation."""
 
     tokens: PositiveCount
 
@@ -108,7 +108,7 @@ class Workload:
         return Workload(self.name, lambda: islice(self.open(), requests), count, self.notes)
 
     def faster(self, factor: float) -> Workload:
-        """Return the same requests, arriving so many times as fast."""
+        """Return the same requests, arriving `factor` times as fast."""
 
         def scaled() -> Iterator[Arrival]:
             for arrival in self.open():

@@ -41,7 +41,7 @@ class Bounds:
     Attributes:
         patience_s: What was sent must have come after it.
         quiet_s: For so long nothing more may come. What comes late only after that is not found.
-        frames_max: Before so many frames to a rank that never reads, `send` must return False.
+        frames_max: `send` must return False before this number of frames to a rank that never reads.
     """
 
     patience_s: float = 10.0

@@ -84,7 +84,7 @@ def check_worker(
     Whatever it must have is there. Encoding writes all rows of an image into its pages and nothing anywhere else, and
     the same ones every time. Out of memory is `DeviceOutOfMemory`, and dropping the KV cache gives its memory back.
     Each seed draws requests and a schedule: their tokens must be those that each yields alone, however prompts are cut,
-    whoever runs beside, whoever was preempted or shares a prefix.
+    whichever requests run beside, are preempted or share a prefix.
 
     Where the sums of a step depend on its batch in the last bit, tokens can differ by chance: load the model in
     float32, with settings that ask for whatever the plug-in has that is exact.

@@ -307,7 +307,7 @@ class Schedule:
         return list(blocks), best * size
 
     def _cover(self, one: _Request, length: int) -> int:
-        """Give a request the blocks for so many positions; return how many were new."""
+        """Give a request the blocks for its first `length` positions; return how many were new."""
         new = -(-length // self._place.block_size) - len(one.blocks)
         for _ in range(new):
             block = self._free_blocks.pop()
@@ -326,7 +326,7 @@ class Schedule:
     # --- what runs ---
 
     def _grow(self) -> list[int]:
-        """Plan a token for whoever decodes. One that has ended, unknown to us, may grow for nothing."""
+        """Plan a token for each request that decodes. One that has ended, unknown to us, may grow for nothing."""
         grown: list[int] = []
         for one in self._requests:
             if one.decoding:

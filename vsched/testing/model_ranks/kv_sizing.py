@@ -34,7 +34,7 @@ class KvSizingRank:
 
     Attributes:
         activations: Sizes that the profiling run allocates, in order; every second one is given back at once.
-        leaks: Whether somebody keeps a view of each KV cache, so that no teardown frees it.
+        leaks: Whether something keeps a view of each KV cache, so that no teardown frees it.
         phase: What it is doing, for tests that inject failures.
     """
 

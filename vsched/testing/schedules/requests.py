@@ -10,7 +10,7 @@ from vsched.types import Extent, MediaItem, Request, SamplingParams
 
 PLACEHOLDER = 5
 IMAGES = 6
-"""Random requests share so many images: small enough for hits, preemptions and evictions."""
+"""The number of images that random requests share: few enough for hits, preemptions and evictions."""
 
 
 def make_request(

@@ -41,7 +41,7 @@ def faults(
     """Return a strategy for one fault; earlier `kinds` are simpler.
 
     Args:
-        groups: Whom faults strike; the first is the simplest.
+        groups: The groups that faults strike; the first is the simplest.
         span_ns: When they begin, at the latest.
         ranks: The ranks of each group.
         kinds: What can go wrong.
