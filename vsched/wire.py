@@ -68,7 +68,7 @@ class Continue(msgspec.Struct, frozen=True, array_like=True, tag="n"):
 
 
 class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """Run a worker's periodic collective work, by name; every rank at the same place of its log (E10)."""
+    """Run a worker's periodic collective work, by name; every rank at the same place of its log."""
 
     name: str
 
@@ -167,7 +167,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepCheck(msgspec.Struct, frozen=True, tag=True):
-    """What a rank other than the first says of a step: `check` is equal where the results are (A7)."""
+    """What a rank other than the first says of a step: `check` is equal where the results are."""
 
     step: int
     check: bytes
@@ -232,7 +232,7 @@ def decode_report(frame: bytes) -> RankReport:
 
 
 def check_of(result: GenerateResult | EncodeResult) -> bytes:
-    """Return what is equal on all ranks of a group where a step had the same outcome (A7).
+    """Return what is equal on all ranks of a group where a step had the same outcome.
 
     Of a failed encode step only that it failed: the peers of the rank where it did know less about why.
     """

@@ -225,7 +225,7 @@ async def test_combinations_cover_every_pair() -> None:
 async def test_every_combination_of_policies_equals_generate(
     family: str, models: Callable[[str], Model], configure: Callable[..., Config]
 ) -> None:
-    """D2, D7, D8, E1, E16, F4, F5: cached, thrashing, preempted, sampled, brought, whatever the policies are."""
+    """Cached, thrashing, preempted, sampled, brought, whatever the policies are."""
     model = models(family)
     preemptions: Counter[str] = Counter()
     steals: Counter[str] = Counter()

@@ -17,7 +17,7 @@ LONG = Ask(TEXTS[1], [drawn_image(1000, (112, 84)), drawn_image(1001)], count=30
 
 
 async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
-    """F3: at the abort the request holds nothing; when the step that is out is back, neither does the step."""
+    """At the abort the request holds nothing; when the step that is out is back, neither does the step."""
     generation = await begin(engine, LONG)
     await anext(aiter(generation))
     steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
@@ -51,7 +51,7 @@ async def test_abort_while_prefilling_and_waiting(engine: Engine) -> None:
 
 
 async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:
-    """F3: a client that leaves while its image is being decoded."""
+    """A client that leaves while its image is being decoded."""
     before = engine.statistics()["generate"]["admitted"]
     tasks = [asyncio.create_task(begin(engine, LONG)) for _ in range(4)]
     await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def test_stream_that_is_left_is_aborted(engine: Engine) -> None:
 
 
 async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
-    """E20: one call ends every running and waiting request; each client is told, and the next is served."""
+    """One call ends every running and waiting request; each client is told, and the next is served."""
     asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1040 + n)], count=150) for n in range(16)]
     async with asyncio.TaskGroup() as group:
         begun = [group.create_task(begin(engine, ask)) for ask in asks]

@@ -51,7 +51,7 @@ async def served(
 async def test_engine_equals_generate(
     served: Engine, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    """E4, E19, F4: 24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
+    """24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
     before = served.statistics()["generate"]
     found = await answers(served, crowd(), at_once=8)
     statistics = served.statistics()
@@ -72,7 +72,7 @@ async def test_engine_equals_generate_where_encoding_pauses(
     expected: Callable[[str], list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """E4: images are encoded layer by layer between the steps of those who decode."""
+    """Images are encoded layer by layer between the steps of those who decode."""
     pauses: list[Paused] = []
     plain = EncodeSlices.go_on
 

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs loses nobody's tokens (F6, F2)."""
+"""A rank that dies or hangs loses nobody's tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def back(engine: Engine) -> None:
 
 
 async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
-    """F6: streams stop for as long as a restart takes, and go on where they were; seeded draws too."""
+    """Streams stop for as long as a restart takes, and go on where they were; seeded draws too."""
     questions = asks(2000, 7)
     wanted = generated("nano25", questions)
     drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
@@ -60,7 +60,7 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
 
 
 async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:
-    """F6: killed with a batch in its hands; text is served meanwhile, images when it is back."""
+    """Killed with a batch in its hands; text is served meanwhile, images when it is back."""
     questions = [ask for ask in asks(3000, 9) if ask.images]
     text = Ask(TEXTS[4], count=30)
     encode_pid, generate_pid = engine.rank_pids
@@ -80,7 +80,7 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
 
 
 async def test_hung_rank_is_replaced(together_engine: Engine, generated: Generated) -> None:
-    """F2: a rank that neither answers nor exits; both its groups come back, in one process."""
+    """A rank that neither answers nor exits; both its groups come back, in one process."""
     questions = asks(4000, 5)
     begun = [await begin(together_engine, ask) for ask in questions]
     await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")

@@ -197,7 +197,7 @@ async def groups(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
 
 
 async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Question]) -> None:
-    """A7, E19: mixed requests, eight ranks, preempted now and then; each replica had its share."""
+    """Mixed requests, eight ranks, preempted now and then; each replica had its share."""
     load = Load(groups, questions)
     load.end()
     await load.run(REQUESTS or len(questions), clients=16)
@@ -212,7 +212,7 @@ async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Qu
 
 
 async def test_groups_lose_no_token_to_faults(groups: Engine, questions: list[Question]) -> None:
-    """F2, F6, A7: ranks of each kind exit, hang and diverge at random moments under load."""
+    """Ranks of each kind exit, hang and diverge at random moments under load."""
     rng = random.Random(SEED)
     load = Load(groups, questions)
 
@@ -244,7 +244,7 @@ async def lose(engine: Engine, fault: Fault) -> None:
 async def test_groups_survive_two_faults_at_once_and_one_while_they_recover(
     groups: Engine, questions: list[Question]
 ) -> None:
-    """F6: no generate group is left; then one of them is lost again while it loads."""
+    """No generate group is left; then one of them is lost again while it loads."""
     begun = [await begin(groups, one.ask, one.sampling) for one in questions[-8:]]
     await patiently(lambda: sum(one.output_tokens for one in begun) > 40, "streams are under way")
     lost = {group: pids(groups, group) for group in ("generate-0", "generate-1")}
@@ -267,7 +267,7 @@ def fresh(engine: Engine, group: str) -> list[int]:
 async def test_group_that_loses_a_rank_while_it_starts_serves_or_says_why(
     configure: Callable[..., Config], questions: list[Question], number: signal.Signals
 ) -> None:
-    """F6: never a hang, and no rank is left behind."""
+    """Never a hang, and no rank is left behind."""
     before = children()
     engine = Engine(
         configure(
@@ -314,7 +314,7 @@ def children() -> set[int]:
 async def test_groups_end_a_poison_request_and_no_other(
     groups: Engine, questions: list[Question]
 ) -> None:
-    """F6: it takes down its own group, never another, and is not tried for ever."""
+    """It takes down its own group, never another, and is not tried for ever."""
     before = {each["name"]: each["restarts"] for each in groups.groups()}
     load = Load(groups, questions)
     deadly = SamplingParams(seed=faulty_plugin.POISON_SEED, max_tokens=9, ignore_eos=True)

@@ -93,7 +93,7 @@ async def test_chat_stops_at_a_string(client: Any, engine: Engine) -> None:
 
 
 async def test_second_turn_encodes_its_image_only(client: Any, engine: Engine) -> None:
-    """D2, as a user sees it: the prefix is there, and one image is new."""
+    """As a user sees it: the prefix is there, and one image is new."""
     first = Ask(TEXTS[2], [drawn_image(6010)], count=8)
     said = (await chat(client, first)).choices[0].message.content
     before = engine.statistics()["encode"]["items_encoded"]
@@ -178,7 +178,7 @@ async def test_bad_request_is_a_400_and_others_are_served(
 
 
 async def test_full_queue_is_a_429_with_retry_after(client: Any, engine: Engine) -> None:
-    """G12: what is accepted is answered; the rest is told when to come again."""
+    """What is accepted is answered; the rest is told when to come again."""
     ask = Ask(TEXTS[1], count=100)
     outcomes = await asyncio.gather(*(chat(client, ask) for _ in range(60)), return_exceptions=True)
     refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
@@ -196,7 +196,7 @@ async def freed(engine: Engine) -> None:
 
 
 async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engine) -> None:
-    """F3: no token is generated for nobody."""
+    """No token is generated for nobody."""
     before = engine.statistics()["finished"]["abort"]
     stream = await chat(client, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
     await anext(aiter(stream))
@@ -207,7 +207,7 @@ async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engin
 
 
 async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine: Engine) -> None:
-    """F3: without streaming too."""
+    """Without streaming too."""
     before = engine.statistics()["finished"]["abort"]
     waiting = asyncio.create_task(chat(client, Ask(TEXTS[1], [drawn_image(6021)], count=400)))
     await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
@@ -268,7 +268,7 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
 
 
 async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
-    """G3: remote images are off unless hosts are named."""
+    """Remote images are off unless hosts are named."""
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
     with pytest.raises(openai.BadRequestError, match=r"configure media\.hosts"):
         await client.chat.completions.create(
@@ -277,7 +277,7 @@ async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
 
 
 async def test_statistics_hold_the_ledger_and_what_of_it_is_in_use(engine: Engine) -> None:
-    """B7, B13: every pool adds up to its total, and what requests take of it shows while they run."""
+    """Every pool adds up to its total, and what requests take of it shows while they run."""
     generation = await begin(engine, Ask(TEXTS[1], [drawn_image(6400)], count=60))
     async for delta in generation:
         if delta.token_ids:

@@ -59,7 +59,7 @@ async def failure(configure: Configure, path: Path, *settings: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         await engine.start()
     assert engine.state == "stopped"
-    assert str(path.parent) not in str(caught.value), "G8: no paths in messages"
+    assert str(path.parent) not in str(caught.value), "no paths in messages"
     return str(caught.value)
 
 
@@ -90,7 +90,7 @@ async def test_unsupported_family_is_an_error(
 async def test_missing_weights_are_an_error(
     configure: Configure, temporary: Path, copy: Path
 ) -> None:
-    """G1: a pickle in their place is not loaded either."""
+    """A pickle in their place is not loaded either."""
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     message = await failure(configure, copy)
     assert "only pickled weights (.bin, .pt), which are never loaded. Remedy: " in message
@@ -112,7 +112,7 @@ async def test_corrupt_weights_are_an_error(
 async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
     configure: Configure, temporary: Path, copy: Path
 ) -> None:
-    """E12, F2: found while loading, in the rank's process; told here, and the other rank is stopped."""
+    """Found while loading, in the rank's process; told here, and the other rank is stopped."""
     from safetensors.numpy import load_file, save_file
 
     weights = load_file(copy / "model.safetensors")
@@ -128,7 +128,7 @@ async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
 async def test_kv_cache_that_does_not_fit_is_an_error(
     configure: Configure, temporary: Path
 ) -> None:
-    """C5: value, limit and remedy."""
+    """Value, limit and remedy."""
     engine = Engine(
         configure("nano25", "placement=together", "generate.memory.tokens=1000000000000")
     )

@@ -154,7 +154,7 @@ async def test_logprobs_over_the_vocabulary_sum_to_one(engine: Engine) -> None:
 
 
 async def test_text_request_on_a_vision_server(engine: Engine) -> None:
-    """E4: no images at all, and no encoder either."""
+    """No images at all, and no encoder either."""
     before = engine.statistics()["encode"]["items_encoded"]
     found = await answer(engine, Ask("Thank you; that was all."))
     assert len(found.token_ids) == 24

@@ -1,4 +1,4 @@
-"""E1 to E4 with real ranks: a client that brings embeddings gets the tokens that the image itself would have got."""
+"""With real ranks, a client that brings embeddings gets the tokens that the image itself would have got."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def media(engine: Engine) -> tuple[int, int]:
 async def test_embeddings_answer_as_their_images_do(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
-    """E1: alone, every mixture of raw and brought, in order, deepstack levels included."""
+    """Alone, every mixture of raw and brought, in order, deepstack levels included."""
     engine, tower = served.engine, served.tower
     [wanted] = generated(engine.model_name, [ASK])
     urls = [data_url(image) for image in IMAGES]
@@ -101,7 +101,7 @@ async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
 
 
 async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> None:
-    """D2: keyed by content; a second request finds it."""
+    """Keyed by content; a second request finds it."""
     engine, tower = served.engine, served.tower
     rows, grid = tower.encode(IMAGES[1])
     brought = packed(embeds=rows + np.float32(0.01), grid_thw=grid[None])
@@ -114,7 +114,6 @@ async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> N
 async def test_text_only_beside_embeddings_has_no_items(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
-    """E4."""
     text = Ask(TEXTS[4])
     [wanted] = generated(served.engine.model_name, [text])
     found, _ = await asyncio.gather(
@@ -124,7 +123,7 @@ async def test_text_only_beside_embeddings_has_no_items(
 
 
 async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) -> None:
-    """E2, E3, D13: a code a cause; no rank hears of it."""
+    """A code a cause; no rank hears of it."""
     engine, tower = served.engine, served.tower
     rows, grid = tower.encode(IMAGES[0])
     pids = engine.rank_pids
@@ -149,7 +148,7 @@ async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) 
 
 
 async def test_embedding_over_the_token_budget_is_refused(served: Served) -> None:
-    """A17: index, tokens, limit and remedy."""
+    """Index, tokens, limit and remedy."""
     engine, width = served.engine, served.tower.info.embedding_row_bytes // 4
     limit = engine.info.item_tokens_max
     rows = np.zeros((limit + 1, width), np.float32)

@@ -52,7 +52,7 @@ async def refusal(engine: Engine, **request: Any) -> RequestRefused:
 
 @pytest.mark.parametrize("name", IMAGES)
 async def test_bad_image_is_refused_and_others_are_served(engine: Engine, name: str) -> None:
-    """G7: a 400 for that request, which says which image; F4, G8."""
+    """A 400 for that request, which says which image."""
     good = drawn_image(903)
     prompt = engine.preprocessor.render(Ask(TEXTS[0], [good, good]).messages)
     error = await refusal(
@@ -77,7 +77,7 @@ async def test_bad_image_is_refused_and_others_are_served(engine: Engine, name: 
 async def test_request_that_can_never_fit_is_refused(
     engine: Engine, prompt_tokens: int, max_tokens: int, code: str, value: int | str
 ) -> None:
-    """E18, C5: value, limit and remedy, at once."""
+    """Value, limit and remedy, at once."""
     sampling = SamplingParams(max_tokens=max_tokens)
     error = await refusal(engine, prompt=[100] * prompt_tokens, sampling=sampling)
     assert (error.code, error.status) == (code, 400)
@@ -131,7 +131,7 @@ async def test_too_many_stop_tokens_are_refused(engine: Engine) -> None:
 
 
 async def test_full_queue_refuses_and_takes_again(engine: Engine) -> None:
-    """G12: the queue is bounded; what was accepted is served."""
+    """The queue is bounded; what was accepted is served."""
     ask = Ask(TEXTS[1], count=100)
     outcomes = await asyncio.gather(
         *(begin(engine, ask) for _ in range(60)), return_exceptions=True

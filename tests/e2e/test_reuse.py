@@ -33,7 +33,7 @@ def grown(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.slow
 async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engine: Engine) -> None:
-    """D2: turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
+    """Turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
     # Random weights may say anything, an image placeholder too: then that conversation has no next turn.
     turns = [
         await converse(engine, [drawn_image(700 + 4 * n + k) for k in range(4)]) for n in range(4)
@@ -96,7 +96,7 @@ async def test_conversation_gives_the_tokens_of_a_fresh_start(engine: Engine) ->
 
 
 async def test_one_image_from_eight_clients_is_encoded_once(engine: Engine) -> None:
-    """D8: eight ask different things about the same image at the same time; one decode, one encode."""
+    """Eight ask different things about the same image at the same time; one decode, one encode."""
     image = drawn_image(320, (140, 112))
     asks = [Ask(f"{TEXTS[number % 5]} {number}", [image], count=8) for number in range(8)]
     before = counters(engine)

@@ -47,7 +47,7 @@ def sampling(name: str, **changes: Any) -> SamplingParams:
 async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
     engine: Engine, name: str
 ) -> None:
-    """F6: neither neighbours nor a forced preemption change what a seed gives."""
+    """Neither neighbours nor a forced preemption change what a seed gives."""
     alone = await answer(engine, ASK, sampling(name))
     older = [
         await begin(engine, ask, SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True))

@@ -41,7 +41,7 @@ def tokens_of(info: ModelInfo, size: int) -> int:
 def test_carry_out_returns_the_memory_and_proves_it(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
-    """C8, C11: what is dropped is no longer resident; the next cache takes its place."""
+    """What is dropped is no longer resident; the next cache takes its place."""
     worker, info = load_language(checkpoints(size))
     sizing = KvSizing(worker, info, LOAD, image=IMAGE)
     order = SizeKv(tokens_of(info, 64 * MIB), profile=True, headroom_bytes=0, probe=True)
@@ -53,7 +53,7 @@ def test_carry_out_returns_the_memory_and_proves_it(
 
 
 def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str], Path]) -> None:
-    """C11, C17: one layer of it is enough."""
+    """One layer of it is enough."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
     sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), profile=False, headroom_bytes=0))
@@ -69,7 +69,7 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str]
 def test_carry_out_holds_the_canary_over_real_steps(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C12: resident while the steps run."""
+    """Resident while the steps run."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
     sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0))
@@ -126,7 +126,7 @@ def in_process(script: str, *arguments: str) -> list[str]:
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
-    """C3: two layers and one long chunk reach what all layers and all chunks at the longest context reach.
+    """Two layers and one long chunk reach what all layers and all chunks at the longest context reach.
 
     What was reached is kept, and kept in pieces, so the whole run takes a little on top; the headroom of a build,
     which is free when it serves, is many times that.
@@ -170,7 +170,7 @@ print(sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=0, probe=True
 def test_kv_cache_is_touched_where_no_thread_can_start(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C16: near the limit there may be no room for a thread's stack, which is no reason to stop."""
+    """Near the limit there may be no room for a thread's stack, which is no reason to stop."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -189,7 +189,7 @@ def test_kv_cache_is_touched_where_no_thread_can_start(
 def test_carry_out_survives_real_out_of_memory(
     checkpoints: Callable[[str], Path], dtype: str, rooms: Sequence[int]
 ) -> None:
-    """C16: under a real limit the allocator's own failure arrives as the one outcome, and the rank goes on."""
+    """Under a real limit the allocator's own failure arrives as the one outcome, and the rank goes on."""
     path = str(checkpoints("nano25"))
     found = in_process(UNDER_A_LIMIT, path, dtype, *map(str, rooms))
     assert found == [*["out_of_memory"] * len(rooms), "fits"]

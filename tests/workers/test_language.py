@@ -53,7 +53,7 @@ def outputs(running: list[Running]) -> list[list[int]]:
 def test_step_equals_generate(
     stages: Stages, references: References, size: str, chunk: int, attention: str
 ) -> None:
-    """E19, E4: chunks that split images, packed and mixed with decode, give the tokens of `generate`."""
+    """Chunks that split images, packed and mixed with decode, give the tokens of `generate`."""
     stage = stages(size, attention)
     questions = crowd()
     found = Driver(stage, chunk=chunk, seed=chunk).run(questions, arrivals=2)
@@ -64,7 +64,7 @@ def test_step_equals_generate(
 def test_step_equals_generate_after_preemption(
     stages: Stages, references: References, size: str
 ) -> None:
-    """F6: a request that is computed again from its tokens, output included, goes on as if nothing had happened."""
+    """A request that is computed again from its tokens, output included, goes on as if nothing had happened."""
     stage = stages(size)
     questions = crowd()
     found = Driver(stage, chunk=40).run(questions, preempts=5)
@@ -163,7 +163,7 @@ def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> No
 
 
 def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
-    """C3: a profiling run takes a few layers; what is served after it runs them all."""
+    """A profiling run takes a few layers; what is served after it runs them all."""
     stage = stages(size)
     model = stage.generator._model  # type: ignore[attr-defined]
     layers = len(model.layers)
@@ -173,7 +173,7 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
 
 
 def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C16: positions are computed outside of a step, and can fail as well."""
+    """Positions are computed outside of a step, and can fail as well."""
     generator = stages("nano25").generator
     family = type(generator._family)  # type: ignore[attr-defined]
 

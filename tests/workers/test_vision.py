@@ -80,7 +80,7 @@ def test_encode_equals_the_whole_model(
 def test_encode_gives_the_same_in_parts(
     stages: Stages, checkpoints: Callable[[str], Path], tokens_max: int
 ) -> None:
-    """A1: a token cap splits a batch; what an image becomes does not depend on its neighbours."""
+    """A token cap splits a batch; what an image becomes does not depend on its neighbours."""
     stage = stages("nano3")
     settings = WorkerSettings(encode_tokens_max=tokens_max)
     worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
@@ -121,7 +121,7 @@ def test_encode_pauses_between_blocks(
 
 
 def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:
-    """F1: the error comes out of the part that it happens in; a batch that is given up leaves nothing behind."""
+    """The error comes out of the part that it happens in; a batch that is given up leaves nothing behind."""
     stage = stages("nano25")
     worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
     assert can_pause(worker)
@@ -158,7 +158,7 @@ def test_encode_writes_nothing_beyond_its_rows(stages: Stages) -> None:
 
 
 def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -> None:
-    """D13: a length mismatch is an error; it is never trimmed into shape."""
+    """A length mismatch is an error; it is never trimmed into shape."""
     stage = stages("nano25")
     job = jobs_of(stage)[0]
     wrong = EncodeJob(b"", job.grid, job.tokens - 1, job.pixels, job.pages)
@@ -167,7 +167,7 @@ def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -
 
 
 def test_encoded_rows_own_their_storage(stages: Stages) -> None:
-    """D10: no entry is a view of its batch: a page keeps its rows when pixels and other pages change."""
+    """No entry is a view of its batch: a page keeps its rows when pixels and other pages change."""
     stage = stages("nano25")
     jobs = jobs_of(stage)
     embeddings = empty_pages(stage.info)
@@ -183,7 +183,7 @@ def test_encoded_rows_own_their_storage(stages: Stages) -> None:
 
 
 def test_encode_writes_the_rows_of_a_job_and_nothing_else(stages: Stages) -> None:
-    """D10: the bytes of an entry are those of its own rows, in its own pages."""
+    """The bytes of an entry are those of its own rows, in its own pages."""
     stage = stages("nano25")
     jobs = jobs_of(stage)
     together = empty_pages(stage.info)

@@ -93,7 +93,7 @@ class Sizing:
         return merge_ledgers(ledgers) if ledgers else None
 
     def waited_for(self, groups: Sequence[str]) -> str:
-        """Say whom those of `groups` that generate wait for; empty when for nobody else (B8)."""
+        """Say whom those of `groups` that generate wait for; empty when for nobody else."""
         if not any(group in self._groups for group in groups):
             return ""
         loading = [group for group, one in self._groups.items() if not one.loaded]

@@ -27,11 +27,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         context_tokens: Longest prompt plus output.
         page_rows: Embedding rows of an arena page.
         pages: Arena pages for embeddings.
-        encode_items: Most items of one step of one encode group (A11).
+        encode_items: Most items of one step of one encode group.
         waiting: Most requests that wait for a slot.
         waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
         generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
-        waiting_ns: How long a request may wait for its first step; 0 for no limit (E17).
+        waiting_ns: How long a request may wait for its first step; 0 for no limit.
         encoders: Encode groups.
         generators: Generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.

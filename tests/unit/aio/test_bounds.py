@@ -48,7 +48,7 @@ SEED_MAX = 2**63 - 1
     ids=str,
 )
 def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) -> None:
-    """F4: with the value, the limit and the remedy."""
+    """With the value, the limit and the remedy."""
     sampling = dict(what)
     token_ids = sampling.pop("token_ids", [1, 2])
     name = next(iter(sampling), "a token id of the prompt").replace(
@@ -78,5 +78,5 @@ def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) 
 def test_check_numbers_accepts_the_limits_themselves(
     token_ids: list[int], sampling: dict[str, Any]
 ) -> None:
-    """F4: nothing is refused that could be served."""
+    """Nothing is refused that could be served."""
     check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)

@@ -78,7 +78,7 @@ def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision)
 async def test_leader_sends_parts_between_the_steps_of_the_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A7: each stretch has a turn behind the steps that were decided while the one before ran."""
+    """Each stretch has a turn behind the steps that were decided while the one before ran."""
     liveness = ProcessLiveness()
     encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
     generate = Led(monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop)
@@ -110,7 +110,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 
 
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) -> None:
-    """F1: a rank that waits for its next part comes to where it misses the first, and fails there as well."""
+    """A rank that waits for its next part comes to where it misses the first, and fails there as well."""
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert led.entries(rank=1)[-1] == Continue(1, 0)
@@ -127,7 +127,7 @@ async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) 
 async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
     led: Led, rank: int, paused: Paused
 ) -> None:
-    """A7: only the first rank says so, of the step that is out, with something done."""
+    """Only the first rank says so, of the step that is out, with something done."""
     led.leader.decide(batch(1, 200))
     led.hear(rank, paused)
     assert led.lost == [
@@ -136,7 +136,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
 
 
 async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
-    """F6: steps of the other group lie in between; a rank that hangs in one stretch is found all the same."""
+    """Steps of the other group lie in between; a rank that hangs in one stretch is found all the same."""
     led.leader.decide(batch(1, 200))
     for _ in range(3):
         led.advance(LIMITS.step_s - 1)
@@ -147,7 +147,7 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
 
 
 async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
-    """F6: each stretch is short, and together they are longer than a step may be."""
+    """Each stretch is short, and together they are longer than a step may be."""
     led.leader.decide(batch(1, 200))
     for _ in range(int(LIMITS.step_s)):
         led.hear(0, Paused(1, 1, 1000 * MS))
@@ -166,7 +166,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
 
 
 async def test_leader_runs_no_hook_within_a_batch(led: Led) -> None:
-    """E10: a hook stands between two steps, never in the midst of one; heartbeats go on."""
+    """A hook stands between two steps, never in the midst of one; heartbeats go on."""
     led.leader.decide(batch(1, 200))
     led.advance(20)
     led.hear(0, Paused(1, 1, MS))

@@ -33,7 +33,7 @@ def run(hooks: HookTimes, now_s: float) -> list[str]:
 
 
 def test_hooks_are_due_after_their_intervals() -> None:
-    """E10: each by its own interval, whatever the number of steps."""
+    """Each by its own interval, whatever the number of steps."""
     hooks = HookTimes({"balance": 10.0, "tidy": 25.0}, 0.0)
     ran = []
     for tenth in range(600):
@@ -44,7 +44,7 @@ def test_hooks_are_due_after_their_intervals() -> None:
 
 
 def test_hooks_of_an_idle_group_rest() -> None:
-    """E10: without a step since the last run nothing has changed; the first step after it makes one due."""
+    """Without a step since the last run nothing has changed; the first step after it makes one due."""
     hooks = HookTimes({"balance": 10.0}, 0.0)
     assert run(hooks, 100.0) == []
     hooks.stepped()
@@ -53,7 +53,7 @@ def test_hooks_of_an_idle_group_rest() -> None:
 
 
 def test_hooks_run_on_a_signal() -> None:
-    """E10: one that is asked for runs at once, but not more often than once in a while."""
+    """One that is asked for runs at once, but not more often than once in a while."""
     hooks = HookTimes({"balance": 0.0}, 0.0)
     hooks.stepped()
     assert run(hooks, 1000.0) == [], "an interval of 0 is none"
@@ -67,7 +67,7 @@ def test_hooks_run_on_a_signal() -> None:
 
 
 def test_hooks_that_run_are_not_due_again() -> None:
-    """E10: the interval runs from the end of the last run, however long that took."""
+    """The interval runs from the end of the last run, however long that took."""
     hooks = HookTimes({"balance": 10.0}, 0.0)
     hooks.stepped()
     assert hooks.take_due(10.0) == ["balance"]
@@ -81,7 +81,7 @@ def test_hooks_that_run_are_not_due_again() -> None:
 
 @pytest.mark.parametrize(("override_s", "due_s"), [(None, 10.0), (3.0, 3.0), (0.0, None)])
 def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: float | None) -> None:
-    """E10: by the configuration; one that is for signals alone stays so."""
+    """By the configuration; one that is for signals alone stays so."""
     hooks = HookTimes({"balance": 10.0, "signalled": 0.0}, 0.0, override_s=override_s)
     hooks.stepped()
     ran = [(name, at) for at in range(12) for name in run(hooks, float(at))]
@@ -89,7 +89,7 @@ def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: floa
 
 
 async def test_leader_puts_due_hooks_before_a_step(led: Led) -> None:
-    """E10: every rank meets the hook between the same two steps; most steps have none before them."""
+    """Every rank meets the hook between the same two steps; most steps have none before them."""
     led.enter(0, 1, hooks={"balance": 10.0})
     for step in range(1, 31):
         led.leader.decide(GenerateDecision(step))
@@ -106,7 +106,7 @@ async def test_leader_puts_due_hooks_before_a_step(led: Led) -> None:
 
 
 async def test_leader_runs_a_hook_that_a_rank_asks_for(led: Led) -> None:
-    """E10: the signal comes with a result; two results that ask for the same make one run."""
+    """The signal comes with a result; two results that ask for the same make one run."""
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
@@ -119,7 +119,7 @@ async def test_leader_runs_a_hook_that_a_rank_asks_for(led: Led) -> None:
 
 
 async def test_leader_runs_no_hook_in_an_idle_group(led: Led) -> None:
-    """E10: heartbeats, and nothing else."""
+    """Heartbeats, and nothing else."""
     led.enter(0, 1, hooks={"balance": 1.0})
     for _ in range(60):
         led.loop.advance(1)
@@ -130,7 +130,7 @@ async def test_leader_runs_no_hook_in_an_idle_group(led: Led) -> None:
 
 
 async def test_leader_deadline_of_a_hook(led: Led) -> None:
-    """F2, E10: a hook that does not end has the deadline of a step."""
+    """A hook that does not end has the deadline of a step."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     led.hear(0, result(1))
@@ -141,7 +141,7 @@ async def test_leader_deadline_of_a_hook(led: Led) -> None:
 
 
 async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: Led) -> None:
-    """E10: an unknown hook would be an error on every rank."""
+    """An unknown hook would be an error on every rank."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     led.hear(0, result(1, wanted=["tidy"]))
@@ -151,7 +151,7 @@ async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: Led) -> 
 async def test_leader_takes_the_interval_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """E10: `hooks_s` of the deadlines overrides what the worker says."""
+    """`hooks_s` of the deadlines overrides what the worker says."""
     led = Led(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
     led.enter(0, hooks={"balance": 1000.0})
     led.leader.decide(GenerateDecision(1))

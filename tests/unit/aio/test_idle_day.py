@@ -104,7 +104,7 @@ def wires() -> Iterator[Wires]:
 
 @pytest.mark.slow
 def test_idle_group_lives_for_a_day(wires: Wires) -> None:
-    """A18, A21: 24 hours without a request: nobody is given up, and no gap is longer than the interval."""
+    """24 hours without a request: nobody is given up, and no gap is longer than the interval."""
     lost: list[str] = []
 
     async def idle() -> None:

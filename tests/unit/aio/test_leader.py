@@ -52,7 +52,7 @@ RESULT = GenerateResult(1, b"", b"", [], [], 0)
 
 
 async def test_leader_is_ready_when_every_rank_is(led_two: Led) -> None:
-    """E12: the first rank included, in rank order whatever the order of readiness."""
+    """The first rank included, in rank order whatever the order of readiness."""
     led = led_two
     led.enter(1)
     assert not led.leader.ready.done()
@@ -69,7 +69,7 @@ async def test_leader_is_ready_when_every_rank_is(led_two: Led) -> None:
     "hello", [Hello(0, "wrong"), Hello(0, ""), Hello(1, "sesame"), Hello(0, "sésame"), None]
 )
 async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello | None) -> None:
-    """G2: a wrong secret, none, or another's rank: nothing it says is heard, and nothing breaks."""
+    """A wrong secret, none, or another's rank: nothing it says is heard, and nothing breaks."""
     if hello is not None:
         led.hear(0, hello)
     led.hear(0, Ready(99, {}))
@@ -82,7 +82,7 @@ async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello |
 
 
 async def test_leader_ignores_identities_that_are_no_rank(led: Led) -> None:
-    """G2: a peer of another name gets no hearing, even with the secret."""
+    """A peer of another name gets no hearing, even with the secret."""
     for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
         led.link.on_frame(identity, encode_report(Hello(0, "sesame")))
         led.link.on_frame(identity, encode_report(Ready(1, {})))
@@ -90,7 +90,7 @@ async def test_leader_ignores_identities_that_are_no_rank(led: Led) -> None:
 
 
 def test_leader_needs_a_secret() -> None:
-    """G2: an empty secret is refused."""
+    """An empty secret is refused."""
     with pytest.raises(AssertionError, match="empty secret"):
         Leader(
             "generate",
@@ -105,7 +105,7 @@ def test_leader_needs_a_secret() -> None:
 
 
 async def test_leader_sends_every_decision_to_every_rank(led_two: Led) -> None:
-    """A7: one numbered log, the same frames for all."""
+    """One numbered log, the same frames for all."""
     led = led_two
     led.enter(0, 1)
     decisions = [GenerateDecision(step) for step in (1, 2, 3)]
@@ -127,7 +127,7 @@ async def test_leader_hears_results_of_the_first_rank(led_two: Led) -> None:
 
 
 async def test_leader_idle_sends_heartbeats(led: Led) -> None:
-    """A18: an idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
+    """An idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
     led.enter(0)
     for _ in range(1000):
         led.loop.advance(LIMITS.heartbeat_s)
@@ -138,7 +138,7 @@ async def test_leader_idle_sends_heartbeats(led: Led) -> None:
 
 
 async def test_leader_with_work_sends_no_heartbeats(led: Led) -> None:
-    """A18: decisions are as good as heartbeats."""
+    """Decisions are as good as heartbeats."""
     led.enter(0)
     for step in range(1, 50):
         led.leader.decide(GenerateDecision(step))
@@ -149,7 +149,7 @@ async def test_leader_with_work_sends_no_heartbeats(led: Led) -> None:
 
 @pytest.mark.parametrize("last_s", [0.0, 0.5, 1.9, 2.1, 3.9])
 async def test_leader_gap_is_at_most_one_interval(led: Led, last_s: float) -> None:
-    """A21: one deadline for the heartbeat, wherever in the interval the last decision fell."""
+    """One deadline for the heartbeat, wherever in the interval the last decision fell."""
     led.enter(0)
     led.loop.advance(last_s)
     led.leader.decide(GenerateDecision(1))
@@ -161,7 +161,7 @@ async def test_leader_gap_is_at_most_one_interval(led: Led, last_s: float) -> No
 
 
 async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
-    """A18, F2: the rank that no longer answers is named; the one that does is not."""
+    """The rank that no longer answers is named; the one that does is not."""
     led = led_two
     led.enter(0, 1)
     waited_s = 0.0
@@ -182,7 +182,7 @@ async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
 async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
     led_two: Led,
 ) -> None:
-    """E12: ranks load for different times; who is ready first owes no answer until all are."""
+    """Ranks load for different times; who is ready first owes no answer until all are."""
     led = led_two
     led.enter(0)
     led.loop.advance(10 * LIMITS.rank_timeout_s)
@@ -193,7 +193,7 @@ async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
 
 
 async def test_leader_gives_up_a_step_that_takes_too_long(led: Led) -> None:
-    """F2: every wait has a deadline; the message names the knob."""
+    """Every wait has a deadline; the message names the knob."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.step_s - 1)
@@ -215,7 +215,7 @@ async def test_leader_deadline_of_a_step_ends_with_its_result(led: Led) -> None:
 
 
 async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(led: Led) -> None:
-    """F2: a decision goes out one step ahead; the wait for the step before is not its own."""
+    """A decision goes out one step ahead; the wait for the step before is not its own."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
@@ -228,7 +228,7 @@ async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(led:
 
 
 async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: Led) -> None:
-    """G2: a stranger cannot bring a group down."""
+    """A stranger cannot bring a group down."""
     led.link.on_frame(rank_identity(0), b"garbage")
     led.enter(0)
     assert led.lost == []
@@ -236,7 +236,7 @@ async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: Led) -> 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2])])
 async def test_leader_gives_up_a_rank_that_talks_garbage(led: Led, frame: bytes) -> None:
-    """G2, F2: frames are typed, and the failure is told once."""
+    """Frames are typed, and the failure is told once."""
     led.enter(0)
     led.link.on_frame(rank_identity(0), frame)
     led.link.on_frame(rank_identity(0), frame)
@@ -244,7 +244,7 @@ async def test_leader_gives_up_a_rank_that_talks_garbage(led: Led, frame: bytes)
 
 
 async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -> None:
-    """A7: a result without a step that is out is a divergence, told and not raised into the event loop."""
+    """A result without a step that is out is a divergence, told and not raised into the event loop."""
     led.enter(0)
     led.hear(0, RESULT)
     assert led.results == []
@@ -252,14 +252,14 @@ async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -
 
 
 async def test_leader_passes_on_why_a_rank_stops(led: Led) -> None:
-    """F2: the failure travels to the caller."""
+    """The failure travels to the caller."""
     led.enter(0)
     led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
 
 
 async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
-    """G2: a rank whose queue is full does not stall the step; the group is given up."""
+    """A rank whose queue is full does not stall the step; the group is given up."""
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(1)
@@ -268,7 +268,7 @@ async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
 
 
 async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -> None:
-    """A7: it had said why it stopped, and was gone before that was read."""
+    """It had said why it stopped, and was gone before that was read."""
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(1)
@@ -278,7 +278,7 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -
 
 
 async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Led) -> None:
-    """A7: rank 0 is cut off from rank 1, which says why a moment later; left alone, rank 0 is taken at its word."""
+    """Rank 0 is cut off from rank 1, which says why a moment later; left alone, rank 0 is taken at its word."""
     led = led_two
     led.enter(0, 1)
     led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))

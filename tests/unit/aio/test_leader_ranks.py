@@ -55,7 +55,7 @@ def said(rank: int, step: int, token: bytes = b"\1\0\0\0") -> GenerateResult | S
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 async def test_leader_ranks_that_agree_go_on(led: Led, order: tuple[int, ...]) -> None:
-    """A7: whoever speaks first; the first rank's result is taken when it comes, and nothing is kept."""
+    """Whoever speaks first; the first rank's result is taken when it comes, and nothing is kept."""
     for step in range(1, 6):
         led.leader.decide(GenerateDecision(step))
         for rank in order:
@@ -69,7 +69,7 @@ async def test_leader_ranks_that_agree_go_on(led: Led, order: tuple[int, ...]) -
 async def test_leader_rank_that_computed_something_else_is_named(
     led: Led, order: tuple[int, ...]
 ) -> None:
-    """A7: rank and step, however late; what is known to differ is not passed on."""
+    """Rank and step, however late; what is known to differ is not passed on."""
     led.leader.decide(GenerateDecision(1))
     for rank in order:
         led.hear(rank, said(rank, 1, b"\2\0\0\0" if rank == 2 else b"\1\0\0\0"))
@@ -78,7 +78,7 @@ async def test_leader_rank_that_computed_something_else_is_named(
 
 
 async def test_leader_ranks_may_be_steps_apart(led: Led) -> None:
-    """A7: the difference is found when the slow rank comes to that step."""
+    """The difference is found when the slow rank comes to that step."""
     for step in range(1, 5):
         led.leader.decide(GenerateDecision(step))
         led.hear(0, said(0, step))
@@ -91,7 +91,7 @@ async def test_leader_ranks_may_be_steps_apart(led: Led) -> None:
 
 
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A7, F1: a batch fails on all ranks or on none; what a peer knows of why may differ."""
+    """A batch fails on all ranks or on none; what a peer knows of why may differ."""
     led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
@@ -122,14 +122,14 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
     led: Led, rank: int, report: GenerateResult, reason: str
 ) -> None:
-    """A7: each rank answers every step once, in order, with what is its to say."""
+    """Each rank answers every step once, in order, with what is its to say."""
     led.leader.decide(GenerateDecision(1))
     led.hear(rank, report)
     assert led.lost == [f"generate: {reason}"]
 
 
 async def test_leader_rank_that_stops_reporting_is_given_up(led: Led) -> None:
-    """F2: the first rank goes on and gets no slower; the deadline of a step is that of every rank."""
+    """The first rank goes on and gets no slower; the deadline of a step is that of every rank."""
     step, waited_s = 0, 0
     while not led.lost:
         step, waited_s = step + 1, waited_s + 1
@@ -145,7 +145,7 @@ async def test_leader_rank_that_stops_reporting_is_given_up(led: Led) -> None:
 
 
 async def test_leader_rank_that_is_too_far_behind_is_deaf(led: Led) -> None:
-    """G2, A7: what is kept of steps that a rank has not come to is bounded, whatever the deadline."""
+    """What is kept of steps that a rank has not come to is bounded, whatever the deadline."""
     for step in range(1, QUEUE_MAX + 1):
         led.leader.decide(GenerateDecision(step))
         for rank in (0, 1):
@@ -157,14 +157,14 @@ async def test_leader_rank_that_is_too_far_behind_is_deaf(led: Led) -> None:
 
 
 async def test_leader_rank_that_is_stopped_in_a_step_is_found_by_its_pulse(led: Led) -> None:
-    """A18, F2: long before the step's deadline, which is 120 s as configured; the others are not blamed."""
+    """Long before the step's deadline, which is 120 s as configured; the others are not blamed."""
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s, pulses=[0, 2])
     assert led.lost[0].startswith("generate: rank 1 was silent for 2")
 
 
 async def test_leader_pulse_does_not_stand_for_an_answer(led: Led) -> None:
-    """A18: a process that runs but follows its log no more is silent."""
+    """A process that runs but follows its log no more is silent."""
     waited_s = 0
     while not led.lost:
         led.advance(1)
@@ -177,7 +177,7 @@ async def test_leader_pulse_does_not_stand_for_an_answer(led: Led) -> None:
 
 
 async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
-    """G2: it proves that a process runs; reports come from what follows the log."""
+    """It proves that a process runs; reports come from what follows the log."""
     led.leader.decide(GenerateDecision(1))
     led.pulse(0, 1, 2)
     for report in (
@@ -191,7 +191,7 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: Led) -> None:
-    """G2: a stranger cannot make a dead rank look alive, nor speak for it."""
+    """A stranger cannot make a dead rank look alive, nor speak for it."""
     led.leader.decide(GenerateDecision(1))
     until_s = led.loop.now_s + LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s
     while led.loop.now_s < until_s:
@@ -212,7 +212,7 @@ async def test_leader_ignores_a_pulse_without_the_secret(led: Led) -> None:
 async def test_leader_ranks_must_be_ready_for_the_same(
     monkeypatch: pytest.MonkeyPatch, other: Ready
 ) -> None:
-    """A7, E12: the same KV cache and the same periodic work, or the group does not start."""
+    """The same KV cache and the same periodic work, or the group does not start."""
     led = Led(monkeypatch, ranks=2, limits=LIMITS)
     led.hear(0, Hello(0, "sesame"))
     led.hear(1, Hello(1, "sesame"))
@@ -227,7 +227,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
 async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """C18: a retry is all ranks': where only some ran out of memory, the next order renews all."""
+    """A retry is all ranks': where only some ran out of memory, the next order renews all."""
     led = Led(monkeypatch, ranks=2, limits=LIMITS)
     led.enter(0, 1)
     order = SizeKv(64, profile=True, headroom_bytes=0)
@@ -245,7 +245,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
 async def test_leaders_of_the_same_processes_share_one_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A7, A18: steps of both logs have one order, and a step of one group is no silence in the other."""
+    """Steps of both logs have one order, and a step of one group is no silence in the other."""
     liveness = ProcessLiveness()
     encode = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
     generate = Led(monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop)
@@ -268,7 +268,7 @@ async def test_leaders_of_the_same_processes_share_one_order(
 
 
 def test_checks_are_forgotten_when_all_have_spoken() -> None:
-    """A7: what is kept is what is still to be compared."""
+    """What is kept is what is still to be compared."""
     checks = ResultComparison(3)
     assert checks.add(1, 1, b"x") is None
     assert checks.add(2, 1, b"y") is None

@@ -41,7 +41,7 @@ def streams_of(played: Played, **odd: object) -> list[Stream]:
 async def test_shell_stream_whose_text_fails_ends_alone(
     played: Played, text: Text, taken: int
 ) -> None:
-    """F2, F4: its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
+    """Its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
     streams = streams_of(played, text=text)
     played.ranks.run()
     error = await streams[1].error()
@@ -61,7 +61,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
 
 
 async def test_shell_stream_whose_text_fails_stops_computing(played: Played) -> None:
-    """F3: what it holds is free before the next step."""
+    """What it holds is free before the next step."""
     broken, good = [
         Stream(played.shell, make_request(name, [11]), max_tokens=300, text=text)
         for name, text in (("broken", Text(push_at=2)), ("good", Text()))
@@ -72,7 +72,7 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: Played) -> 
 
 
 async def test_shell_on_end_that_raises_harms_nobody(played: Played) -> None:
-    """F4: the stream has its end all the same."""
+    """The stream has its end all the same."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
     for prompt, stream in zip(PROMPTS, streams, strict=True):
@@ -112,7 +112,7 @@ async def all_given_up(played: Played, streams: list[Stream]) -> None:
 async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
-    """F2, F4: an error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
+    """An error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
     streams = streams_of(played)
     played.ranks.run(2)
     fail_on(monkeypatch, Stepped)
@@ -125,7 +125,7 @@ async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
 async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F4: who submits meanwhile is refused and has no stream to wait at; the others have their end."""
+    """Who submits meanwhile is refused and has no stream to wait at; the others have their end."""
     streams = streams_of(played)
     fail_on(monkeypatch, Submitted)
     with pytest.raises(RequestRefused) as caught:
@@ -137,7 +137,7 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
 async def test_shell_command_that_fails_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2, F4: the same where the commands cannot be carried out, such as a decision that cannot be encoded."""
+    """The same where the commands cannot be carried out, such as a decision that cannot be encoded."""
     streams = streams_of(played)
 
     def send(rank: int, frames: object) -> bool:
@@ -151,7 +151,7 @@ async def test_shell_command_that_fails_ends_everything(
 async def test_shell_that_fails_ends_a_restart_that_loads(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2: ranks that are on their way for a scheduler that serves nothing more are stopped."""
+    """Ranks that are on their way for a scheduler that serves nothing more are stopped."""
     streams = streams_of(played)
     played.ranks.of("encode").exit(1)
     await played.ranks.until(lambda: played.ranks.starts == 3)
@@ -164,7 +164,7 @@ async def test_shell_that_fails_ends_a_restart_that_loads(
 async def test_shell_that_fails_ends_a_restart_that_pauses(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2: nor does one begin after the pause."""
+    """Nor does one begin after the pause."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.failures.append(OSError("no processes left"))
@@ -184,7 +184,7 @@ async def test_shell_that_fails_ends_a_restart_that_pauses(
 async def test_engine_whose_scheduler_failed_says_so(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2, F4: `/health` tells it, and requests are refused before their images are touched."""
+    """`/health` tells it, and requests are refused before their images are touched."""
     engine = played.engine()
     assert engine.state == "ready"
     fail_on(monkeypatch, Cleared)
@@ -207,7 +207,7 @@ async def test_engine_whose_scheduler_failed_says_so(
 async def test_shell_stop_ends_every_stream_and_every_rank(
     played: Played, odd: dict[str, object]
 ) -> None:
-    """F2, F4: clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
+    """Clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
     streams = streams_of(played, **odd)
     played.ranks.run(3)
     await played.shell.stop()
@@ -221,7 +221,7 @@ async def test_shell_stop_ends_every_stream_and_every_rank(
 async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2, F4: also when the scheduler raises at that very moment."""
+    """Also when the scheduler raises at that very moment."""
     streams = streams_of(played)
     fail_on(monkeypatch, Cleared)
     await played.shell.stop()
@@ -238,7 +238,7 @@ class FakeTimer:
 
 
 async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F2: a new time takes the place of the old, or thousands of submissions leave thousands of timers."""
+    """A new time takes the place of the old, or thousands of submissions leave thousands of timers."""
     shell, timers = played.shell, list[FakeTimer]()
     rung: list[Event] = []
 
@@ -268,7 +268,7 @@ async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
 async def test_shell_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
-    """F2: what the start of a rank raises reaches the caller, and the other worker group is stopped."""
+    """What the start of a rank raises reaches the caller, and the other worker group is stopped."""
     await played.shell.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error)):
@@ -295,7 +295,7 @@ class Noted:
 
 
 async def test_shell_records_every_event_and_its_commands(played: Played) -> None:
-    """F6: from the first to the last, so that a run can be replayed; a new kernel has a record of its own."""
+    """From the first to the last, so that a run can be replayed; a new kernel has a record of its own."""
     await played.stop()
     noted = Noted()
     kernels: list[Scheduler] = []

@@ -52,7 +52,7 @@ async def serve_until(played: Played, task: asyncio.Future[Any]) -> Any:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
 async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Played) -> None:
-    """F6: no stream notices; once nothing runs there, whoever drains it is told, and may resume it."""
+    """No stream notices; once nothing runs there, whoever drains it is told, and may resume it."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -78,7 +78,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Playe
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> None:
-    """F2: the wait has a deadline; the drain has not."""
+    """The wait has a deadline; the drain has not."""
     streams = streams_of(played)
     played.ranks.run_all(2)
     assert await played.shell.administration.drain("generate-1") is False
@@ -92,7 +92,7 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
-    """F2: who waited is told that it did not come to that."""
+    """Who waited is told that it did not come to that."""
     streams = streams_of(played)
     played.ranks.run_all(2)
     played.shell.administration._drain_s = 60
@@ -107,7 +107,7 @@ async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Played) -> None:
-    """F6: what ran there goes on there; what the operator asked for still holds."""
+    """What ran there goes on there; what the operator asked for still holds."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -138,7 +138,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Pl
     ids=str,
 )
 async def test_restart_under_load_costs_no_request_a_token(played: Played, group: str) -> None:
-    """F6: drained first, so nothing is computed twice; the last of its stage can be restarted, too."""
+    """Drained first, so nothing is computed twice; the last of its stage can be restarted, too."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [ITEM]))
@@ -161,7 +161,7 @@ async def test_restart_under_load_costs_no_request_a_token(played: Played, group
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, SEPARATE], indirect=True, ids=str)
 async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
-    """F2, F6: what runs still goes on after the restart, as after any loss."""
+    """What runs still goes on after the restart, as after any loss."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -174,7 +174,7 @@ async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [SEPARATE], indirect=True)
 async def test_restarts_are_no_losses(played: Played) -> None:
-    """F2: however often an operator restarts a worker group, the first loss is answered at once."""
+    """However often an operator restarts a worker group, the first loss is answered at once."""
     ranks = played.ranks
     for _ in range(6):
         assert await played.shell.administration.restart("generate") is True
@@ -185,7 +185,7 @@ async def test_restarts_are_no_losses(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played) -> None:
-    """F2: it has not begun to stop anything."""
+    """It has not begun to stop anything."""
     streams_of(played)
     played.ranks.run_all(2)
     restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
@@ -198,7 +198,7 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_retired_group_can_be_restarted(played: Played) -> None:
-    """F6: once its device is mended, it serves again."""
+    """Once its device is mended, it serves again."""
     ranks = played.ranks
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
@@ -217,7 +217,7 @@ async def test_retired_group_can_be_restarted(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_group_that_was_lost_too_often_can_be_restarted(played: Played) -> None:
-    """F6: who restarts it has looked after it; it has all its attempts again."""
+    """Who restarts it has looked after it; it has all its attempts again."""
     ranks = played.ranks
     for _ in range(LOSSES_MAX):
         ranks.of("generate-1").exit(-9)
@@ -245,7 +245,7 @@ async def act(played: Played, action: str, group: str) -> None:
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("action", ["drain", "restart", "resume"])
 async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action: str) -> None:
-    """F4: whoever mistypes a name reads the right ones."""
+    """Whoever mistypes a name reads the right ones."""
     error = await refusal(played, action, "generate")
     assert (error.code, error.status) == ("unknown_group", 400)
     assert "name one of encode, generate-0, generate-1." in str(error)
@@ -253,7 +253,7 @@ async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -> None:
-    """F4: requests would wait for an operator; the only encoder, the last generator."""
+    """Requests would wait for an operator; the only encoder, the last generator."""
     assert (await refusal(played, "drain", "encode")).code == "last_group"
     assert await played.shell.administration.drain("generate-0") is True
     error = await refusal(played, "drain", "generate-1")
@@ -264,7 +264,7 @@ async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: Played) -> None:
-    """F4: one that is coming back already, one that nobody drained, one that is being restarted."""
+    """One that is coming back already, one that nobody drained, one that is being restarted."""
     error = await refusal(played, "resume", "generate-1")
     assert (error.code, error.status) == ("wrong_state", 409)
     assert "cannot resume generate-1, which is up" in str(error)
@@ -291,7 +291,7 @@ async def post(engine: Engine, group: str, action: str) -> Any:
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -> None:
-    """F6, A18: a rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
+    """A rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
     engine = played.engine()
     old = list(played.ranks.made)
     streams: list[Sequence[Stream]] = []
@@ -318,7 +318,7 @@ async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
-    """F4: also while nothing is served."""
+    """Also while nothing is served."""
     engine = Engine(Config())
     reply = await post(engine, "generate-0", "drain")
     assert (reply.status, reply.error["code"]) == (503, "loading")
@@ -334,7 +334,7 @@ async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_clear_reaches_every_replica(played: Played) -> None:
-    """E20: running and waiting on all groups, one that is down included; then there is nothing."""
+    """Running and waiting on all groups, one that is down included; then there is nothing."""
     engine = played.engine()
     streams = [Stream(played.shell, make_request(f"r{index}", [11])) for index in range(14)]
     played.ranks.run_all(2)

@@ -65,7 +65,7 @@ async def is_lost(played: Played, group: str) -> None:
     "played", [TWO_GENERATE, TWO_OF_EACH, TWO_TOGETHER], indirect=True, ids=str
 )
 async def test_shell_without_one_generate_crew_serves_with_the_other(played: Played) -> None:
-    """F6, A18: requests of the lost one wait for its return, and their streams go on; others do not wait."""
+    """Requests of the lost one wait for its return, and their streams go on; others do not wait."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -85,7 +85,7 @@ async def test_shell_without_one_generate_crew_serves_with_the_other(played: Pla
 
 
 async def test_shell_shows_operators_each_group(played: Played) -> None:
-    """F6: who looks sees which group was lost, why, and how often it came back."""
+    """Who looks sees which group was lost, why, and how often it came back."""
     await played.stop()
     await played.start(TWO_GENERATE, ranks=2)
     streams_of(played)
@@ -112,7 +112,7 @@ async def test_shell_shows_operators_each_group(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Played) -> None:
-    """F6: the images of its batch are encoded by the other; nobody waits for its return."""
+    """The images of its batch are encoded by the other; nobody waits for its return."""
     ranks = played.ranks
     images = [
         Stream(played.shell, make_request(name, [7], [(0, 6, name.encode())])) for name in "abc"
@@ -144,7 +144,7 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Play
 async def test_shell_groups_lost_at_once_all_come_back(
     played: Played, lost: tuple[str, ...]
 ) -> None:
-    """F6: two faults at the same time cost no request a token."""
+    """Two faults at the same time cost no request a token."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [ITEM]))
@@ -160,7 +160,7 @@ async def test_shell_groups_lost_at_once_all_come_back(
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> None:
-    """F2: every worker group has pauses of its own."""
+    """Every worker group has pauses of its own."""
     ranks = played.ranks
     for _ in RESTART_DELAYS_S:
         ranks.of("generate-0").exit(-9)
@@ -175,7 +175,7 @@ async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
 async def test_shell_fault_during_recovery_ends_in_service(played: Played, second: str) -> None:
-    """F6: while one worker group loads again it is lost again, or another one is."""
+    """While one worker group loads again it is lost again, or another one is."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -205,7 +205,7 @@ async def test_shell_fault_during_recovery_ends_in_service(played: Played, secon
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
     played: Played, groups: Groups, error: Exception, told: str
 ) -> None:
-    """E12, F2: the start of all worker groups ends at once with what the one said, and no rank stays."""
+    """The start of all worker groups ends at once with what the one said, and no rank stays."""
     await played.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error), match=told):
@@ -215,7 +215,7 @@ async def test_shell_crew_that_cannot_start_is_one_clear_error(
 
 
 async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Played) -> None:
-    """E12, F2: a worker group that was ready and is lost is not waited for until another one's deadline."""
+    """A worker group that was ready and is lost is not waited for until another one's deadline."""
     await played.stop()
     ranks = played.ranks
     ranks.mute.add("generate-1")
@@ -235,7 +235,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Pla
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
-    """E12: no worker group waits for another one to be ready."""
+    """No worker group waits for another one to be ready."""
     await played.stop()
     ranks = played.ranks
     ranks.mute.update({"generate-0", "generate-1"})
@@ -251,7 +251,7 @@ async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_TOGETHER], indirect=True, ids=str)
 async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) -> None:
-    """F2, F6: the other replica takes them, and their streams go on; without a replica everybody is told."""
+    """The other replica takes them, and their streams go on; without a replica everybody is told."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -276,7 +276,7 @@ async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) -> None:
-    """F2: a worker group whose KV cache came back too small, every time, is stopped when it is given up."""
+    """A worker group whose KV cache came back too small, every time, is stopped when it is given up."""
     ranks = played.ranks
     ranks.blocks = BLOCKS - 1
     ranks.of("generate-1").exit(-9)
@@ -287,7 +287,7 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) ->
 
 @pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
 async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: Groups) -> None:
-    """A18, G2: one rank of two does not read: both are replaced, the ranks of other worker groups are not."""
+    """One rank of two does not read: both are replaced, the ranks of other worker groups are not."""
     await played.stop()
     ranks = played.ranks
     await played.start(groups, ranks=2)
@@ -309,7 +309,7 @@ FAULTS: dict[str, Callable[[Played], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_shell_any_rank_takes_the_whole_crew_down(played: Played, fault: str) -> None:
-    """A7, F6: what is wrong with the second rank is wrong with the group; requests go on with new ranks."""
+    """What is wrong with the second rank is wrong with the group; requests go on with new ranks."""
     await played.stop()
     ranks = played.ranks
     await played.start(SEPARATE, ranks=2)
@@ -326,7 +326,7 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: Played, fault: s
 
 
 async def test_crew_tells_each_rank_who_it_is(played: Played) -> None:
-    """E12: numbers, and a place to meet that no start before has used."""
+    """Numbers, and a place to meet that no start before has used."""
     await played.stop()
     ranks = played.ranks
     await played.start(TWO_TOGETHER, ranks=2)
@@ -348,7 +348,7 @@ async def test_crew_tells_each_rank_who_it_is(played: Played) -> None:
 
 
 async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: Played) -> None:
-    """F2: the first rank is not forgotten."""
+    """The first rank is not forgotten."""
     await played.stop()
     ranks = played.ranks
     real, started = ranks.launch, list[int]()

@@ -21,7 +21,7 @@ from vsched.wire import Hello, Loading, RankFailed, RankReport, encode_report
 async def test_link_goes_on_after_a_report_that_could_not_be_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F2: the descriptor is edge-triggered: who stops draining at an exception never hears the frames behind it."""
+    """The descriptor is edge-triggered: who stops draining at an exception never hears the frames behind it."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     heard: list[bytes] = []
     done = asyncio.Event()
@@ -67,7 +67,7 @@ REPORTS = [
 async def test_shell_report_that_is_no_text_loses_the_group(
     played: Played, report: RankReport
 ) -> None:
-    """F2, F6: it is told as any frame that is no report, and the requests go on."""
+    """It is told as any frame that is no report, and the requests go on."""
     ranks = played.ranks
     stream = Stream(played.shell, make_request("r", [11, 12]))
     ranks.run(3)
@@ -82,7 +82,7 @@ async def test_shell_report_that_is_no_text_loses_the_group(
 async def test_shell_stranger_that_sends_no_text_is_ignored(
     played: Played, report: RankReport
 ) -> None:
-    """G2: who did not prove itself brings nothing down."""
+    """Who did not prove itself brings nothing down."""
     ranks = played.ranks
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: ranks.starts == 3)  # the new one has not said anything yet

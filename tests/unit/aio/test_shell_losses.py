@@ -64,7 +64,7 @@ ODD: dict[str, Callable[[Result], Result]] = {
 @pytest.mark.parametrize("odd", ODD)
 @BOTH_PLACEMENTS
 async def test_shell_result_that_cannot_be_loses_the_group(played: Played, odd: str) -> None:
-    """F2, F6: nothing of it is believed, the ranks are replaced, and the requests go on where they were."""
+    """Nothing of it is believed, the ranks are replaced, and the requests go on where they were."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -82,7 +82,7 @@ async def test_shell_result_that_cannot_be_loses_the_group(played: Played, odd: 
 async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
     played: Played, odd: str
 ) -> None:
-    """F2, F6: the image is encoded again; text does not wait for it."""
+    """The image is encoded again; text does not wait for it."""
     ranks = played.ranks
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
     text = Stream(played.shell, make_request("text", [11]))
@@ -99,7 +99,7 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
 
 
 async def test_shell_report_of_a_lost_rank_is_dropped(played: Played) -> None:
-    """F6: what it says before it is replaced would put tokens twice into the streams."""
+    """What it says before it is replaced would put tokens twice into the streams."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -124,7 +124,7 @@ ANYTHING = (
 async def test_shell_restart_goes_on_whatever_an_attempt_raises(
     played: Played, failures: int
 ) -> None:
-    """F2, F6: the next pause follows, and who waited gets the tokens they would have had."""
+    """The next pause follows, and who waited gets the tokens they would have had."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -137,7 +137,7 @@ async def test_shell_restart_goes_on_whatever_an_attempt_raises(
 
 
 async def test_shell_that_cannot_restart_ends_every_stream(played: Played) -> None:
-    """F2, F4: after the last attempt everybody gets one error, and nobody is accepted any more."""
+    """After the last attempt everybody gets one error, and nobody is accepted any more."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
@@ -158,7 +158,7 @@ async def test_shell_that_cannot_restart_ends_every_stream(played: Played) -> No
 
 @BOTH_PLACEMENTS
 async def test_shell_lost_while_it_resumes_restarts_again(played: Played) -> None:
-    """F6: the first decision after a restart finds the rank gone; that is a loss like any other."""
+    """The first decision after a restart finds the rank gone; that is a loss like any other."""
     ranks = played.ranks
     twice = Stream(played.shell, make_request("twice", [51]))
     ranks.run(3)
@@ -176,7 +176,7 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: Played) -> Non
 
 @pytest.mark.parametrize("played", [TOGETHER], indirect=True)
 async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Played) -> None:
-    """F6: the encoder's first decision fails, and with it goes the other group of the same processes."""
+    """The encoder's first decision fails, and with it goes the other group of the same processes."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
@@ -193,7 +193,7 @@ async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Playe
 
 @pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS + 1])
 async def test_shell_comes_back_with_as_many_blocks(played: Played, blocks: int) -> None:
-    """F6: more than the kernel knows do no harm."""
+    """More than the kernel knows do no harm."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -208,7 +208,7 @@ async def test_shell_comes_back_with_as_many_blocks(played: Played, blocks: int)
 async def test_shell_refuses_ranks_with_fewer_blocks(
     played: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F2, F6: the kernel would name blocks that are not there; the next attempt may find the memory free."""
+    """The kernel would name blocks that are not there; the next attempt may find the memory free."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -226,7 +226,7 @@ async def test_shell_refuses_ranks_with_fewer_blocks(
 
 
 async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(played: Played) -> None:
-    """F6: they were not in use; their requests are not blamed for it."""
+    """They were not in use; their requests are not blamed for it."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -249,7 +249,7 @@ async def lose(played: Played) -> None:
 
 
 async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Played) -> None:
-    """F2: ranks that die as soon as they are up do not make the server spin; in the end everybody is told."""
+    """Ranks that die as soon as they are up do not make the server spin; in the end everybody is told."""
     pauses_s: list[list[float]] = []
     for _ in RESTART_DELAYS_S:
         await lose(played)
@@ -263,7 +263,7 @@ async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Pl
 
 
 async def test_shell_losses_far_apart_are_each_the_first(played: Played) -> None:
-    """F6: a server that loses a rank a day serves for ever."""
+    """A server that loses a rank a day serves for ever."""
     for _ in range(3 * len(RESTART_DELAYS_S)):
         await lose(played)
         assert played.ranks.pauses_s == []

@@ -81,7 +81,7 @@ def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
 async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservation_as_none() -> (
     None
 ):
-    """B8: the policy is not asked before the encode group has told what it reserves."""
+    """The policy is not asked before the encode group has told what it reserves."""
     sizing = kv_sizing([["encode"], ["generate"]])
     generate = Group()
     leading = asyncio.ensure_future(sizing.lead("generate", generate))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
 
 
 async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
-    """F6: the kernel goes on with the blocks that it knows; nothing is measured again."""
+    """The kernel goes on with the blocks that it knows; nothing is measured again."""
     sizing = kv_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
     first = Group(lambda order: [measured(order, activations_bytes=MIB)])
     await sizing.lead("generate", first)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_prof
 
 
 async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_process() -> None:
-    """C4, B7: an encoder in the same process needs its memory while the language model does not."""
+    """An encoder in the same process needs its memory while the language model does not."""
     tokens = {}
     for activations_mib, growth_mib in ((1, 0), (1, 30), (30, 1), (30, 30)):
         sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -123,7 +123,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
 
 
 async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() -> None:
-    """C4, B7: what a batch of images holds while it waits comes on top of the largest step."""
+    """What a batch of images holds while it waits comes on top of the largest step."""
     tokens = []
     for growth_mib in (0, 30):
         sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -137,7 +137,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
 
 @pytest.mark.parametrize("pausing", [True, False])
 async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -> None:
-    """B7, C5: also a size that nobody measured for; not where nothing pauses, nor where nothing is proved."""
+    """Also a size that nobody measured for; not where nothing pauses, nor where nothing is proved."""
     sizing = kv_sizing([["encode", "generate"]], pausing=pausing)
     encode = Group(growth_bytes=30 * MIB, pauses=True)
     await sizing.publish("encode", encode)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
 
 
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
-    """C4: what an encoder of its own does not hold now, it will need at the same time."""
+    """What an encoder of its own does not hold now, it will need at the same time."""
     tokens = []
     for growth_mib in (0, 30):
         sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -169,7 +169,7 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
 async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
     outcome: str, error: type[Exception]
 ) -> None:
-    """C16, C17: the vote of one rank ends it, by its type, and the table is there to look at."""
+    """The vote of one rank ends it, by its type, and the table is there to look at."""
     sizing = kv_sizing([["generate"]])
     generate = Group(lambda order: [Sized(outcome, "no room", LOADED)])  # type: ignore[arg-type]
     with pytest.raises(error, match="no room"):
@@ -193,7 +193,7 @@ async def turns(count: int = 20) -> None:
 
 
 async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
-    """B7, B8: one board for all encode groups; a group that restarts publishes anew."""
+    """One board for all encode groups; a group that restarts publishes anew."""
     sizing = kv_sizing(TWO)
     generators = {name: Group() for name in ("generate-0", "generate-1")}
     leading = [
@@ -213,7 +213,7 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
 
 
 async def test_sizing_of_groups_apart_overlaps() -> None:
-    """E12: on memories of their own nobody waits for another one's probe."""
+    """On memories of their own nobody waits for another one's probe."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]])
     held = asyncio.Event()
     slow, quick = Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])
@@ -270,7 +270,7 @@ class SharedMemory:
 
 
 async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> None:
-    """C4, C18: one after the other, neither gets all of it, and both largest steps fit at once."""
+    """One after the other, neither gets all of it, and both largest steps fit at once."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     memory = SharedMemory()
     names = ("generate-0", "generate-1")
@@ -291,7 +291,7 @@ async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> N
 
 
 async def test_sizing_rebuilds_each_group_as_it_was() -> None:
-    """F6: a group that comes back gets its own size, not that of another."""
+    """A group that comes back gets its own size, not that of another."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
@@ -317,7 +317,7 @@ def _of(rank: RankMemory, sized: Sized) -> Sized:
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:
-    """F2: a generate group that waits for another one says for which."""
+    """A generate group that waits for another one says for which."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]])
     leading = asyncio.ensure_future(sizing.lead("generate-0", Group()))  # type: ignore[arg-type]
     await turns()

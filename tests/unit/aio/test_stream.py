@@ -209,7 +209,7 @@ async def test_generation_logprobs_go_with_their_tokens() -> None:
 async def test_generation_error_reaches_the_reader(
     reason: FinishReason, code: str, status: int
 ) -> None:
-    """F2: the failure travels to the caller, once."""
+    """The failure travels to the caller, once."""
     made, ended = generation()
     made.push(0, None)
     made.finish(finish(reason, message="why", code=code))
@@ -221,7 +221,7 @@ async def test_generation_error_reaches_the_reader(
 
 
 async def test_generation_abort_asks_once_it_matters() -> None:
-    """F3: leaving frees what the request holds; after its end there is nothing to free."""
+    """Leaving frees what the request holds; after its end there is nothing to free."""
     made, ended = generation()
     made.push(0, None)
     made.abort()
@@ -233,7 +233,7 @@ async def test_generation_abort_asks_once_it_matters() -> None:
 
 
 async def test_generation_has_exactly_one_end() -> None:
-    """F4: a second terminal reply is a programming error; tokens after the first are dropped."""
+    """A second terminal reply is a programming error; tokens after the first are dropped."""
     made, ended = generation()
     made.finish(finish())
     made.push(0, None)

@@ -77,7 +77,7 @@ class Table:
 async def test_stream_table_gives_each_stream_its_token(
     pairs: Pairs, first: list[int], second: list[int]
 ) -> None:
-    """F4: by the number of the request; what is nobody's any more is dropped."""
+    """By the number of the request; what is nobody's any more is dropped."""
     table = Table(Text(), Text())
     table.emit(pairs)
     for number in (1, 2):
@@ -99,7 +99,7 @@ async def test_stream_table_gives_logprobs_by_slot() -> None:
 
 
 async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_more() -> None:
-    """F2, F4: the others have their token of the same step, and the reader of this one gets an error."""
+    """The others have their token of the same step, and the reader of this one gets an error."""
     table = Table(Text(push_at=2), Text())
     for token in (7, 8, 9):
         table.emit([(1, token), (2, token)])
@@ -115,7 +115,7 @@ async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_mo
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishReason) -> None:
-    """F2, F4: a reader must not take what came so far for the whole answer."""
+    """A reader must not take what came so far for the whole answer."""
     table = Table(Text(flush=ValueError("half a character")))
     table.emit([(1, 7)])
     table.finish(1, reason)
@@ -127,7 +127,7 @@ async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishRe
 
 @pytest.mark.parametrize("texts", [0, 1, 3])
 async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
-    """F2, F4: each once, with the same error, also where giving back what they hold raises."""
+    """Each once, with the same error, also where giving back what they hold raises."""
     table = Table(*(Text(flush=ValueError("half a character")) for _ in range(texts)))
     table.end_error = RuntimeError("a lease")
     table.streams.fail_all("the scheduler failed", code="given_up")
@@ -142,7 +142,7 @@ async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
 
 
 async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
-    """F4: who drains waits for exactly that, also past an end that raises."""
+    """Who drains waits for exactly that, also past an end that raises."""
     table = Table(Text(), Text())
     table.end_error = RuntimeError("a lease")
     idle = asyncio.ensure_future(table.streams.wait_idle())

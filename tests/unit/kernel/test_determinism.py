@@ -32,7 +32,7 @@ def run_in_process(hash_seed: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_scheduler_decides_the_same_under_any_hash_seed() -> None:
-    """A7, E15: faults, preemptions and evictions included, two processes decide byte for byte alike."""
+    """Faults, preemptions and evictions included, two processes decide byte for byte alike."""
     first, first_hash = run_in_process("1")
     second, second_hash = run_in_process("2")
     assert first_hash != second_hash, "the two processes do hash differently"

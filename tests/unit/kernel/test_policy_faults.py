@@ -159,7 +159,7 @@ def test_guard_admission_default_decides(stage: str, answer: Any) -> None:
 
 
 def test_guard_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
-    """F5: with nothing running and no time to hold until, somebody must join."""
+    """With nothing running and no time to hold until, somebody must join."""
     BROKEN["admission"] = Answers(Said())
     cluster = serve_all({"generate_admission": BadAdmission()})
     assert any("nothing is admitted" in notice for notice in cluster.notices)
@@ -225,7 +225,7 @@ def test_guard_eviction_may_keep_nothing() -> None:
 
 
 def test_guard_notices_do_not_flood() -> None:
-    """E11: a policy that fails in every step is told of a hundred times and counted on."""
+    """A policy that fails in every step is told of a hundred times and counted on."""
     BROKEN["encoding"] = Answers(BOOM)
     policies = default_policies(encoding=BadEncoding())
     cluster = ModelCluster(make_limits(), policies)

@@ -34,7 +34,7 @@ def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generat
 
 
 def test_poison_alone_is_ended_at_its_second_loss() -> None:
-    """F6, F4: not retried for ever."""
+    """Not retried for ever."""
     cluster = ModelCluster(make_limits(slots=1))
     cluster.submit(text("poison"))
     assert lose_while_running(cluster, "poison") == 2
@@ -43,7 +43,7 @@ def test_poison_alone_is_ended_at_its_second_loss() -> None:
 
 
 def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
-    """F6, F1: suspects come back one at a time; the one on probation when the group goes is the culprit."""
+    """Suspects come back one at a time; the one on probation when the group goes is the culprit."""
     cluster = ModelCluster(make_limits(slots=8))
     names = [f"r{number}" for number in range(7)]
     for number, name in enumerate(names):
@@ -58,7 +58,7 @@ def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
 
 
 def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
-    """F6: a group that was killed from outside, however often, ends nobody as long as others run there."""
+    """A group that was killed from outside, however often, ends nobody as long as others run there."""
     cluster = ModelCluster(make_limits(slots=4))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):
@@ -75,7 +75,7 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
 
 
 def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
-    """F6: whoever got past the place where it was starts over, even if it runs alone by then."""
+    """Whoever got past the place where it was starts over, even if it runs alone by then."""
     cluster = ModelCluster(make_limits(slots=2))
     cluster.submit(text("long", max_tokens=60))
     cluster.submit(text("short", start=40, max_tokens=15))
@@ -106,7 +106,7 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
 
 @pytest.mark.parametrize("losses", [1, 2])
 def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
-    """F6, F1: no other group takes such a request in, so a group that is drained must not leave it behind."""
+    """No other group takes such a request in, so a group that is drained must not leave it behind."""
     cluster = ModelCluster(make_limits(generators=2))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):
@@ -125,7 +125,7 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
 
 
 def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> None:
-    """F6, F1: suspects join one at a time there, too, and the one on probation is to blame."""
+    """Suspects join one at a time there, too, and the one on probation is to blame."""
     cluster = ModelCluster(make_limits(generators=2))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):

@@ -17,7 +17,7 @@ from vsched.testing import ModelCluster, make_request
 
 
 def test_embedding_read_by_a_step_in_flight_stays() -> None:
-    """D7: the only pages are those that a step reads; the next image waits for the step, whoever wants it."""
+    """The only pages are those that a step reads; the next image waits for the step, whoever wants it."""
     cluster = ModelCluster(make_limits(pages=4))
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.run_encode()
@@ -33,7 +33,7 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
 
 
 def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
-    """D7: the oldest may take what younger ones wait with, but never what a step in flight reads."""
+    """The oldest may take what younger ones wait with, but never what a step in flight reads."""
     cluster = ModelCluster(make_limits(pages=4, chunk_tokens=16, generate_depth=1))
     cluster.submit(make_request("old", words(40), [(32, 16, b"late")]))
     cluster.submit(image_request("young", (b"early", 16)))
@@ -48,7 +48,7 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
 
 
 def test_embedding_of_an_older_waiting_request_stays() -> None:
-    """D7: users protect; what is encoded for a request that waits for a slot is not taken for a younger one."""
+    """Claims protect; what is encoded for a request that waits for a slot is not taken for a younger one."""
     cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("old", (b"a", 16)))
@@ -64,7 +64,7 @@ def test_embedding_of_an_older_waiting_request_stays() -> None:
 
 
 def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
-    """F5: the oldest always gets its next item, so two half-encoded requests cannot block each other."""
+    """The oldest always gets its next item, so two half-encoded requests cannot block each other."""
     cluster = ModelCluster(make_limits(pages=4, slots=2, chunk_tokens=16, generate_depth=1))
     cluster.submit(make_request("old", words(40), [(0, 16, b"a"), (20, 16, b"b")]))
     cluster.submit(image_request("young", (b"c", 16)))
@@ -74,7 +74,7 @@ def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
 
 
 def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
-    """D11: an item that finds no room even with everything evictable gone evicts nothing."""
+    """An item that finds no room even with everything evictable gone evicts nothing."""
     cluster = ModelCluster(make_limits(pages=8, slots=1, generate_depth=1))
     cluster.submit(image_request("cached", (b"a", 16)))
     cluster.drain()
@@ -91,7 +91,7 @@ def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
 
 
 def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
-    """E7: counters move when an item is encoded, not when it is looked at."""
+    """Counters move when an item is encoded, not when it is looked at."""
     cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("holder", (b"a", 16)))
@@ -107,7 +107,7 @@ def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> No
 
 
 def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted() -> None:
-    """D11, E18: such an item is refused at submission, and what is cached stays."""
+    """Such an item is refused at submission, and what is cached stays."""
     cluster = ModelCluster(make_limits(pages=8))
     cluster.submit(image_request("cached", (b"a", 16)))
     cluster.drain()
@@ -120,7 +120,7 @@ def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted()
 
 
 def test_embedding_claims_end_with_the_forward() -> None:
-    """E5: once the chunk that read an image is done, its pages may go, while the request still decodes."""
+    """Once the chunk that read an image is done, its pages may go, while the request still decodes."""
     cluster = ModelCluster(make_limits(pages=8))
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()
@@ -135,7 +135,7 @@ def test_embedding_claims_end_with_the_forward() -> None:
 
 
 def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
-    """D7, E5, E19: pages are held from the first chunk that meets the image to the last."""
+    """Pages are held from the first chunk that meets the image to the last."""
     cluster = ModelCluster(make_limits(pages=8, chunk_tokens=8, generate_depth=1))
     cluster.submit(image_request("r", (b"a", 20)))
     cluster.run_encode()
@@ -154,7 +154,7 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
 
 
 def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
-    """D3: a decision carries the pages of the items in its chunk and no others."""
+    """A decision carries the pages of the items in its chunk and no others."""
     cluster = ModelCluster(make_limits(chunk_tokens=16, generate_depth=1))
     items = [(0, 10, b"a"), (2, 12, b"b"), (50, 4, b"c")]
     cluster.submit(make_request("r", words(60), items))
@@ -173,7 +173,7 @@ def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:
-    """D2: the key is one item's content; with room it stays, without it goes and is encoded again."""
+    """The key is one item's content; with room it stays, without it goes and is encoded again."""
     cluster = ModelCluster(make_limits(pages=8 if keep else 4, prefix_cache=False))
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.drain()
@@ -187,7 +187,7 @@ def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: boo
 
 
 def test_embedding_text_requests_have_no_multimodal_inputs() -> None:
-    """E4: no items in the prompt data, none in a chunk, and nothing for the encoder to do."""
+    """No items in the prompt data, none in a chunk, and nothing for the encoder to do."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(30)))
     cluster.submit(make_request("single", [9], max_tokens=1))
@@ -201,7 +201,7 @@ def test_embedding_text_requests_have_no_multimodal_inputs() -> None:
 
 
 def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
-    """E4, F6: text needs no encoder; images wait for it and are served when it is back."""
+    """Text needs no encoder; images wait for it and are served when it is back."""
     cluster = ModelCluster(make_limits())
     cluster.lose("encode")
     cluster.submit(image_request("image", (b"a", 16)))
@@ -215,7 +215,7 @@ def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
 
 
 def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
-    """D2: a hit is served from the arena alone."""
+    """A hit is served from the arena alone."""
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.drain()

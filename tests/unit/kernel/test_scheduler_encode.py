@@ -47,7 +47,7 @@ class Watching(TokenBudget, frozen=True, kw_only=True):
 def test_encode_refused_items_keep_the_front(
     images: list[int], budget: int, permits: int, batches: list[list[int]]
 ) -> None:
-    """A5, A6, A8: what a step refuses is the exact remaining order of the queue."""
+    """What a step refuses is the exact remaining order of the queue."""
     Watching.queues.clear()
     policies = default_policies(encode_admission=Watching(max_tokens=budget))
     cluster = ModelCluster(make_limits(encode_items=permits), policies)
@@ -72,7 +72,7 @@ class Everything(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
-    """A3, A8: the third of three items returns to the front when there are two permits."""
+    """The third of three items returns to the front when there are two permits."""
     policies = default_policies(encode_admission=Everything())
     cluster = ModelCluster(make_limits(encode_items=2), policies)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
@@ -133,7 +133,7 @@ def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) ->
 
 
 def test_encode_default_budget_is_that_of_a_generate_step() -> None:
-    """A13: not that of a chunk, nor a number of its own."""
+    """Not that of a chunk, nor a number of its own."""
     limits = make_limits(batch_tokens=30, chunk_tokens=30)
     policies = default_policies(encode_admission=TokenBudget())
     for budget, batches in ((30, [[b"a", b"b", b"c"]]), (29, [[b"a", b"b"], [b"c"]])):
@@ -148,7 +148,7 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
 
 
 def test_encode_newcomers_stand_behind_refused_items() -> None:
-    """A6: a request that arrives while a batch is out does not pass what that batch refused."""
+    """A request that arrives while a batch is out does not pass what that batch refused."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
@@ -168,7 +168,7 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
 def test_encode_chunk_encodes_only_items_that_it_meets(
     chunk_tokens: int, batches: list[list[bytes]]
 ) -> None:
-    """D1: a prefill chunk encodes only items whose token span meets it."""
+    """A prefill chunk encodes only items whose token span meets it."""
     cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens))
     items = [(0, 20, b"a"), (30, 20, b"b"), (100, 20, b"c")]
     cluster.submit(make_request("r", words(150), items))
@@ -179,7 +179,7 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
 
 
 def test_encode_only_misses_that_the_chunk_needs() -> None:
-    """D3: what is cached, or what a later chunk reads, does not go to the encoder."""
+    """What is cached, or what a later chunk reads, does not go to the encoder."""
     cluster = ModelCluster(make_limits(chunk_tokens=40))
     cluster.submit(image_request("earlier", (b"cached", 10)))
     cluster.drain()
@@ -193,7 +193,7 @@ def test_encode_only_misses_that_the_chunk_needs() -> None:
 
 
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
-    """D1, F3: the image of a chunk that is never reached is never encoded."""
+    """The image of a chunk that is never reached is never encoded."""
     cluster = ModelCluster(make_limits(chunk_tokens=40))
     cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
     cluster.run_encode()
@@ -204,7 +204,7 @@ def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
 
 
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
-    """D8: misses are deduplicated by key and handed back to all, in request order."""
+    """Misses are deduplicated by key and handed back to all, in request order."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 8)))
     for name in ("r1", "r2", "r3"):
@@ -219,7 +219,7 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
 
 
 def test_encode_image_twice_in_one_request_is_one_task() -> None:
-    """D8: also within a request, and across its chunks."""
+    """Also within a request, and across its chunks."""
     cluster = ModelCluster(make_limits(chunk_tokens=16))
     cluster.submit(image_request("r", (b"same", 12), (b"same", 12), (b"same", 12)))
     cluster.drain()
@@ -228,7 +228,7 @@ def test_encode_image_twice_in_one_request_is_one_task() -> None:
 
 
 def test_encode_hit_of_another_length_is_encoded_again() -> None:
-    """D9: a cached entry whose length differs from the span is dropped."""
+    """A cached entry whose length differs from the span is dropped."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 10)))
     cluster.drain()
@@ -240,7 +240,7 @@ def test_encode_hit_of_another_length_is_encoded_again() -> None:
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
-    """D13: an entry in use is never trimmed into shape; the other length fails, the first goes on."""
+    """An entry in use is never trimmed into shape; the other length fails, the first goes on."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=2))
     cluster.submit(image_request("right", (b"a", 10)))
@@ -256,7 +256,7 @@ def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
 
 
 def test_encode_length_mismatch_within_a_request_fails_it() -> None:
-    """D13: one content cannot have two lengths in one prompt."""
+    """One content cannot have two lengths in one prompt."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 10), (b"a", 12)))
     cluster.drain()
@@ -275,7 +275,7 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
 
 
 def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
-    """E1: copied beside the raw items of a step, outside of its budget, and cached like them."""
+    """Copied beside the raw items of a step, outside of its budget, and cached like them."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=20))
     cluster = ModelCluster(make_limits(), policies)
     items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
@@ -293,7 +293,7 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
 
 @pytest.mark.parametrize("culprit", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
-    """F1: a failed batch is halved until the culprit is alone, and only its requests fail."""
+    """A failed batch is halved until the culprit is alone, and only its requests fail."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
@@ -312,7 +312,7 @@ def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
 
 
 def test_encode_suspects_run_with_nobody_else() -> None:
-    """F1: whatever the policy says, what is suspected goes by itself, and what is not without it."""
+    """Whatever the policy says, what is suspected goes by itself, and what is not without it."""
     limits = make_limits(chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(encode_admission=Everything()))
     cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
@@ -329,7 +329,7 @@ def test_encode_suspects_run_with_nobody_else() -> None:
 
 
 def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
-    """F1: a failure that passes fails nobody."""
+    """A failure that passes fails nobody."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
     cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
@@ -339,7 +339,7 @@ def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
 
 
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
-    """A4: a policy is shown None for them, never a number, and they run alone."""
+    """A policy is shown None for them, never a number, and they run alone."""
     Watching.queues.clear()
     cluster = ModelCluster(
         make_limits(), default_policies(encode_admission=Watching(max_tokens=200))
@@ -352,7 +352,7 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
 
 
 def test_encode_failed_image_may_be_sent_again() -> None:
-    """F1: a failure leaves nothing behind that a later request would trip over."""
+    """A failure leaves nothing behind that a later request would trip over."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 10)))
     fail_when(cluster, b"a")
@@ -363,7 +363,7 @@ def test_encode_failed_image_may_be_sent_again() -> None:
 
 
 def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
-    """F3: pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
+    """Pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 10)))
     cluster.abort("r1")
@@ -376,7 +376,7 @@ def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
 
 
 def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
-    """D8: the pixels of a request that left are gone; the task names those of one that is still there."""
+    """The pixels of a request that left are gone; the task names those of one that is still there."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))

@@ -101,7 +101,7 @@ PHASES: list[Callable[[ModelCluster], None]] = [
 def test_scheduler_abort_frees_everything_in_every_phase(
     enter: Callable[[ModelCluster], None],
 ) -> None:
-    """F3: queued encodes go at once; what a step in flight uses goes with that step."""
+    """Queued encodes go at once; what a step in flight uses goes with that step."""
     cluster = ModelCluster(make_limits(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
     enter(cluster)
     number = next(number for number, name in cluster.names.items() if name == "r")
@@ -134,7 +134,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
 
 
 def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
-    """F4: a request that ended by itself meanwhile gets no second reply."""
+    """A request that ended by itself meanwhile gets no second reply."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=2))
     cluster.drain()
@@ -149,7 +149,7 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 
 
 def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
-    """F3: the next in line joins in the very decision after."""
+    """The next in line joins in the very decision after."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("r1", words(5), max_tokens=50))
     cluster.submit(make_request("r2", words(5, start=50)))
@@ -162,7 +162,7 @@ def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
 
 
 def test_scheduler_stop_string_ends_with_its_reason() -> None:
-    """F4: an end that the engine asks for carries the reason it gives."""
+    """An end that the engine asks for carries the reason it gives."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=50))
     cluster.run_generate()
@@ -173,7 +173,7 @@ def test_scheduler_stop_string_ends_with_its_reason() -> None:
 
 
 def test_scheduler_clear_ends_everything() -> None:
-    """E20: one call interrupts all, running or waiting, and then reports 0 and 0."""
+    """One call interrupts all, running or waiting, and then reports 0 and 0."""
     cluster = ModelCluster(make_limits(slots=2))
     for index in range(4):
         cluster.submit(make_request(f"text{index}", words(5, start=20 * index), max_tokens=30))
@@ -197,7 +197,7 @@ def test_scheduler_clear_ends_everything() -> None:
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
-    """F6: whenever the group goes, its requests return in their original order and end with the right tokens."""
+    """Whenever the group goes, its requests return in their original order and end with the right tokens."""
     limits = make_limits(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
     cluster = ModelCluster(limits)
     cluster.submit(make_request("r1", words(20), max_tokens=12))
@@ -225,7 +225,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
 
 
 def test_scheduler_data_is_sent_again_after_a_loss() -> None:
-    """F6: new ranks know nothing: prompt and earlier outputs go with the first join."""
+    """New ranks know nothing: prompt and earlier outputs go with the first join."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(6), max_tokens=9))
     for _ in range(4):
@@ -240,7 +240,7 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
 
 
 def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -> None:
-    """F6, F4: what was in flight in two losses is taken for their cause; others are served."""
+    """What was in flight in two losses is taken for their cause; others are served."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("poison", words(6), max_tokens=9))
     cluster.submit(make_request("other", words(6, start=50), max_tokens=9))
@@ -256,7 +256,7 @@ def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -
 
 @pytest.mark.parametrize("losses", [1, 2])
 def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
-    """F6, F1: the batch in flight is encoded again one by one; what is there twice when it goes is ended."""
+    """The batch in flight is encoded again one by one; what is there twice when it goes is ended."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     for name in ("r1", "r2"):

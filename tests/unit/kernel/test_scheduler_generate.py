@@ -76,7 +76,7 @@ def test_generate_steady_decode_decisions_name_only_growth() -> None:
 
 
 def test_generate_tokens_are_emitted_before_the_end_they_belong_to() -> None:
-    """F4: the last token of a request reaches its stream before the terminal reply does."""
+    """The last token of a request reaches its stream before the terminal reply does."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     decision = cluster.generate_log[0]
@@ -160,7 +160,7 @@ NAMES = ("r0", "r1", "r2", "r3", "r4")
 
 
 def test_generate_preempted_requests_return_in_their_order() -> None:
-    """A6: several preempted requests go to the front in their original order, before who came later."""
+    """Several preempted requests go to the front in their original order, before who came later."""
     cluster, passed = run_preempted()
     waited = [text for older in passed for text in older if "waiting for a slot" in text]
     assert waited == [], "a younger request took a slot while an older one stood in line"
@@ -181,7 +181,7 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
 
 
 def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -> None:
-    """A6: the way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
+    """The way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
     _, passed = run_preempted()
     settling = [text for older in passed for text in older if "preempted" in text]
     assert settling == []
@@ -195,7 +195,7 @@ class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
 
 
 def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
-    """F5: whatever the policy says, a request gives way to older ones only, which ensures progress."""
+    """Whatever the policy says, a request gives way to older ones only, which ensures progress."""
     cluster = ModelCluster(tight(blocks=6), default_policies(preemption=Oldest()))
     cluster.submit(make_request("old", words(9), max_tokens=4))  # never needs another block
     cluster.submit(make_request("young", words(12, start=50), max_tokens=8))
@@ -206,7 +206,7 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
 
 
 def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
-    """F5: the worst victims cost work, never progress."""
+    """The worst victims cost work, never progress."""
     cluster, _ = run_preempted(default_policies(preemption=Oldest()))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert_served(cluster, *NAMES)
@@ -215,7 +215,7 @@ def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:
-    """F6: a preempted request goes on after its last token; ranks and kernel agree on what it has."""
+    """A preempted request goes on after its last token; ranks and kernel agree on what it has."""
     cluster = ModelCluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
     for index in range(4):
         image = (b"image%d" % index, 10)
@@ -227,7 +227,7 @@ def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> 
 
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
-    """E18: what fits only later waits at its place; those behind it do not pass."""
+    """What fits only later waits at its place; those behind it do not pass."""
     cluster = ModelCluster(make_limits(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
@@ -252,7 +252,7 @@ class Held(AdmissionPolicy, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
 def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
-    """E8: held entries are looked at again when the time has come, and nothing asks in between."""
+    """Held entries are looked at again when the time has come, and nothing asks in between."""
     held = Held(until_ns=1_000_000)
     cluster = ModelCluster(make_limits(), default_policies(**{stage: held}))
     commands = cluster.submit(image_request("r1", (b"a", 8)))

@@ -54,7 +54,7 @@ def homes(cluster: ModelCluster) -> dict[str, str]:
 
 
 def test_encoders_share_one_line() -> None:
-    """A11: each of two encode groups takes its share of the batch from the front of one FIFO."""
+    """Each of two encode groups takes its share of the batch from the front of one FIFO."""
     cluster = ModelCluster(make_limits(encoders=2, encode_items=4))
     cluster.lose("encode-0")
     cluster.lose("encode-1")
@@ -71,7 +71,7 @@ def test_encoders_share_one_line() -> None:
 
 
 def test_encoders_lose_one_and_go_on_with_the_other() -> None:
-    """F6: what the lost group was encoding goes to the other, one by one."""
+    """What the lost group was encoding goes to the other, one by one."""
     cluster = ModelCluster(make_limits(encoders=2))
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
     assert list(cluster.encode_logs["encode-0"])
@@ -87,7 +87,7 @@ def test_encoders_lose_one_and_go_on_with_the_other() -> None:
 
 
 def test_router_shows_loads_in_tokens() -> None:
-    """E9: the load of a replica is what is not pulled, waiting and running there, prompts and outputs, in tokens."""
+    """The load of a replica is what is not pulled, waiting and running there, prompts and outputs, in tokens."""
     SEEN.clear()
     limits = make_limits(generators=2, slots=1, generate_depth=1)
     cluster = ModelCluster(limits, default_policies(routing=Fixed(index=1)))
@@ -151,7 +151,7 @@ def test_router_overrules_a_wrong_choice(index: int, faults: int) -> None:
 
 
 def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
-    """F6: streams go on after the restart; whoever only waited is served elsewhere at once."""
+    """Streams go on after the restart; whoever only waited is served elsewhere at once."""
     limits = make_limits(generators=2, slots=1)
     cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
     cluster.submit(text("ran"))
@@ -170,7 +170,7 @@ def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
 
 
 def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
-    """F5: an older request that waits for its group claims nothing that a younger one could use."""
+    """An older request that waits for its group claims nothing that a younger one could use."""
     limits = make_limits(generators=2, pages=4, page_rows=4, prefix_cache=False)
     cluster = ModelCluster(limits)  # round-robin
     cluster.submit(image_request("older", (b"a", 16), max_tokens=20))
@@ -187,7 +187,7 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
 
 
 def test_retired_generator_gives_everything_away() -> None:
-    """F6: a group that cannot be brought back: its requests go on elsewhere, in their order."""
+    """A group that cannot be brought back: its requests go on elsewhere, in their order."""
     cluster = ModelCluster(make_limits(generators=2), default_policies(routing=Fixed(index=0)))
     for number in range(3):
         cluster.submit(text(f"r{number}", start=40 * number))
@@ -204,7 +204,7 @@ def test_retired_generator_gives_everything_away() -> None:
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_last_retired_group_ends_everything(stage: str) -> None:
-    """F4: with nobody left to serve, every request gets its end, and new ones are refused."""
+    """With nobody left to serve, every request gets its end, and new ones are refused."""
     cluster = ModelCluster(make_limits(encoders=2, generators=2))
     for index in range(2):
         cluster.lose(f"{stage}-{index}")
@@ -221,7 +221,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
 
 
 def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
-    """F6: what ran in a group that is restarted on purpose goes on elsewhere, and is no suspect for it."""
+    """What ran in a group that is restarted on purpose goes on elsewhere, and is no suspect for it."""
     cluster = ModelCluster(
         make_limits(generators=2, slots=1), default_policies(routing=Fixed(index=0))
     )
@@ -252,7 +252,7 @@ def pages_out(cluster: ModelCluster, group: str) -> set[int]:
 def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
     end: Callable[[ModelCluster, str], None],
 ) -> None:
-    """F2: until its ranks are gone, which is certain once the group is back or given up."""
+    """Until its ranks are gone, which is certain once the group is back or given up."""
     cluster = ModelCluster(make_limits(encoders=2, encode_items=1))
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8), (b"d", 8)))
     orphaned = pages_out(cluster, "encode-0")
@@ -290,7 +290,7 @@ def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
 
 
 def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
-    """F4: nothing is refused for it; who waits, waits a little longer."""
+    """Nothing is refused for it; who waits, waits a little longer."""
     cluster = ModelCluster(make_limits(slots=1))
     cluster.submit(image_request("runs", (b"a", 8), max_tokens=5))
     cluster.run_encode()
@@ -336,7 +336,7 @@ def test_draining_encoder_finishes_its_batch() -> None:
 
 
 def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
-    """E17: each at its own time, though others before and behind it have left; whoever started is let be."""
+    """Each at its own time, though others before and behind it have left; whoever started is let be."""
     cluster = ModelCluster(make_limits(slots=1, waiting_ns=1_000_000_000))
     cluster.submit(text("runs", max_tokens=200))
     for number in range(4):

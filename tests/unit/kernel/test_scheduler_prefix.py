@@ -38,7 +38,7 @@ def next_turn(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
-    """D2: the next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
+    """The next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
     cluster = ModelCluster(make_limits(block_size=block_size))
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)
@@ -61,7 +61,7 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
 
 
 def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
-    """D2: images whose KV is cached are not encoded again, though their embeddings are gone."""
+    """Images whose KV is cached are not encoded again, though their embeddings are gone."""
     policies = default_policies(embedding_eviction=KeepNothing())
     cluster = ModelCluster(make_limits(block_size=4), policies)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
@@ -131,7 +131,7 @@ def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b""
 def test_prefix_hashes_cover_tokens_items_and_salt(
     one: list[bytes], other: list[bytes], equal_blocks: int
 ) -> None:
-    """G9, D14: equal hashes mean equal KV, though every placeholder is the same token."""
+    """Equal hashes mean equal KV, though every placeholder is the same token."""
     assert len(one) == len(other) == 4
     assert [a == b for a, b in zip(one, other, strict=True)] == [
         index < equal_blocks for index in range(4)
@@ -157,7 +157,7 @@ def test_prefix_hashes_continue_where_they_stopped() -> None:
 def test_prefix_is_shared_only_with_equal_content_and_salt(
     image: bytes, salt: str, cached: int
 ) -> None:
-    """G9: the same placeholders over another image, or of another tenant, find nothing."""
+    """The same placeholders over another image, or of another tenant, find nothing."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 14)))
     cluster.drain()

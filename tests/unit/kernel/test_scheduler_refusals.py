@@ -80,7 +80,7 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
 def test_scheduler_refuses_the_impossible(
     request_: Request, code: str, status: int, said: list[str]
 ) -> None:
-    """E18, F4: refused at once with value, limit and remedy; who came before and after is served."""
+    """Refused at once with value, limit and remedy; who came before and after is served."""
     cluster = ModelCluster(make_limits(**LIMITS))
     first = make_request("first", words(30))
     cluster.submit(first)
@@ -107,7 +107,7 @@ def test_scheduler_refuses_the_impossible(
     ],
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
-    """E18: a limit is reached before it is exceeded."""
+    """A limit is reached before it is exceeded."""
     cluster = ModelCluster(make_limits(context_tokens=100, blocks=25, pages=8, page_rows=4))
     pixels = image_request("x", (b"x", 1)).items[0].pixels
     items = tuple(msgspec.structs.replace(item, pixels=pixels) for item in request_.items)
@@ -118,7 +118,7 @@ def test_scheduler_serves_what_just_fits(request_: Request) -> None:
 
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
-    """G12, F4: the waiting line is bounded; 429 says when to try again, and a free place is given again."""
+    """The waiting line is bounded; 429 says when to try again, and a free place is given again."""
     cluster = ModelCluster(make_limits(slots=1, waiting=2, generate_depth=1))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(3, start=20 * index)))
@@ -141,7 +141,7 @@ def heavy(name: str, size: int) -> Request:
 
 
 def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
-    """G12: tokens and pixels count while a request waits; one alone may hold more than the limit."""
+    """Tokens and pixels count while a request waits; one alone may hold more than the limit."""
     cluster = ModelCluster(make_limits(slots=1, waiting_bytes=1000, generate_depth=1))
     cluster.submit(heavy("running", 5000))
     cluster.run_encode()
@@ -164,7 +164,7 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
 
 
 def test_scheduler_reports_everything_that_waits() -> None:
-    """E9: the queue length counts who waits for an image, for a slot, and to settle."""
+    """The queue length counts who waits for an image, for a slot, and to settle."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3)))
     cluster.submit(make_request("in line", words(3)))
@@ -181,13 +181,13 @@ def test_scheduler_reports_everything_that_waits() -> None:
 
 
 def test_sizes_need_room_for_prefill() -> None:
-    """F5: a step full of decodes would never prefill; such limits are an error at once."""
+    """A step full of decodes would never prefill; such limits are an error at once."""
     with pytest.raises(ValueError, match="batch_tokens is 4, must be above slots"):
         SchedulerLimits(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)
 
 
 def test_scheduler_stuck_state_is_an_assertion() -> None:
-    """F5: a state from which no step can progress is an assertion failure that says who is stuck."""
+    """A state from which no step can progress is an assertion failure that says who is stuck."""
     cluster = ModelCluster(make_limits())
     cluster.kernel.encode.plan = lambda now_ns, held_up: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="stuck in generate: .*waiting for embeddings"):
@@ -195,7 +195,7 @@ def test_scheduler_stuck_state_is_an_assertion() -> None:
 
 
 def test_refused_set_of_images_tells_a_value_above_the_limit() -> None:
-    """E18: images take whole pages, so their tokens alone may stay below a limit that they break."""
+    """Images take whole pages, so their tokens alone may stay below a limit that they break."""
     cluster = ModelCluster(make_limits(pages=4, page_rows=4), default_policies(encoding=Combined()))
     cluster.submit(image_request("r", *((b"%d" % number, 1) for number in range(5))))
     message = refusal_error(cluster.refused["r"]).message

@@ -34,7 +34,7 @@ def turns(cluster: Cluster) -> list[int]:
 
 
 def test_scope_request_shares_only_the_very_same_set() -> None:
-    """D6: items that are not to be split share one fate: an image more makes the whole set new."""
+    """Items that are not to be split share one fate: an image more makes the whole set new."""
     cluster = Cluster(LIMITS, default_policies(encoding=Combined()))
     assert turns(cluster) == [1, 2, 3]
     cluster.submit(make_request("again", list(range(10, 20)), [(2, 4, b"first")]))
@@ -43,12 +43,12 @@ def test_scope_request_shares_only_the_very_same_set() -> None:
 
 
 def test_scope_item_encodes_only_what_is_new() -> None:
-    """D2: with the default policy a turn costs one image."""
+    """With the default policy a turn costs one image."""
     assert turns(Cluster(LIMITS)) == [1, 1, 1]
 
 
 def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
-    """D6, E18: what is there as a whole or not at all must fit as a whole."""
+    """What is there as a whole or not at all must fit as a whole."""
     images = [(index, 12, b"image%d" % index) for index in (1, 2, 3)]
     request = make_request("large", list(range(10, 20)), images)
     whole = Cluster(LIMITS, default_policies(encoding=Combined()))
@@ -62,7 +62,7 @@ def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
 
 
 def test_entry_of_another_length_replaces_value_and_accounting() -> None:
-    """D12, D9: the entry under an existing key is replaced, its pages counted once."""
+    """The entry under an existing key is replaced, its pages counted once."""
     cluster = Cluster(LIMITS)
     cluster.submit(make_request("one", [10, 11, 12], [(1, 16, b"same")]))
     cluster.drain()

@@ -53,7 +53,7 @@ def run_seed(seed: int) -> ModelCluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
 def test_kernel_survives_random_policies(start: int) -> None:
-    """F3, F4, F5, A9, E18: whatever is legal to configure, all is served or refused, and then nothing is held."""
+    """Whatever is legal to configure, all is served or refused, and then nothing is held."""
     ended = refused = 0
     for seed in range(start, min(start + BATCH, SEEDS)):
         cluster = run_seed(seed)
@@ -77,7 +77,7 @@ def test_kernel_survives_random_policies(start: int) -> None:
     ids=repr,
 )
 def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: AdmissionPolicy) -> None:
-    """F5: the younger in the slot waits for pages that the front claims, and the policy never picks the front."""
+    """The younger in the slot waits for pages that the front claims, and the policy never picks the front."""
     limits = make_limits(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
     cluster = ModelCluster(limits, default_policies(generate_admission=policy))
     cluster.lose("generate")
@@ -94,7 +94,7 @@ def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: AdmissionPol
 
 
 def test_kernel_overrules_a_policy_that_never_admits() -> None:
-    """F5: a policy may delay, but a minute after its arrival an entry cannot be held any more."""
+    """A policy may delay, but a minute after its arrival an entry cannot be held any more."""
     policy = HoldingForEver()
     cluster = ModelCluster(
         make_limits(), default_policies(encode_admission=policy, generate_admission=policy)
@@ -110,7 +110,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 
 
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
-    """F5, D7: found with seed 256041. The cached prefix ends between two places of one image that nobody keeps."""
+    """Found with seed 256041. The cached prefix ends between two places of one image that nobody keeps."""
     limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
     image = b"image"
@@ -125,7 +125,7 @@ def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
 
 @pytest.mark.parametrize("seed", [256041])
 def test_kernel_survives_what_was_found(seed: int) -> None:
-    """F5: seeds beyond the usual range that once failed."""
+    """Seeds beyond the usual range that once failed."""
     run_seed(seed)
 
 

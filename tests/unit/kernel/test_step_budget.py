@@ -118,7 +118,7 @@ def test_model_keeps_a_target_that_is_above_that_multiple() -> None:
 
 
 def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
-    """F5: a target that nothing fits in must not stop prefill."""
+    """A target that nothing fits in must not stop prefill."""
     budget = learned(6_000_000).start_step(5_000, decodes=DECODES)
     assert budget.tokens_at(10_000_000) == 16
     budget.take(10_000_000, 16)
@@ -156,7 +156,7 @@ def test_model_believes_new_times_after_some_steps() -> None:
 def test_model_always_gives_something_whatever_it_was_told(
     steps: list[tuple[int, int, int, int]], start: int
 ) -> None:
-    """F5: noise and nonsense in the times never stop prefill."""
+    """Noise and nonsense in the times never stop prefill."""
     model = StepTimeModel(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
         tell(model, step, at, tokens, busy_ns, decodes=decodes)

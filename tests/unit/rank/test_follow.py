@@ -118,7 +118,7 @@ def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]
 
 @pytest.mark.parametrize("seed", range(8))
 def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """A7: however the two links deliver, all ranks do the same one after the other; none waits for a peer elsewhere."""
+    """However the two links deliver, all ranks do the same one after the other; none waits for a peer elsewhere."""
     following = Following(monkeypatch)
     rng = random.Random(seed)
     expected: Done = []
@@ -142,7 +142,7 @@ def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: 
 
 
 def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A7: a turn that is missing in both logs is a divergence, not a wait for ever."""
+    """A turn that is missing in both logs is a divergence, not a wait for ever."""
     following = Following(monkeypatch)
     following.turns.last = 1
     following.decide("encode", EncodeDecision(1, []))
@@ -153,7 +153,7 @@ def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyP
 
 
 def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A18: after the first entry; before it, the leader waits for other ranks."""
+    """After the first entry; before it, the leader waits for other ranks."""
     following = Following(monkeypatch)
     following.decide("encode", EncodeDecision(1, []))
     with pytest.raises(GroupLostError, match=r"heard nothing from the engine for 60 s"):

@@ -66,7 +66,7 @@ async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
 
 
 async def test_group_of_ranks_agrees(place: Place) -> None:
-    """A7: every rank reports every step; rank 0 speaks for the group."""
+    """Every rank reports every step; rank 0 speaks for the group."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, ranks=2)
     async with started(worker_group):
@@ -79,7 +79,7 @@ async def test_group_of_ranks_agrees(place: Place) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> None:
-    """A7: one token of one rank differs: the rank and the step are named, and nothing goes on."""
+    """One token of one rank differs: the rank and the step are named, and nothing goes on."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5)
@@ -94,7 +94,7 @@ async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> No
 
 
 async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Path) -> None:
-    """E10: every rank runs the hook that rank 0 asked for between the same two steps, once."""
+    """Every rank runs the hook that rank 0 asked for between the same two steps, once."""
     heard = Heard()
     behaviour = Behaviour(hook_s=0.0, hook_at=6, notes=str(tmp_path))
     worker_group = place.worker_group(heard.events, ranks=2, behaviour=behaviour)
@@ -160,7 +160,7 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
 
 
 async def test_group_together_follows_one_order(place: Place) -> None:
-    """A7: two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
+    """Two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, groups=("encode", "generate"), ranks=2)
     async with started(worker_group):

@@ -40,7 +40,7 @@ TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
 async def test_shell_streams_go_on_when_ranks_are_killed(
     place: Place, groups: tuple[tuple[str, ...], ...], ranks: int
 ) -> None:
-    """F6: SIGKILL in mid-stream: the group restarts, and every stream has the tokens it would have had."""
+    """SIGKILL in mid-stream: the group restarts, and every stream has the tokens it would have had."""
     behaviour = Behaviour(step_s=0.004)
     async with shell_of(place, groups=groups, behaviour=behaviour, ranks=ranks) as shell:
         requests = [
@@ -64,7 +64,7 @@ async def test_shell_streams_go_on_when_ranks_are_killed(
 
 
 async def test_shell_encoder_killed_leaves_text_alone(place: Place) -> None:
-    """F6: with a process of its own, a lost encoder stops no text; images wait until it is back."""
+    """With a process of its own, a lost encoder stops no text; images wait until it is back."""
     async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
         text = generate(shell, make_request("text", [11, 12, 13]), max_tokens=40)
         await read(text, at_least=2)
@@ -79,7 +79,7 @@ async def test_shell_encoder_killed_leaves_text_alone(place: Place) -> None:
 async def test_shell_request_that_kills_its_ranks_twice_is_ended(
     place: Place, tmp_path: Path
 ) -> None:
-    """F6: a rank that exits by itself once costs its requests nothing."""
+    """A rank that exits by itself once costs its requests nothing."""
     behaviour = Behaviour(exit_at=12, meet=str(tmp_path))
     async with shell_of(place, behaviour=behaviour) as shell:
         tokens = await read(generate(shell, make_request("r", [11, 12]), max_tokens=20))
@@ -88,7 +88,7 @@ async def test_shell_request_that_kills_its_ranks_twice_is_ended(
 
 
 async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> None:
-    """F1, G8: the encoder's error fails that request, with a text that names no path; others are served."""
+    """The encoder's error fails that request, with a text that names no path; others are served."""
     async with shell_of(place, behaviour=Behaviour(encode_error=7)) as shell:
         bad = generate(shell, make_request("bad", [7], [(0, 7, b"bad")]), max_tokens=5)
         good = generate(shell, make_request("good", [7], [(0, 6, b"good")]), max_tokens=5)
@@ -100,7 +100,7 @@ async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> N
 
 
 async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
-    """F2: and nothing keeps running."""
+    """And nothing keeps running."""
     with pytest.raises(CheckpointError, match="weights.safetensors"):
         async with shell_of(place, behaviour=Behaviour(load_error="CheckpointError")):
             pass
@@ -110,7 +110,7 @@ async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
 async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
     place: Place, turns: int
 ) -> None:
-    """F2: stopping cancels a restart that is under way, at whatever point it is."""
+    """Stopping cancels a restart that is under way, at whatever point it is."""
     async with shell_of(place) as shell:
         pids = shell.pids
         os.kill(pids[1], signal.SIGKILL)
@@ -134,7 +134,7 @@ def place_children() -> list[int]:
 async def test_shell_that_cannot_restart_ends_and_refuses_requests(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2, F4: after the last attempt everybody gets an answer, and nobody waits for what will not come."""
+    """After the last attempt everybody gets an answer, and nobody waits for what will not come."""
     monkeypatch.setattr(revival_module, "RESTART_DELAYS_S", (0.0, 0.0))
     async with shell_of(place, behaviour=Behaviour(step_s=0.005)) as shell:
         stream = generate(shell, make_request("r", [11, 12]), max_tokens=300)
@@ -151,7 +151,7 @@ async def test_shell_that_cannot_restart_ends_and_refuses_requests(
 
 
 async def test_shell_refused_request_leaves_the_one_of_its_id_alone(place: Place) -> None:
-    """F4: an id that is in use is refused; whose it is gets its tokens and its one end."""
+    """An id that is in use is refused; whose it is gets its tokens and its one end."""
     async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
         stream = generate(shell, make_request("same", [11, 12]), max_tokens=20)
         with pytest.raises(RequestRefused) as caught:
@@ -161,7 +161,7 @@ async def test_shell_refused_request_leaves_the_one_of_its_id_alone(place: Place
 
 
 async def test_shell_abort_frees_and_others_go_on(place: Place) -> None:
-    """F3, E20: an aborted stream ends with its reason; clearing ends the rest and reports 0 and 0."""
+    """An aborted stream ends with its reason; clearing ends the rest and reports 0 and 0."""
     async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
         streams = [
             generate(shell, make_request(f"r{index}", [11 + index]), max_tokens=200)

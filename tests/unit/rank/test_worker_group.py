@@ -38,7 +38,7 @@ def one_request() -> GenerateDecision:
 
 
 async def test_crew_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -> None:
-    """E12: every rank waits for the others while it loads; started one by one they would never be ready."""
+    """Every rank waits for the others while it loads; started one by one they would never be ready."""
     meet = tmp_path / "meet"
     meet.mkdir()
     heard = Heard()
@@ -97,7 +97,7 @@ async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
 
 
 async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
-    """E12, F2: the deadline for readiness passes, and the message names the knob; nothing is left running."""
+    """The deadline for readiness passes, and the message names the knob; nothing is left running."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
@@ -163,7 +163,7 @@ async def test_crew_tells_why_a_rank_cannot_load(
 
 
 async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
-    """E12: a group without one of its ranks does not linger until the deadline."""
+    """A group without one of its ranks does not linger until the deadline."""
     meet = tmp_path / "meet"
     meet.mkdir()
     behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
@@ -175,7 +175,7 @@ async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Pa
 
 
 async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
-    """F6: the loss is told once, with the reason; the next start is a fresh group under a new address."""
+    """The loss is told once, with the reason; the next start is a fresh group under a new address."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -212,7 +212,7 @@ async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
 
 
 async def test_crew_rank_that_diverges_stops(place: Place) -> None:
-    """A7: a decision that does not fit what the rank holds ends the group; it is not computed on."""
+    """A decision that does not fit what the rank holds ends the group; it is not computed on."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -226,7 +226,7 @@ async def test_crew_rank_that_diverges_stops(place: Place) -> None:
 
 
 async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> None:
-    """A7: a log of the wrong group is a divergence too."""
+    """A log of the wrong group is a divergence too."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -237,7 +237,7 @@ async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> Non
 
 
 async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
-    """A18: the timeout runs from the first entry on; until all are ready the leader says nothing."""
+    """The timeout runs from the first entry on; until all are ready the leader says nothing."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,
@@ -253,7 +253,7 @@ async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Pla
 
 
 async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
-    """A18: a rank that hears nothing for its timeout stops with a clear error."""
+    """A rank that hears nothing for its timeout stops with a clear error."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
@@ -297,7 +297,7 @@ async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> 
 async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
     place: Place,
 ) -> None:
-    """A18, F2: one process answers both leaders, and a step may take up to `deadlines.step_s`."""
+    """One process answers both leaders, and a step may take up to `deadlines.step_s`."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,
@@ -315,7 +315,7 @@ async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
 
 
 async def test_crew_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
-    """F2: cancelling a start and then stopping leaves no process."""
+    """Cancelling a start and then stopping leaves no process."""
     worker_group = place.worker_group(Heard().events, behaviour=Behaviour(load_s=60))
     starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0.05)

@@ -54,7 +54,7 @@ def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> En
 
 
 def test_encode_rank_hands_over_one_batch() -> None:
-    """D8: all items of a decision in one call, in its order, each with its pixels and pages."""
+    """All items of a decision in one call, in its order, each with its pixels and pages."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder)
     result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
@@ -77,7 +77,7 @@ def test_encode_rank_hands_over_one_batch() -> None:
 def test_encode_rank_survives_its_worker(
     error: Exception, failure: EncodeErrorKind, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F1, G8: an error becomes a result that names no path, address or repr; the log has the rest."""
+    """An error becomes a result that names no path, address or repr; the log has the rest."""
     encoder = Encoder(error)
     rank, _ = rank_of(encoder)
     with caplog.at_level(logging.WARNING):
@@ -120,7 +120,7 @@ def test_encode_rank_pauses_and_goes_on() -> None:
 
 
 def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
-    """F1: the batch fails in whatever part it is; its rank takes the next one."""
+    """The batch fails in whatever part it is; its rank takes the next one."""
     encoder = PausingEncoder()
     rank, _ = rank_of(encoder)
     tasks = [task(b"a", [0])]
@@ -133,7 +133,7 @@ def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
 
 
 def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
-    """A7: no leader sends that."""
+    """No leader sends that."""
     rank, _ = rank_of(PausingEncoder())
     tasks = [task(b"a", [0])]
     rank.apply(EncodeDecision(1, tasks, 100, parts=1))
@@ -143,7 +143,7 @@ def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
 
 @pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
 def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
-    """F1, G7: what does not make whole patches fails that batch."""
+    """What does not make whole patches fails that batch."""
     encoder = Encoder()
     rank, _ = rank_of(encoder)
     bad = EncodeTask(b"a", (1, 2, 2), 4, extent, [0])
@@ -153,7 +153,7 @@ def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
 
 
 def test_encode_rank_copies_what_is_encoded_already() -> None:
-    """E1: rows that the client brought skip the encoder, mixed freely with raw items."""
+    """Rows that the client brought skip the encoder, mixed freely with raw items."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
@@ -167,7 +167,7 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
 
 
 def test_encode_rank_copies_on_the_first_rank_alone() -> None:
-    """A7: one rank writes the arena; the others take part in what is encoded."""
+    """One rank writes the arena; the others take part in what is encoded."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder, rank=1)
     encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)

@@ -133,7 +133,7 @@ def test_generate_rank_keeps_the_running_set() -> None:
 
 
 def test_generate_rank_rows_are_decodes_by_slot_then_chunks() -> None:
-    """E15: the order of rows is fixed; a chunk that does not end its prompt yields no row."""
+    """The order of rows is fixed; a chunk that does not end its prompt yields no row."""
     worker = Script([21, 22], [31, 32, 33])
     rank = rank_of(worker)
     rank.apply(
@@ -204,7 +204,7 @@ def test_generate_rank_ends_a_sequence(
 
 
 def test_generate_rank_slot_that_is_left_is_as_new() -> None:
-    """E6: stop tokens, limits and sampling of who was there before do not leak."""
+    """Stop tokens, limits and sampling of who was there before do not leak."""
     worker = Script([7], [9], [9], [9])
     rank = rank_of(worker, slots=1)
     picky = SamplingParams(max_tokens=50, presence_penalty=1.0)
@@ -225,7 +225,7 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
 
 
 def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
-    """F6: a preempted request comes back without its data, in another slot, with what it had."""
+    """A preempted request comes back without its data, in another slot, with what it had."""
     worker = Script([7], [8], [5], [9, 6])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3, 4])], chunks=[whole(0, 2)]))
@@ -248,7 +248,7 @@ def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:
-    """F3: nothing of an aborted request stays on a rank."""
+    """Nothing of an aborted request stays on a rank."""
     worker = Script([7], [8])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
@@ -283,7 +283,7 @@ def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:
     ],
 )
 def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, message: str) -> None:
-    """A7: a rank that holds something else than the leader thinks never computes on."""
+    """A rank that holds something else than the leader thinks never computes on."""
     worker = Script([7])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
@@ -293,7 +293,7 @@ def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, me
 
 
 def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
-    """A7: the count of tokens is checked again after a preemption."""
+    """The count of tokens is checked again after a preemption."""
     worker = Script([7], [8])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
@@ -319,7 +319,7 @@ def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
 def test_generate_rank_item_rows_of_a_chunk(
     span: tuple[int, int], rows: tuple[int, int, int]
 ) -> None:
-    """D1, E19: a chunk boundary inside an image splits its rows without gap or overlap."""
+    """A chunk boundary inside an image splits its rows without gap or overlap."""
     worker = Script([7])
     rank = rank_of(worker)
     joining = join(1, 0, [5] * 20, items=[ItemPlace(5, 10, (1, 4, 10))])

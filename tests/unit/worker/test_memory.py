@@ -35,7 +35,7 @@ def in_process(script: str) -> str:
 
 @pytest.mark.slow
 def test_limit_process_memory_is_real_and_final() -> None:
-    """C16: beyond it an allocation fails, and nothing in the process can lift it."""
+    """Beyond it an allocation fails, and nothing in the process can lift it."""
     script = """
 import resource
 from vsched.worker.memory import limit_process_memory, process_limit
@@ -80,7 +80,7 @@ def test_limit_process_memory_of_zero_is_none() -> None:
     ],
 )
 def test_memory_errors_become_the_one_type(error: Exception) -> None:
-    """C16: seen in practice while loading under tight limits."""
+    """Seen in practice while loading under tight limits."""
     with (
         pytest.raises(DeviceOutOfMemory, match="while loading. Remedy: raise encode.memory_limit"),
         memory_errors("loading"),

@@ -38,7 +38,7 @@ def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) ->
 
 
 def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> None:
-    """C3, C14: as many rows and slots as the kernel enforces, at the longest context, sampler included."""
+    """As many rows and slots as the kernel enforces, at the longest context, sampler included."""
     worker = run(LOAD)
     prefill, decode, mixed = worker.batches
     longest = LOAD.context_tokens - 3
@@ -52,20 +52,20 @@ def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> Non
 
 
 def test_profiling_run_reads_the_names_that_the_kernel_enforces() -> None:
-    """C14: one definition of each limit; a load has no size that the kernel has not."""
+    """One definition of each limit; a load has no size that the kernel has not."""
     kernel = {field.name for field in msgspec.structs.fields(SchedulerLimits)}
     assert {field.name for field in msgspec.structs.fields(StepLimits)} <= kernel
 
 
 def test_profiling_run_fills_chunks_with_image_rows() -> None:
-    """C3: rows of images cost more than rows of text; one token of text stays between two images."""
+    """Rows of images cost more than rows of text; one token of text stays between two images."""
     prefill, _, mixed = run(LOAD, image=IMAGE).batches
     for start, stop, rows in [*prefill[2], *mixed[2]]:
         assert rows >= (stop - start) * 6 // 7 - 1
 
 
 def test_profiling_run_aliases_blocks_so_that_any_cache_does() -> None:
-    """C1: a probe is smaller than the sequences it is run with."""
+    """A probe is smaller than the sequences it is run with."""
     assert max(run(LOAD, blocks=2).tables) == 1
 
 
@@ -98,7 +98,7 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
 def test_profiling_run_layouts_use_the_budget_up(
     slots: int, more: int, chunk_tokens: int, context_tokens: int
 ) -> None:
-    """C14: neither more than the budget, nor less than slots of that many tokens can take."""
+    """Neither more than the budget, nor less than slots of that many tokens can take."""
     load = StepLimits(
         slots=slots,
         batch_tokens=slots + more,
@@ -124,7 +124,7 @@ class Builder:
 
 
 def test_image_for_fits_the_prompt() -> None:
-    """E18: an image longer than a prompt is refused when it comes, so the profiling run takes one that is not."""
+    """An image longer than a prompt is refused when it comes, so the profiling run takes one that is not."""
     plugin, info = Builder(), model_info()
     tight = msgspec.structs.replace(LOAD, context_tokens=20)
     found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def reserve(
 
 
 def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
-    """B1, B2: every candidate runs; the growth is the peak less what stood before, and the allocator keeps it."""
+    """Every candidate runs; the growth is the peak less what stood before, and the allocator keeps it."""
     loaded, reservation, worker = reserve()
     assert worker.batches == [[4, 4], [32]]
     assert reservation == Reservation(
@@ -70,7 +70,7 @@ def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
 
 
 def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
-    """B1: on a host, freed memory is nobody's: the reservation says that others must leave it free."""
+    """On a host, freed memory is nobody's: the reservation says that others must leave it free."""
 
     class Host(SimulatedMemory):
         def free(self, handle: int) -> None:
@@ -83,20 +83,20 @@ def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
 
 
 def test_reserve_reports_no_negative_growth() -> None:
-    """B2: nothing that ran is 0, not less."""
+    """Nothing that ran is 0, not less."""
     _, reservation, worker = reserve(pixels_max=0)
     assert (reservation.growth_bytes, reservation.held, worker.batches) == (0, False, [])
 
 
 def test_reserve_gives_every_cap_to_the_search() -> None:
-    """B3, B11: count, tokens and pixels."""
+    """Count, tokens and pixels."""
     plugin = Builder()
     reserve(plugin, items=3, tokens=77, pixels_max=555)
     assert plugin.caps == [(3, 77, 555)]
 
 
 def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
-    """B5: a start-up error with batch, value, limit and what to change."""
+    """A start-up error with batch, value, limit and what to change."""
     with pytest.raises(DeviceOutOfMemory) as raised:
         reserve(total_bytes=45 * MIB)
     message = str(raised.value)
@@ -108,11 +108,11 @@ def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
         "encode.reserved",
     ):
         assert knob in message
-    assert "45.0 MiB = encode rank 2 weights" in message, "B7: the ledger is quoted"
+    assert "45.0 MiB = encode rank 2 weights" in message, "the ledger is quoted"
 
 
 def test_reserve_takes_the_override_and_holds_it() -> None:
-    """B6: no batch runs, and the memory is held nevertheless."""
+    """No batch runs, and the memory is held nevertheless."""
     loaded, reservation, worker = reserve(reserved_bytes=100 * MIB)
     assert worker.batches == []
     assert (reservation.growth_bytes, reservation.held) == (100 * MIB, True)
@@ -122,13 +122,13 @@ def test_reserve_takes_the_override_and_holds_it() -> None:
 
 
 def test_reserve_refuses_an_override_that_is_not_there() -> None:
-    """B6: the memory must be there."""
+    """The memory must be there."""
     with pytest.raises(DeviceOutOfMemory, match=r"encode\.reserved: .*value \d+, limit \d+"):
         reserve(reserved_bytes=1 << 40)
 
 
 def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> None:
-    """B6: and names the override."""
+    """And names the override."""
     with caplog.at_level(logging.WARNING):
         _, reservation, worker = reserve(object())
     assert (reservation.growth_bytes, worker.batches) == (0, [])
@@ -150,7 +150,7 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
     ids=["reservation first", "model first", "memory first"],
 )
 def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> None:
-    """B9: either can be imported first, and reservation code never pulls a model in."""
+    """Either can be imported first, and reservation code never pulls a model in."""
     lines = [f"import {name}" for name in modules]
     lines += ["import sys", "assert 'torch' not in sys.modules, 'torch came along'"]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_S)
@@ -160,7 +160,7 @@ def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> No
     "module", [memory, reserve_module, sizing, profiling_run], ids=lambda module: module.__name__
 )
 def test_worst_cases_come_from_no_environment(module: ModuleType) -> None:
-    """C15: what is stressed follows from the model's configuration and the caps, which all ranks share."""
+    """What is stressed follows from the model's configuration and the caps, which all ranks share."""
     text = inspect.getsource(module)
     assert "environ" not in text
     assert "getenv" not in text

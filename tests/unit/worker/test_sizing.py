@@ -40,7 +40,7 @@ def test_carry_out_measures_an_attempt() -> None:
 
 
 def test_carry_out_tears_down_in_order() -> None:
-    """C8, C9, C10: graphs, request state, KV and its backends, one release; then everything is built anew."""
+    """Graphs, request state, KV and its backends, one release; then everything is built anew."""
     sizing, worker = sizing_on()
     sizing.carry_out(PROBE)
     worker.events.clear()
@@ -58,7 +58,7 @@ def test_carry_out_tears_down_in_order() -> None:
 
 
 def test_carry_out_drops_what_a_failed_stress_left() -> None:
-    """C8, C9: the error of a failing step must not keep its requests alive, nor the headroom."""
+    """The error of a failing step must not keep its requests alive, nor the headroom."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(4)
     assert sizing.carry_out(BUILD).outcome == "out_of_memory"
@@ -69,7 +69,7 @@ def test_carry_out_drops_what_a_failed_stress_left() -> None:
 
 
 def test_carry_out_holds_the_headroom_during_the_profiling_run() -> None:
-    """C12: it stands while the steps run, and not after."""
+    """It stands while the steps run, and not after."""
     sizing, worker = sizing_on()
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     plain = list(worker.held_bytes)
@@ -87,7 +87,7 @@ def test_carry_out_without_stress_only_builds() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> None:
-    """C16: KV, headroom and each step: the one type arrives as the one outcome, and a smaller order works after it."""
+    """KV, headroom and each step: the one type arrives as the one outcome, and a smaller order works after it."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(number)
     sized = sizing.carry_out(BUILD)
@@ -100,7 +100,7 @@ def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> Non
 
 
 def test_carry_out_takes_a_memory_error_for_what_it_is() -> None:
-    """C16: numpy and Python run out of memory too, in the rank's own tables."""
+    """Numpy and Python run out of memory too, in the rank's own tables."""
     sizing, worker = sizing_on()
 
     def step(_batch: object) -> None:
@@ -111,7 +111,7 @@ def test_carry_out_takes_a_memory_error_for_what_it_is() -> None:
 
 
 def test_carry_out_lets_a_defect_pass() -> None:
-    """C16: what is not out-of-memory must not look like it: no smaller cache would help."""
+    """What is not out-of-memory must not look like it: no smaller cache would help."""
     sizing, worker = sizing_on()
 
     def step(_batch: object) -> None:
@@ -129,7 +129,7 @@ def leak_after(*orders: SizeKv) -> tuple[list[Sized], MeasuredGenerator]:
 
 
 def test_carry_out_calls_a_leak_a_leak() -> None:
-    """C11, C17: memory that does not come back is not out-of-memory, and nothing is built on top of it."""
+    """Memory that does not come back is not out-of-memory, and nothing is built on top of it."""
     (first, second), worker = leak_after(PROBE, BUILD)
     assert (first.outcome, second.outcome) == ("fits", "leak")
     assert second.memory.released_bytes == 0
@@ -138,7 +138,7 @@ def test_carry_out_calls_a_leak_a_leak() -> None:
 
 
 def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
-    """C17: on every attempt, those after an out-of-memory included."""
+    """On every attempt, those after an out-of-memory included."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(3)
     assert sizing.carry_out(BUILD).outcome == "out_of_memory"
@@ -147,7 +147,7 @@ def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
 
 
 def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
-    """C7: a probe stands for caches of any size; in another cache a longer sequence is refused when it comes."""
+    """A probe stands for caches of any size; in another cache a longer sequence is refused when it comes."""
     sizing, worker = sizing_on()
     sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0, probe=True))
     sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0))
@@ -167,7 +167,7 @@ def sharing_on(total_bytes: int) -> tuple[KvSizing, Sharing]:
 
 
 def test_carry_out_tells_peers_that_it_failed() -> None:
-    """C18: a rank whose cache or headroom does not fit leaves no peer waiting in a step."""
+    """A rank whose cache or headroom does not fit leaves no peer waiting in a step."""
     order = SizeKv(4096, profile=True, headroom_bytes=0)
     sizing, worker = sharing_on(256 * MIB)
     assert sizing.carry_out(order).outcome == "fits"
@@ -181,7 +181,7 @@ def test_carry_out_tells_peers_that_it_failed() -> None:
 
 
 def test_carry_out_renews_when_ranks_disagreed() -> None:
-    """C18: who succeeded meets its peers anew, too, before anything is built."""
+    """Who succeeded meets its peers anew, too, before anything is built."""
     sizing, worker = sharing_on(256 * MIB)
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     worker.events.clear()

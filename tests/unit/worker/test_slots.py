@@ -12,7 +12,7 @@ COUNTED = {"tokens": "length", "block_table": "block_count"}
 
 
 def test_slots_reset_covers_every_field() -> None:
-    """E6: a slot that was used is as one that never was; its neighbours keep what they have."""
+    """A slot that was used is as one that never was; its neighbours keep what they have."""
     table = SlotTable(3, context_tokens=200, block_size=4)
     fresh = SlotTable(3, context_tokens=200, block_size=4)
     for field in table.fields:
@@ -44,7 +44,7 @@ def rows_of(table: SlotTable, slot: int) -> dict[str, list[int]]:
 
 
 def test_slots_swap_covers_every_field() -> None:
-    """E6: two slots change places with all that they hold, and nobody else notices."""
+    """Two slots change places with all that they hold, and nobody else notices."""
     table, before = filled(4), filled(4)
     assert all(
         rows_of(before, 0)[name] != rows_of(before, 3)[name] for name in rows_of(before, 0)
@@ -58,7 +58,7 @@ def test_slots_swap_covers_every_field() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_slots_resize_covers_every_field(slots: int) -> None:
-    """E6: what stays keeps all that it holds, what is new is empty, in every field."""
+    """What stays keeps all that it holds, what is new is empty, in every field."""
     table, before = filled(3), filled(3)
     fresh = SlotTable(5, context_tokens=10, block_size=4)
     table.resize(slots)
@@ -70,7 +70,7 @@ def test_slots_resize_covers_every_field(slots: int) -> None:
 
 
 def test_slots_swap_and_reset_go_together() -> None:
-    """E6: a slot that was reset after a swap is as one that never was."""
+    """A slot that was reset after a swap is as one that never was."""
     table, fresh = filled(3), SlotTable(3, context_tokens=10, block_size=4)
     table.swap(0, 2)
     table.reset(2)
@@ -80,7 +80,7 @@ def test_slots_swap_and_reset_go_together() -> None:
 
 
 def test_slots_table_lists_every_array() -> None:
-    """E6: no array beside the table that `reset` would not know of."""
+    """No array beside the table that `reset` would not know of."""
     table = SlotTable(2, context_tokens=10, block_size=4)
     arrays = {name for name, value in vars(table).items() if isinstance(value, np.ndarray)}
     assert arrays == {field.name for field in table.fields}

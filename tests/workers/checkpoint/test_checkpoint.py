@@ -107,7 +107,7 @@ def test_inspect_reads_the_flat_layout_of_older_checkpoints(
 
 
 def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
-    """G8: the message names the last part of the path only."""
+    """The message names the last part of the path only."""
     with pytest.raises(CheckpointError, match="'nowhere' does not exist. Remedy") as error:
         inspect(tmp_path / "nowhere")
     assert str(tmp_path) not in str(error.value)
@@ -192,7 +192,7 @@ def test_inspect_refuses_what_would_run_wrongly(
 
 
 def test_inspect_refuses_pickled_weights(copy: Callable[..., Path]) -> None:
-    """G1: weights come from safetensors only."""
+    """Weights come from safetensors only."""
     path = copy()
     (path / WEIGHTS).rename(path / "pytorch_model.bin")
     with pytest.raises(

@@ -14,7 +14,7 @@ from vsched.media.embeddings import read_embedding
 
 
 def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
-    """D4: features may be numpy arrays or tensors: the file, and what is read of it, is the same."""
+    """Features may be numpy arrays or tensors: the file, and what is read of it, is the same."""
     stage = stages("nano25")
     width = stage.info.hidden_size * stage.info.embedding_levels
     rows = np.random.default_rng(1).normal(size=(6, width)).astype(np.float32)
@@ -32,7 +32,7 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
 
 
 def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
-    """D5: a client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
+    """A client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
     stage = stages("nano25")
     mark = stage.info.image_token_id
     ids, offsets = stage.preprocessor.expand([7, mark, 8, 9, mark], [3, 2])

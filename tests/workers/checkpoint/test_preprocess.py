@@ -61,7 +61,7 @@ def test_process_image_equals_transformers(
 def test_plan_image_agrees_with_process_image(
     load: Load, size: str, width: int, height: int, budget: int
 ) -> None:
-    """A16, A17, A19: what is planned is what is made, and it is within the budget or refused with every number."""
+    """What is planned is what is made, and it is within the budget or refused with every number."""
     preprocessor = load(size, budget)
     image = Image.new("RGB", (width, height))
     refused: RequestRefused | None = None
@@ -98,7 +98,7 @@ BUDGETS = st.integers(1, 16_384) | st.integers(1, 200)
 def test_any_size_under_any_budget_is_within_it_or_refused(
     checkpoints: Callable[[str], Path], size: str, width: int, height: int, budget: int
 ) -> None:
-    """A16, A19, A20: the tokens of the front end are those of the clamped processor, and never above the budget."""
+    """The tokens of the front end are those of the clamped processor, and never above the budget."""
     info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=budget)
     assert info.item_tokens_max <= budget
     preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
@@ -139,7 +139,7 @@ def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, in
     ],
 )
 def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> None:
-    """A17, G7: the refusal names value, limit and remedy."""
+    """The refusal names value, limit and remedy."""
     with pytest.raises(RequestRefused, match=r"value .*, limit .*\. Remedy: ") as refusal:
         load("nano25", 64).plan_image(width, height)
     assert refusal.value.code == code
@@ -148,7 +148,7 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
 def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
-    """G7: odd modes are converted, not crashed on."""
+    """Odd modes are converted, not crashed on."""
     image = Image.new(mode, (60, 60))
     assert np.isfinite(load("nano25").process_image(image)).all()
 
@@ -174,7 +174,7 @@ def test_expand_replaces_placeholders(load: Load) -> None:
 
 @pytest.mark.parametrize("tokens", [[], [2], [2, 2, 2]])
 def test_expand_refuses_other_numbers(load: Load, tokens: list[int]) -> None:
-    """A17: as many placeholders as images, neither more nor fewer."""
+    """As many placeholders as images, neither more nor fewer."""
     preprocessor = load("nano25")
     mark = preprocessor.info.image_token_id
     with pytest.raises(RequestRefused, match=f"value 2, limit {len(tokens)}") as refusal:
@@ -215,7 +215,7 @@ def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
     "content", [[{"type": "audio", "audio": "x"}], [{"text": "no type"}], ["x"], 7]
 )
 def test_render_refuses_what_the_template_rejects(load: Load, content: Any) -> None:
-    """G8: a refusal with a code, without paths or reprs."""
+    """A refusal with a code, without paths or reprs."""
     with pytest.raises(RequestRefused) as refusal:
         load("nano25").render([{"role": "user", "content": content}])
     assert refusal.value.code == "invalid_messages"
@@ -280,7 +280,7 @@ def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
 
 
 def test_settings_digest_tells_settings_apart(load: Load) -> None:
-    """D14, G9: the family, the settings and the clamp all count."""
+    """The family, the settings and the clamp all count."""
     digests = {
         load(size, budget).settings_digest for size in ("nano25", "nano3") for budget in (0, 64)
     }
@@ -296,7 +296,7 @@ def test_settings_digest_tells_settings_apart(load: Load) -> None:
 def test_settings_digest_is_the_same_in_another_process(
     load: Load, checkpoints: Callable[[str], Path]
 ) -> None:
-    """D14: equal across processes, whatever their hash seed."""
+    """Equal across processes, whatever their hash seed."""
     code = (
         "import sys; from vsched_workers.plugin import plugin as p; "
         "i = p.inspect(sys.argv[1], dtype='auto', item_tokens_max=0); "

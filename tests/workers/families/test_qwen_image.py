@@ -55,7 +55,7 @@ def test_resized_agrees_with_the_processor(
 def test_clamped_images_stay_within_the_budget_or_are_strips(
     height: int, width: int, budget: int, low: int, high: int | None
 ) -> None:
-    """A19, A20: tokens <= budget over all sizes and budgets, except strips that the front end refuses.
+    """Tokens <= budget over all sizes and budgets, except strips that the front end refuses.
 
     What escapes is only ever an image whose aspect ratio exceeds the budget.
     """
@@ -75,7 +75,7 @@ def test_clamped_images_stay_within_the_budget_or_are_strips(
 @given(budget=st.integers(1, 100_000))
 @REPEATABLE
 def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
-    """A20: the ceilings of a raised image stay within the budget, where one token alone does."""
+    """The ceilings of a raised image stay within the budget, where one token alone does."""
     least = minimum_tokens_for(budget)
     assert 1 <= least <= budget
     for width in (1, 50, 100, 150, 199, 200):
@@ -85,7 +85,7 @@ def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
 
 
 def test_minimum_is_untouched_by_a_wide_budget() -> None:
-    """A20: the published minimum of 64 tokens survives every budget from 179 on."""
+    """The published minimum of 64 tokens survives every budget from 179 on."""
     limits = PixelLimits(64 * AREA, 16384 * AREA)
     assert clamp_limits(limits, tokens=179, factor=FACTOR).minimum == 64 * AREA
     assert clamp_limits(limits, tokens=64, factor=FACTOR).minimum < 64 * AREA
@@ -103,13 +103,13 @@ def test_minimum_is_untouched_by_a_wide_budget() -> None:
     ids=["no limit", "looser", "equal", "tighter", "no budget"],
 )
 def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: int) -> None:
-    """A14, A15: allowed pixels = tokens x (patch x merge)^2; no limit is looser than any budget."""
+    """Allowed pixels = tokens x (patch x merge)^2; no limit is looser than any budget."""
     found = clamp_limits(PixelLimits(1, maximum), tokens=tokens, factor=FACTOR)
     assert found.maximum == expected
 
 
 def test_clamp_refuses_a_negative_budget() -> None:
-    """A14: a budget below 1 is an error (0 is the explicit opt-out, A13)."""
+    """A budget below 1 is an error (0 is the explicit opt-out)."""
     with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
         clamp_limits(PixelLimits(1, None), tokens=-1, factor=FACTOR)
     with pytest.raises(ConfigError, match="below 1"):
@@ -117,7 +117,7 @@ def test_clamp_refuses_a_negative_budget() -> None:
 
 
 def test_clamp_settings_treats_every_reader_alike() -> None:
-    """A16: both readers of the limit get the same bound; other keys stay, missing ones are not invented."""
+    """Both readers of the limit get the same bound; other keys stay, missing ones are not invented."""
     settings = {
         "max_pixels": 1280 * AREA,
         "size": {"longest_edge": 1280 * AREA, "shortest_edge": 4 * AREA},
@@ -133,7 +133,7 @@ def test_clamp_settings_treats_every_reader_alike() -> None:
 
 
 def test_clamp_settings_does_not_invent_keys() -> None:
-    """A15, A16: a key without a value is bounded; a key that is not there stays so."""
+    """A key without a value is bounded; a key that is not there stays so."""
     assert clamp_settings({"max_pixels": None}, tokens=10, factor=FACTOR) == {
         "max_pixels": 10 * AREA
     }
@@ -153,7 +153,7 @@ def test_clamp_settings_does_not_invent_keys() -> None:
 def test_clamp_settings_and_clamp_limits_agree(
     budget: int, low: int, high: int, which: set[str]
 ) -> None:
-    """A16: clamping the settings and clamping the limits read from them come to the same."""
+    """Clamping the settings and clamping the limits read from them come to the same."""
     everything = {
         "min_pixels": low * AREA,
         "max_pixels": high * AREA,
@@ -171,7 +171,7 @@ def test_worst_tokens_is_unknown_without_a_maximum() -> None:
 
 
 def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
-    """A19: at 64 tokens a strip of 1:200 has 113."""
+    """At 64 tokens a strip of 1:200 has 113."""
     limits = PixelLimits(AREA, 64 * AREA)
     rows, columns = resized(100, 20_000, factor=FACTOR, limits=limits)
     assert rows * columns // AREA == 113

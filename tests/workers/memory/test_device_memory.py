@@ -35,7 +35,7 @@ from vsched_workers.memory.device_memory import (
     ],
 )
 def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
-    """C16: whatever the allocator calls it, policies see one type."""
+    """Whatever the allocator calls it, policies see one type."""
     with (
         pytest.raises(DeviceOutOfMemory, match="while testing. Remedy"),
         typed_out_of_memory("testing"),
@@ -44,7 +44,7 @@ def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
 
 
 def test_typed_out_of_memory_comes_from_a_real_failure() -> None:
-    """C16: a true allocation failure, not a mock."""
+    """A true allocation failure, not a mock."""
     with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
@@ -71,7 +71,7 @@ def test_host_memory_sees_an_allocation_and_its_peak() -> None:
 
 
 def test_host_memory_holds_for_real() -> None:
-    """C12: pages are touched, so that the host has given them."""
+    """Pages are touched, so that the host has given them."""
     memory = open_device_memory("cpu")
     before = memory.allocated()
     with memory.hold(64 << 20):
@@ -126,7 +126,7 @@ for allocate in (
 
 @pytest.mark.slow
 def test_host_memory_counts_what_the_limit_counts() -> None:
-    """B2, C4, C16: total, available, reserved and peak add up under a real limit, and failures have the one type."""
+    """Total, available, reserved and peak add up under a real limit, and failures have the one type."""
     done = subprocess.run(
         [sys.executable, "-c", UNDER_A_LIMIT],
         capture_output=True,
@@ -170,7 +170,7 @@ class FakeCuda:
 
 
 def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C4: what the allocator caches is reserved, not available; the rest of what is gone are peers. Not on a GPU."""
+    """What the allocator caches is reserved, not available; the rest of what is gone are peers. Not on a GPU."""
     cuda = FakeCuda()
     for name in dir(cuda):
         if not name.startswith("_") and name != "calls":
@@ -185,7 +185,7 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C12, C16: and what the device refuses has the one type. Not on a GPU."""
+    """And what the device refuses has the one type. Not on a GPU."""
     sizes: list[int] = []
 
     def empty(size: int, **_: object) -> object:

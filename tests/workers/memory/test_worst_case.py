@@ -50,7 +50,7 @@ def every_unit(
 def test_largest_units_equal_trying_every_image(
     factor: int, pixels_max: int, budget: int, capped: bool, minimum: int, maximum: int | None
 ) -> None:
-    """B10, B11, B12: exactly what legal images reach under all caps together, neither more nor less."""
+    """Exactly what legal images reach under all caps together, neither more nor less."""
     limits = PixelLimits(minimum=minimum * factor, maximum=maximum)
     limits = clamp_limits(limits, tokens=budget, factor=factor)
     tokens_max = budget if capped else 0
@@ -60,7 +60,7 @@ def test_largest_units_equal_trying_every_image(
 
 
 def test_largest_units_find_the_strip_that_guesses_miss() -> None:
-    """B10: 3,686,400 pixels, patch 14, merge 2: a square has 4,761 tokens, 154 x 23937 pixels have 5,130."""
+    """At 3,686,400 pixels, patch 14, merge 2: a square has 4,761 tokens, 154 x 23937 pixels have 5,130."""
     found = largest_units(PixelLimits(3136, None), factor=28, tokens_max=0, pixels_max=3_686_400)
     assert max(few * many for few, many in found.items()) >= 5130
     assert found[6] == 855
@@ -68,7 +68,7 @@ def test_largest_units_find_the_strip_that_guesses_miss() -> None:
 
 @pytest.mark.parametrize("pixels_max", [997, 7919, 104_729, 1_299_709])
 def test_largest_units_of_a_prime_are_legal(pixels_max: int) -> None:
-    """B12: each is the grid of an image that the processor takes."""
+    """Each is the grid of an image that the processor takes."""
     limits = PixelLimits(1, None)
     for few, many in largest_units(limits, factor=28, tokens_max=0, pixels_max=pixels_max).items():
         # Rounding lifts a side by half a factor at most, so the sides before it were within the ratio.
@@ -101,7 +101,7 @@ def test_worst_batches_stay_within_every_cap(
     pixels_max: int,
     item_tokens_max: int,
 ) -> None:
-    """B3, B4, B11: merge multiples, at least one unit, and no cap is exceeded."""
+    """Merge multiples, at least one unit, and no cap is exceeded."""
     found = batches(
         items=items, tokens=tokens, pixels_max=pixels_max, item_tokens_max=item_tokens_max
     )
@@ -119,7 +119,7 @@ def test_worst_batches_stay_within_every_cap(
 def test_worst_batches_use_the_budget_up(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """B3: the tighter cap binds, and what it leaves is used."""
+    """The tighter cap binds, and what it leaves is used."""
     caps = {"pixels_max": 64_000_000, "item_tokens_max": 64}
     full = batches(items=8, tokens=200, **caps)
     assert max(sum(plan.tokens for plan in batch) for batch in full) >= 196
@@ -134,7 +134,7 @@ def test_worst_batches_use_the_budget_up(
 def test_worst_batches_without_a_token_budget_fill_the_count(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """A4, B11: then the count alone holds."""
+    """Then the count alone holds."""
     found = batches(items=3, tokens=0, pixels_max=64_000_000, item_tokens_max=64)
     assert [plan.tokens for plan in found[0]] == [64, 64, 64]
 
@@ -142,7 +142,7 @@ def test_worst_batches_without_a_token_budget_fill_the_count(
 def test_worst_batches_let_an_image_above_the_budget_run_alone(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """A2: it is encoded nevertheless, so it is a candidate."""
+    """It is encoded nevertheless, so it is a candidate."""
     found = batches(items=8, tokens=40, pixels_max=64_000_000, item_tokens_max=64)
     assert [plan.tokens for plan in found[0]] == [64]
     for batch in found:
@@ -156,7 +156,7 @@ def test_worst_batches_of_no_images_are_none(
 
 
 def test_compose_tries_strips_where_they_are_something_else() -> None:
-    """B10: the longest image is a candidate too, unless it is as large as the largest."""
+    """The longest image is a candidate too, unless it is as large as the largest."""
     found = compose({1: 60, 8: 10}, merge=2, least=1, items=4, tokens=100)
     assert [batch[0].grid for batch in found] == [(1, 16, 20), (1, 2, 50), (1, 2, 120)]
     assert len(compose({1: 79, 8: 10}, merge=2, least=1, items=4, tokens=100)) == 2
@@ -170,7 +170,7 @@ def test_compose_names_each_candidate_once() -> None:
 def test_worst_batches_do_not_heed_the_environment(
     batches: Callable[..., list[list[ImagePlan]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C15: settings that other servers read change nothing."""
+    """Settings that other servers read change nothing."""
     caps = {"items": 8, "tokens": 200, "pixels_max": 64_000_000, "item_tokens_max": 64}
     before = batches(**caps)
     for name in ("MAX_PIXELS", "MIN_PIXELS", "VIT_MAX_BATCH", "IMAGE_MAX_TOKEN_NUM"):

@@ -43,7 +43,7 @@ def test_place_experts_gives_the_heaviest_first_to_the_least_loaded() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None:
-    """E10: every rank holds as many experts as before, each expert is held once, what stays keeps its place."""
+    """Every rank holds as many experts as before, each expert is held once, what stays keeps its place."""
     draw = random.Random(seed)
     ranks, share = draw.choice([2, 4]), draw.randint(1, 6)
     order = draw.sample(range(ranks * share), ranks * share)
@@ -156,7 +156,7 @@ def balanced_answer(
 def test_experts_move_and_the_tokens_stay(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Stage]
 ) -> None:
-    """E10: collective work between two steps; experts change ranks, and no token changes."""
+    """Collective work between two steps; experts change ranks, and no token changes."""
     questions = [Question("What is it?", [drawn_image(1, 90, 60)]), Question("How many are there?")]
     alone = Driver(stages(SIZE), chunk=40, seed=40).run(questions, arrivals=2, preempts=7)
     first, second = ranks.run(balanced_answer, str(checkpoints(SIZE)), questions, 4)

@@ -43,7 +43,7 @@ def test_cuts_of_all_ranks_make_the_whole(ranks: int, dimension: int, parts: int
 
 
 def test_cut_asserts_the_shape_that_it_promises() -> None:
-    """E13: a tensor that ends before the cut does is not passed on, a module of another size not filled."""
+    """A tensor that ends before the cut does is not passed on, a module of another size not filled."""
     cut = Cut(dimension=0, whole=8, spans=((4, 8),))
     with pytest.raises(AssertionError, match="is not cut to"):
         cut.read(torch.zeros(6, 2))
@@ -54,7 +54,7 @@ def test_cut_asserts_the_shape_that_it_promises() -> None:
 
 
 def test_slice_module_asserts_that_every_name_is_there() -> None:
-    """E13: a layer that was renamed is not left whole in silence, and a count of heads not cut with a rest."""
+    """A layer that was renamed is not left whole in silence, and a count of heads not cut with a rest."""
     module = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(AssertionError, match="down"):
         slice_module(module, Sharing({"0": Split.COLUMN, "down": Split.ROW}, ()), ranks=2, rank=0)
@@ -73,7 +73,7 @@ def build(checkpoints: Callable[[str], Path], size: str, stage: str) -> tuple[nn
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_slice_module_shapes(checkpoints: Callable[[str], Path], size: str, stage: str) -> None:
-    """E13: every layer that the table names has half of one dimension; no other tensor has changed."""
+    """Every layer that the table names has half of one dimension; no other tensor has changed."""
     whole, sharing = build(checkpoints, size, stage)
     half, _ = build(checkpoints, size, stage)
     cuts = slice_module(half, sharing, ranks=2, rank=1)

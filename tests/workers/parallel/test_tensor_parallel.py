@@ -84,7 +84,7 @@ def check_equal(ranks: Ranks, path: Path, size: int) -> None:
 
 
 def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], size: str) -> None:
-    """A7: prefill in chunks beside decode, images, deepstack, preemption, a seeded request: token for token."""
+    """Prefill in chunks beside decode, images, deepstack, preemption, a seeded request: token for token."""
     check_equal(ranks, checkpoints(size), 2)
 
 
@@ -96,7 +96,7 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
 def test_ranks_pause_in_a_batch(
     ranks: Ranks, checkpoints: Callable[[str], Path], size: str, fails: str
 ) -> None:
-    """A7, F1: parts end at one place on all ranks, steps lie in between; one failure is everybody's."""
+    """Parts end at one place on all ranks, steps lie in between; one failure is everybody's."""
     found = ranks.run(on_rank.encode_in_parts, str(checkpoints(size)), QUESTIONS[0], fails)
     errors = ["ValueError", "PeerFailed"] if fails else ["", ""]
     assert [error.partition(":")[0] for error, _ in found] == errors

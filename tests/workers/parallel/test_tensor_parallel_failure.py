@@ -108,7 +108,7 @@ def prepare(group: RankGroup, error: Exception) -> None:
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (4, 2)])
 def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, culprit: int) -> None:
-    """C18: no rank goes on or retries alone, wherever another one failed; the next attempt works on all."""
+    """No rank goes on or retries alone, wherever another one failed; the next attempt works on all."""
     found = ranks.run(attempts, culprit, "memory", size=size)
     other = f"DeviceOutOfMemory: another rank of the group, {culprit}, ran out of memory."
     own = "DeviceOutOfMemory: own"
@@ -144,12 +144,12 @@ def lose(settings: WorkerSettings, how: str) -> str:
 
 
 def test_group_is_lost_with_a_rank_that_is_gone(ranks: Ranks) -> None:
-    """F2: connections that close without a word are no lack of memory."""
+    """Connections that close without a word are no lack of memory."""
     assert "connection to another rank of the group is gone" in ranks.run(lose, "gone")[0]
 
 
 def test_group_does_not_wait_for_ever(ranks: Ranks) -> None:
-    """A18: a deaf rank is waited for as long as the limit says, which the message names."""
+    """A deaf rank is waited for as long as the limit says, which the message names."""
     assert "value over 2, limit 2. Remedy" in ranks.run(lose, "deaf")[0]
 
 
@@ -160,7 +160,7 @@ def meet_at_another_step(settings: WorkerSettings) -> str:
 
 
 def test_group_meets_at_one_step_only(ranks: Ranks) -> None:
-    """E12: ranks that are at different steps notice when they connect."""
+    """Ranks that are at different steps notice when they connect."""
     found = ranks.run(meet_at_another_step)
     assert all(each.startswith("RankDesync: ") and "[0, 1] steps" in each for each in found)
 
@@ -196,7 +196,7 @@ def generate_with_faults(
 def test_step_fails_on_every_rank_and_can_be_run_again(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], culprit: int
 ) -> None:
-    """C16, C18: before the first collective, between two, and after the last; the tokens are the same as ever."""
+    """Before the first collective, between two, and after the last; the tokens are the same as ever."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), culprit)
     wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
     for rank, (seen, tokens) in enumerate(found):
@@ -228,7 +228,7 @@ def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], 
 def test_encode_fails_on_every_rank_and_can_be_run_again(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any]
 ) -> None:
-    """F1, C18: the batch fails alike on all ranks; the next one is encoded, and the first rank alone writes."""
+    """The batch fails alike on all ranks; the next one is encoded, and the first rank alone writes."""
     (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
     assert seen[0] == "DeviceOutOfMemory: another rank of the group, 1, ran out of memory."
     assert seen[1] == "PeerFailed: another rank of the group, 1, failed: ValueError"
@@ -269,7 +269,7 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
 def test_sizing_fails_on_every_rank_and_goes_on(
     ranks: Ranks, checkpoints: Callable[[str], Path]
 ) -> None:
-    """C3, C18: cache, headroom or profiling run: what one rank cannot do fails on all; frugal steps run in lockstep."""
+    """Cache, headroom or profiling run: what one rank cannot do fails on all; frugal steps run in lockstep."""
     first, second = ranks.run(size_with_faults, str(checkpoints("nano3")))
     outcomes = ["out_of_memory", "fits"] * 3
     assert [each for each, _ in first] == [each for each, _ in second] == outcomes
@@ -294,7 +294,7 @@ with group.together():
 
 
 def test_group_notices_a_killed_rank_at_once(tmp_path: Path) -> None:
-    """F2: the connections of a process go with it."""
+    """The connections of a process go with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     first, second = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""When the periodic collective work of a group is due (E10)."""
+"""When the periodic collective work of a group is due."""
 
 from __future__ import annotations
 
