@@ -67,7 +67,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Largest WEBP in pixels; its decoder stalls the server.")
     ] = 16_000_000
     images_max: Annotated[
-        int, Meta(ge=0, description="Most images of a request; 0 refuses them all.")
+        int, Meta(ge=0, description="Most images per request; 0 refuses all images.")
     ] = 64
     request_bytes_max: Annotated[
         int, Meta(ge=1, description="Most bytes of all encoded images of a request.")
@@ -85,7 +85,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = ()
     allow_embeddings: Annotated[
         bool,
-        Meta(description="Whether requests may bring finished embeddings (`image_embeds`)."),
+        Meta(description="Whether requests may contain embeddings (`image_embeds`)."),
     ] = False
     fetch_s: Annotated[float, Meta(gt=0, description="Longest time to fetch one image.")] = 10.0
     prepare_s: Annotated[
@@ -98,7 +98,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Most encoded bytes that requests in preparation hold.")
     ] = 512 << 20
     decode_bytes: Annotated[
-        int, Meta(ge=1, description="Memory to decode and preprocess in; images wait for it.")
+        int, Meta(ge=1, description="Memory for decoding and preprocessing; images wait for it.")
     ] = 1 << 30
     threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
     plans_max: Annotated[
@@ -113,8 +113,8 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=4096,
-            description="Room for preprocessed images that wait for the encoder, and for those that may come again: "
-            "whoever comes back with the next turn brings all images of the conversation.",
+            description="Room for preprocessed images: those that wait for the encoder, and those that may be needed "
+            "again, since each turn of a conversation contains all its images.",
         ),
     ] = 1 << 30
     embedding_bytes: Annotated[
@@ -184,7 +184,7 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     encoding: Annotated[
         PolicyTable, Meta(description="Which items of a request are encoded now.")
     ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
-    eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings go.")] = (
+    eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings are evicted.")] = (
         msgspec.field(default_factory=partial(dict, use="lru"))
     )
 
@@ -210,7 +210,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="While requests decode, prefill is cut so that a step takes about so long, and so is "
+            description="Target for the time of a step: while requests decode, prefill is cut to it, and so is "
             "encoding in the same processes; 0 for no limit.",
         ),
     ] = 100.0
@@ -218,7 +218,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1.5,
-            description="A step with prefill may always take so many times as long as one without; "
+            description="A step with prefill may always take this many times as long as one without; "
             "it matters where a heavy model's decodes alone come near `step_target_ms`.",
         ),
     ] = 8.0
@@ -228,7 +228,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     ] = 1024
     max_waiting_bytes: Annotated[
         int,
-        Meta(ge=1, description="Most bytes that waiting requests hold; further ones get a 429."),
+        Meta(ge=1, description="Most bytes held by waiting requests; further ones get a 429."),
     ] = 1 << 30
     context_tokens: Annotated[
         int, Meta(ge=0, description="Longest prompt and output together; 0 for the checkpoint's.")
@@ -236,12 +236,12 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     hooks_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="Between two runs of a worker's periodic work, such as rebalancing experts; by default as "
-            "often as the worker says, and 0 only when it asks."
+            description="Interval of a worker's hooks, such as rebalancing experts; by default the worker's own, "
+            "and 0 only on request of a rank."
         ),
     ] = None
     prefix_cache: Annotated[
-        bool, Meta(description="Whether finished requests leave their KV blocks for others.")
+        bool, Meta(description="Whether KV blocks of finished requests are kept for later prompts.")
     ] = True
     admission: Annotated[
         PolicyTable, Meta(description="Which waiting requests join the next step.")
@@ -250,49 +250,51 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         default_factory=partial(dict, use="auto-profile")
     )
     preemption: Annotated[
-        PolicyTable, Meta(description="Which request gives way when KV blocks run out.")
+        PolicyTable, Meta(description="Which request is preempted when KV blocks run out.")
     ] = msgspec.field(default_factory=partial(dict, use="youngest"))
-    eviction: Annotated[PolicyTable, Meta(description="Which cached prefix blocks go.")] = (
-        msgspec.field(default_factory=partial(dict, use="lru"))
-    )
+    eviction: Annotated[
+        PolicyTable, Meta(description="Which cached prefix blocks are evicted.")
+    ] = msgspec.field(default_factory=partial(dict, use="lru"))
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
     """The record of all that the scheduler heard and decided; `vsched replay` reads it."""
 
-    path: Annotated[str, Meta(description="File to record into; empty to record nothing.")] = ""
+    path: Annotated[str, Meta(description="File of the record; empty to record nothing.")] = ""
     segment_bytes: Annotated[
-        int, Meta(ge=4096, description="Size at which the record goes on in a new segment.")
+        int, Meta(ge=4096, description="Size at which a new segment begins.")
     ] = 64 << 20
     segments: Annotated[
-        int, Meta(ge=2, description="Segments that are kept; the oldest goes first.")
+        int,
+        Meta(ge=2, description="Number of segments that are kept; the oldest is deleted first."),
     ] = 8
 
 
 class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """How long to wait before giving up; every wait on another process has a deadline."""
 
-    ready_s: Annotated[float, Meta(gt=0, description="For the ranks to load and report ready.")] = (
-        300.0
-    )
+    ready_s: Annotated[
+        float, Meta(gt=0, description="Longest time for ranks to load and report ready.")
+    ] = 300.0
     step_s: Annotated[
-        float, Meta(gt=0, description="For the result of a step, but for its pauses.")
+        float, Meta(gt=0, description="Longest time for the result of a step, without its pauses.")
     ] = 120.0
     heartbeat_s: Annotated[
-        float, Meta(gt=0, description="Between two heartbeats of an idle leader.")
+        float, Meta(gt=0, description="Interval of heartbeats of an idle leader.")
     ] = 1.0
     rank_timeout_s: Annotated[
-        float, Meta(gt=0, description="Until a rank that hears nothing stops.")
+        float, Meta(gt=0, description="Silence of the leader after which a rank stops.")
     ] = 15.0
     waiting_s: Annotated[
         float,
-        Meta(ge=0, description="For a request to wait for its first step; 0 for no limit."),
+        Meta(ge=0, description="Longest wait of a request for its first step; 0 for no limit."),
     ] = 0.0
     drain_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="For running requests to finish after the first Ctrl-C, or before a restart of their group.",
+            description="Longest time for running requests to finish after the first Ctrl-C, or before their group is "
+            "restarted.",
         ),
     ] = 30.0
 
