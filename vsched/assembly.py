@@ -18,12 +18,12 @@ from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
-from vsched.plugins import load_worker
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, group_names
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
+from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 PAGE_ROWS = 64

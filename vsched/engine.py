@@ -44,11 +44,11 @@ from vsched.media import ImageReference
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
-from vsched.plugins import load_worker
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
+from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64

@@ -1,4 +1,4 @@
-"""Find policies and workers by name, check them against their contracts, and build them from configuration tables.
+"""Find policies by name, check them against their contracts, and build them from configuration tables.
 
 A name is that of an entry point, or `my_pkg.module:Class` for a class that nobody has registered. Only what is named is
 imported. Everything that is wrong with a class is found here, when it registers, and not while requests are served.
@@ -19,16 +19,6 @@ import msgspec
 
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.policy import CONTRACTS, Policy
-from vsched.worker.contract import WorkerPlugin
-
-WORKER_GROUP = "vsched.workers"
-WORKER_METHODS = (
-    "inspect",
-    "check_parallel",
-    "load_preprocessor",
-    "load_encoder",
-    "load_generator",
-)
 
 ABOUT = 0.05
 """How much less alike than the closest a suggestion may be, of 1."""
@@ -93,7 +83,7 @@ def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy
         ConfigError: When there is no such name, or its module cannot be imported.
         PolicyError: When the class does not meet the contract.
     """
-    target = _load(_group(kind), name, path=path)
+    target = load_registered(_group(kind), name, path=path)
     return check_contract(target, CONTRACTS[kind])
 
 
@@ -142,29 +132,6 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
         )
     _check_method(cls, base, name)
     return cls
-
-
-def load_worker(name: str, *, path: str = "plugin") -> WorkerPlugin:
-    """Import the worker plug-in that a name stands for.
-
-    Raises:
-        ConfigError: When there is no such name, it cannot be imported, or methods are missing.
-    """
-    plugin = _load(WORKER_GROUP, name, path=path)
-    missing = [method for method in WORKER_METHODS if not callable(getattr(plugin, method, None))]
-    if missing:
-        raise ConfigError(f"{path}: worker plug-in {name!r} lacks {', '.join(missing)}")
-    return cast("WorkerPlugin", plugin)
-
-
-def check_worker_name(name: str, *, path: str = "plugin") -> None:
-    """Check that a worker plug-in of this name is registered, without importing it.
-
-    Raises:
-        ConfigError: When there is no such name.
-    """
-    if ":" not in name:
-        _find(WORKER_GROUP, name, path=path)
 
 
 def list_policies() -> list[RegisteredPolicy]:
@@ -287,7 +254,12 @@ def _known(group: str) -> str:
     return f"Known in {group}: {names or 'none (is vsched installed?)'}; or name a class as `package.module:Class`."
 
 
-def _find(group: str, name: str, *, path: str) -> EntryPoint:
+def find_registered(group: str, name: str, *, path: str) -> EntryPoint:
+    """Return the entry point of a name, without importing what it stands for.
+
+    Raises:
+        ConfigError: When there is none of this name, or several; the message starts with `path`.
+    """
     points = {point.value: point for point in _registered(group) if point.name == name}
     if not points:
         idea = did_you_mean(name, [point.name for point in _registered(group)])
@@ -300,12 +272,19 @@ def _find(group: str, name: str, *, path: str) -> EntryPoint:
     return next(iter(points.values()))
 
 
-def _load(group: str, name: str, *, path: str) -> object:
-    target = name if ":" in name else _find(group, name, path=path).value
+def load_registered(group: str, name: str, *, path: str, extra: str = "") -> object:
+    """Import what a name stands for: an entry point of the group, or `package.module:Class` as it is.
+
+    `extra` says what to install where a module is missing.
+
+    Raises:
+        ConfigError: When there is no such name, or it cannot be imported; the message starts with `path`.
+    """
+    target = name if ":" in name else find_registered(group, name, path=path).value
     try:
         return _import(target)
     except ModuleNotFoundError as error:
-        hint = " (pip install 'vsched[workers]')" if group == WORKER_GROUP else ""
+        hint = f" ({extra})" if extra else ""
         raise ConfigError(f"{path}: cannot import {target!r}: {error}{hint}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""Policies and workers by name: resolution, strict conversion, and the contract check."""
+"""Policies by name: resolution, strict conversion, and the contract check."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError, PolicyError
-from vsched.plugins import (
-    check_contract,
-    check_worker_name,
-    list_policies,
-    load_worker,
-    policy_fields,
-    resolve_policy,
-    type_text,
-)
+from vsched.plugins import check_contract, list_policies, policy_fields, resolve_policy, type_text
 from vsched.policy import (
     CONTRACTS,
     Admission,
@@ -176,32 +168,3 @@ def test_type_text_words_bounds() -> None:
     assert type_text(int) == "int"
     assert type_text(bool) == "bool"
     assert type_text(list[int]) == "array"
-
-
-def test_load_worker_names_what_a_plugin_lacks() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="encode.plugin: worker plug-in 'builtins:print' lacks inspect, check_parallel, load_",
-    ):
-        load_worker("builtins:print", path="encode.plugin")
-    with pytest.raises(
-        ConfigError, match="x: 'nope' is unknown. Known in vsched.workers: transformers"
-    ):
-        load_worker("nope", path="x")
-
-
-def test_load_worker_without_torch_tells_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
-    with pytest.raises(ConfigError, match=r"needs torch \(pip install 'vsched\[workers\]'\)"):
-        load_worker("transformers")
-
-
-def _raise_missing_torch(target: str) -> object:
-    raise ModuleNotFoundError(f"{target} needs torch")
-
-
-def test_check_worker_name_imports_nothing() -> None:
-    check_worker_name("transformers")
-    check_worker_name("my_package.workers:plugin")
-    with pytest.raises(ConfigError, match="'nope' is unknown"):
-        check_worker_name("nope")

@@ -20,8 +20,8 @@ from vsched.api.contract import ApiSettings
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
-from vsched.plugins import load_worker
 from vsched.worker.capabilities import LeanPreprocessing
+from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75

@@ -10,8 +10,8 @@ import typer
 
 from vsched.cli import app
 from vsched.errors import ConfigError
-from vsched.plugins import load_worker
 from vsched.worker.capabilities import CheckpointMaker
+from vsched.worker.registry import load_worker
 
 
 @app.command("make-checkpoint")

@@ -12,7 +12,7 @@ from vsched.config.media import check_decode_bytes
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
 from vsched.errors import ConfigError, ConfigProblems, limit_message
 from vsched.kernel import KernelPolicies
-from vsched.plugins import check_worker_name, resolve_policy
+from vsched.plugins import resolve_policy
 from vsched.policy import (
     AdmissionPolicy,
     EncodingPolicy,
@@ -22,6 +22,7 @@ from vsched.policy import (
     PreemptionPolicy,
     RoutingPolicy,
 )
+from vsched.worker.registry import check_worker_name
 
 ENCODE_ITEMS_MAX = 8
 """Most items of an encoder step where the admission policy sets no `max_items` of its own."""

@@ -13,10 +13,11 @@ from vsched.assembly import arena_layout, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
-from vsched.plugins import check_contract, load_worker
+from vsched.plugins import check_contract
 from vsched.policy import CONTRACTS, Policy
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
+from vsched.worker.registry import load_worker
 
 FIELDS = {
     "encode.admission": "encode_admission",

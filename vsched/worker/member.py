@@ -16,7 +16,6 @@ import msgspec
 
 from vsched.errors import GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.plugins import load_worker
 from vsched.wire import (
     AcceptKv,
     Beat,
@@ -43,6 +42,7 @@ from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import memory_errors, status_bytes
+from vsched.worker.registry import load_worker
 from vsched.worker.spec import RankSpec
 
 PULSES_PER_TIMEOUT = 4

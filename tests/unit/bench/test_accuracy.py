@@ -292,7 +292,7 @@ def test_command_refuses_options_that_cannot_be(words: list[str], message: str) 
 
 
 def test_command_refuses_a_plugin_without_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.plugins.load_worker", lambda _name, path="": object())
+    monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": object())
     done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere"])
     assert isinstance(done.exception, ConfigError)
     assert "generate.plugin: 'transformers' has no questions" in str(done.exception)
@@ -301,7 +301,7 @@ def test_command_refuses_a_plugin_without_questions(monkeypatch: pytest.MonkeyPa
 def test_command_without_a_checkpoint_says_where_the_trained_one_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vsched.plugins.load_worker", lambda _name, path="": Drawn())
+    monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": Drawn())
     done = CliRunner().invoke(app, ["bench", "accuracy"])
     assert isinstance(done.exception, ConfigError)
     assert "the trained one is not installed" in str(done.exception)

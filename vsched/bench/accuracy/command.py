@@ -99,8 +99,8 @@ def _examiner(assignments: list[str]) -> Examiner:
         ConfigError: When it has no questions.
     """
     from vsched.config import load_config
-    from vsched.plugins import load_worker
     from vsched.worker.capabilities import Examiner
+    from vsched.worker.registry import load_worker
 
     name = load_config(None, sets=assignments, environ={}).config.generate.plugin
     plugin = load_worker(name, path="generate.plugin")

@@ -49,7 +49,7 @@ def demo(
     import uvloop
     from rich.console import Console
 
-    from vsched.plugins import load_worker
+    from vsched.worker.registry import load_worker
 
     console = Console(highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
