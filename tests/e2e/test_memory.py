@@ -39,7 +39,7 @@ SETTINGS = (
 async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """C3, C14, B1: largest images, full contexts and all slots at once, for half a minute."""
+    """Largest images, full contexts and all slots at once, for half a minute."""
     run = await measure_memory(
         [*SETTINGS, f"model.path={checkpoints('nano25')}"],
         policy="auto-profile",
@@ -60,7 +60,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
 async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     checkpoints: Callable[[str], Path],
 ) -> None:
-    """B5, B7, C16: a typed error with the knobs and the ledger, and nothing is left behind."""
+    """A typed error with the knobs and the ledger, and nothing is left behind."""
     sets = [f"model.path={checkpoints('nano25')}", "generate.memory_limit=560MiB"]
     engine = Engine(load_config(None, sets=sets, environ={}).config)
     with pytest.raises(DeviceOutOfMemory) as caught:
@@ -75,7 +75,7 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
 def test_profile_shows_writes_and_draws_the_ledger(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """B7: the procedure without serving; the table, the JSON and the picture tell the same."""
+    """The procedure without serving; the table, the JSON and the picture tell the same."""
     pytest.importorskip("matplotlib")
     program = "from vsched.cli.main import main; main()"
     arguments = ["profile", str(checkpoints("nano25")), "--set", "generate.memory_limit=1GiB"]

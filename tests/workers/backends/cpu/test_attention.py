@@ -141,7 +141,7 @@ def test_segment_masks_only_where_needed(first: int, last: int) -> None:
 
 
 def test_segment_keeps_nothing_on_a_cpu() -> None:
-    """C3: what every chunk of a step kept would add up; so the profiling run of one long chunk stands for all."""
+    """What every chunk of a step kept would add up; so the profiling run of one long chunk stands for all."""
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
     segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
     assert segment.mask(torch.float32) is not segment.mask(torch.float32)

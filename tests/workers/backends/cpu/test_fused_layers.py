@@ -206,7 +206,7 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
 def test_fused_layers_multiply_with_few_numbers_of_rows(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C14: whatever the batch, oneDNN meets the numbers of rows that it met at start."""
+    """Whatever the batch, oneDNN meets the numbers of rows that it met at start."""
     stage = stages("nano25", "auto", "bfloat16")
     seen: set[int] = set()
     model: Any = stage.generator._model  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
 
 
 def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
-    """C3: the last layer serves only rows that are asked for; a profiling run that leaves it out must not."""
+    """The last layer serves only rows that are asked for; a profiling run that leaves it out must not."""
     generator: Any = stages(size, "auto", "bfloat16").generator
     driver = Driver(stages(size, "auto", "bfloat16"), chunk=30)
     rows: list[int] = []

@@ -50,7 +50,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_packed_weight_multiplies_with_few_numbers_of_rows(
     counts: list[int], sizes: tuple[int, ...], rows: int
 ) -> None:
-    """C14: what oneDNN keeps for each number of rows is bounded, and so is known before anything is sized."""
+    """What oneDNN keeps for each number of rows is bounded, and so is known before anything is sized."""
     torch.manual_seed(rows)
     weight, bias = torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16()
     packed = PackedWeight(weight, bias, sizes)
@@ -72,7 +72,7 @@ def test_packed_weight_gives_every_row_what_it_gets_alone() -> None:
 
 
 def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> None:
-    """C14: serving compiles nothing that was not there when the KV cache was sized."""
+    """Serving compiles nothing that was not there when the KV cache was sized."""
     module = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)).bfloat16()
     assert pack_linears(module, MANY_ROWS) == 2 * (16 * 24 + 2 * 24 * 24)
     assert all(isinstance(child, PackedLinear) for child in module)

@@ -53,7 +53,7 @@ def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 def test_panel_product_is_the_product_for_any_number_of_rows(
     shape: tuple[int, int], threads: int
 ) -> None:
-    """C14: every number of rows up to the most, each pass and each share of what is fetched ahead among them."""
+    """Every number of rows up to the most, each pass and each share of what is fetched ahead among them."""
     torch.manual_seed(shape[0])
     outputs, inputs = shape
     for bias in (None, torch.randn(outputs).bfloat16()):

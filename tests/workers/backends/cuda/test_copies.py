@@ -73,7 +73,7 @@ def source(rows: int = 40) -> Any:
 
 
 def test_fetch_brings_just_the_rows_that_are_wanted(noted: tuple[RowCopies, Log]) -> None:
-    """D3: also when a later fetch is larger, smaller, or of the same buffer."""
+    """Also when a later fetch is larger, smaller, or of the same buffer."""
     copies, _ = noted
     rows = source()
     for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):

@@ -91,7 +91,7 @@ def test_captured_steps_equal_eager_ones(
 
 
 def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
-    """C8, C11: what was captured holds on to neither the cache nor memory of its own."""
+    """What was captured holds on to neither the cache nor memory of its own."""
     stage = load("bfloat16")
     generator, memory = stage.generator, stage.generator.device_memory()
     Driver(stage, chunk=48).run(crowd())
@@ -164,7 +164,7 @@ def test_vision_attention_runs_in_one_call() -> None:
 
 
 def test_rows_are_right_when_copies_overlap_with_computing() -> None:
-    """D3: a buffer is not filled anew while it is read, whatever the device is busy with."""
+    """A buffer is not filled anew while it is read, whatever the device is busy with."""
     copies = open_copies(DEVICE)
     source = np.random.default_rng(0).integers(0, 255, (4096, 4096), dtype=np.uint8)
     heavy = torch.randn(4096, 4096, device=DEVICE)

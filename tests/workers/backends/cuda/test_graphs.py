@@ -158,7 +158,7 @@ def test_capture_that_fails_leaves_eager_steps(
 
 
 def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> None:
-    """C16: the KV cache is to be made smaller, not the steps slower."""
+    """The KV cache is to be made smaller, not the steps slower."""
     found = captured("nano25")
     found.lane.failure = torch.OutOfMemoryError("CUDA out of memory")
     found.build()
@@ -167,7 +167,7 @@ def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> Non
 
 
 def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Captured]) -> None:
-    """C8 to C10: what is captured points into the cache."""
+    """What is captured points into the cache."""
     found = captured("nano25")
     generator = found.stage.generator
     first = outputs(run(found.stage, [lone(12)]))

@@ -93,7 +93,7 @@ def test_fastest_leaves_out_what_is_wrong_or_does_not_run(
 
 
 def test_fastest_tells_out_of_memory() -> None:
-    """C16: a cache that leaves no room for its kernel is too large."""
+    """A cache that leaves no room for its kernel is too large."""
     with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
         choose([Greedy(), Right()], {"Right": 1.0})
 
