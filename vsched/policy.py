@@ -148,7 +148,7 @@ Key = TypeVar("Key", bound=Hashable)
 class EvictionOrder(Protocol[Key]):
     """The evictable entries of one cache, in the order that a policy wants them gone.
 
-    Only entries that nobody uses are in it, so whatever `victim` names may go at once.
+    Only entries that are not in use are in it, so whatever `victim` names may go at once.
     """
 
     def add(self, key: Key, size: int) -> bool:
@@ -286,13 +286,13 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Build a KV cache of so many tokens, do the profiling run, measure, and tear it down again."""
+    """Build a KV cache of `tokens` tokens, do the profiling run, measure, and tear it down again."""
 
     tokens: int
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Build a KV cache of so many tokens; do the profiling run on it while headroom of so many bytes is held."""
+    """Build a KV cache of `tokens` tokens, and do the profiling run on it while the headroom is held."""
 
     tokens: int
     profile: bool = True

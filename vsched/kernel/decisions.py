@@ -23,7 +23,7 @@ class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
 class RequestData(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank must hold of a request; sent once, with its first join (again after a restart).
 
-    `tokens` is little-endian int32: the prompt, then outputs of an earlier life.
+    `tokens` is little-endian int32: the prompt, then the outputs from before it was preempted or its group was lost.
     """
 
     tokens: bytes
@@ -102,14 +102,14 @@ class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     """One step of the encode group: these items in one batch.
 
     Attributes:
-        stretch_ns: How long ranks may encode without a step of the generate group in between; 0 for no limit.
+        time_slice_ns: How long ranks may encode without a step of the generate group in between; 0 for no limit.
         parts: How much of the batch is to be encoded at first, in parts of the worker's own; 0 for all of it. The
             leader says so, from what parts took before.
     """
 
     step: int
     tasks: list[EncodeTask]
-    stretch_ns: int = 0
+    time_slice_ns: int = 0
     parts: int = 0
 
 

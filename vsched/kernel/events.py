@@ -36,7 +36,7 @@ class Stepped(msgspec.Struct, frozen=True):
     """A generate step is done.
 
     Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
-    `busy_ns` is how long the ranks worked on it, 0 where nobody measured.
+    `busy_ns` is how long the ranks worked on it, 0 where it was not measured.
     """
 
     step: int

@@ -69,11 +69,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the KV blocks that hold so many tokens."""
+        """Return the KV blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the arena pages that hold so many embedding rows."""
+        """Return the arena pages that hold `tokens` embedding rows."""
         return -(-tokens // self.page_rows)
 
 

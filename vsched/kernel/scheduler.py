@@ -293,7 +293,7 @@ class Scheduler:
         if planned is None:
             return False
         group, batch = planned
-        decision = group.send(batch, stretch_ns=self._time_slice_ns(group))
+        decision = group.send(batch, time_slice_ns=self._time_slice_ns(group))
         commands.append(Decide(group.name, decision))
         return True
 

@@ -1,4 +1,4 @@
-"""How memory is shared out: who holds what, and the way to the size of the KV cache. Pure: no I/O, no clock."""
+"""The memory of devices: its ledger, and the negotiation of the size of the KV cache. Pure: no I/O, no clock."""
 
 from vsched.memory.ledger import Ledger, LedgerLine, group_ledger, merge_ledgers
 from vsched.memory.negotiation import Accepted, KvNegotiation, Order, SizedReport

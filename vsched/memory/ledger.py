@@ -26,7 +26,7 @@ LineName = Literal[
 
 
 class LedgerLine(msgspec.Struct, frozen=True):
-    """So many bytes of a pool that somebody uses for something."""
+    """The bytes of a pool that one owner uses for one thing."""
 
     pool: str
     owner: str
@@ -44,7 +44,7 @@ class Ledger(msgspec.Struct, frozen=True):
     def balanced(cls, totals: Mapping[str, int], lines: Iterable[LedgerLine]) -> Ledger:
         """Add the unclaimed of each pool, which is the rest; it is negative where more is claimed than exists.
 
-        A pool whose total nobody measured counts as just large enough for its lines.
+        A pool without a measured total counts as just large enough for its lines.
         """
         given = list(lines)
         assert all(line.line != "unclaimed" for line in given), "unclaimed is the rest"
@@ -63,7 +63,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return [line for line in self.lines if line.pool == pool]
 
     def unclaimed(self, pool: str) -> int:
-        """Return what nobody claims of a pool; negative when too much is claimed."""
+        """Return the rest of a pool; negative when more is claimed than exists."""
         return sum(line.bytes for line in self.of_pool(pool) if line.line == "unclaimed")
 
     def render(self) -> str:
@@ -90,7 +90,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return "\n".join(drawn)
 
     def summary(self) -> str:
-        """Say it in one line, for an error message; without what nobody uses, but for reservations of 0 bytes."""
+        """Say it in one line, for an error message; without lines of 0 bytes, except reservations."""
         return "; ".join(
             f"{pool}: {size_text(total_bytes)} = "
             + " + ".join(

@@ -246,5 +246,5 @@ def _gone_on(attempt: Attempt) -> str:
         f"({attempt.message}), and the policy would have gone on",
         value="a leak",
         limit="none",
-        remedy="find out who still refers to the KV cache; a smaller one would leak too",
+        remedy="find out what still refers to the KV cache; a smaller one would leak too",
     )

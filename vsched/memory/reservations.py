@@ -1,4 +1,4 @@
-"""What encode ranks reserve, and who has not said so yet."""
+"""What encode ranks reserve, and which of them have not published it yet."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Reservations:
     def of_group(self, group: str) -> list[Reservation]:
         """Return those of one group, by rank; none for a group that does not encode.
 
-        Whoever asks has seen that none is missing: a missing one is an error, and never 0 bytes.
+        The caller has checked that none is missing: a missing one is an error, and never 0 bytes.
         """
         return [self._published[group, rank] for rank in range(self._ranks_of.get(group, 0))]
 
     def overdue(self) -> str:
-        """Say who is waited for, and what to do about it; empty when none is missing."""
+        """Return the message that names the missing ranks, and the remedy; empty when none is missing."""
         missing, ranks = self.missing(), len(self._expected())
         if not missing:
             return ""

@@ -9,7 +9,7 @@ from vsched.policy import EvictionOrder, EvictionPolicy, Key
 
 
 class KeepNothing(EvictionPolicy, frozen=True, kw_only=True):
-    """Keeps nothing: an entry goes as soon as nobody uses it, and only requests at the same time share it."""
+    """Keeps nothing: an entry goes as soon as no request uses it, and only requests at the same time share it."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
         """Return an order that takes nothing."""

@@ -26,10 +26,10 @@ from vsched.wire import (
 MS = 1_000_000
 
 
-def batch(step: int, *tokens: int, stretch_ms: int = 100) -> EncodeDecision:
+def batch(step: int, *tokens: int, time_slice_ms: int = 100) -> EncodeDecision:
     """Return a batch of images of so many tokens."""
     tasks = [EncodeTask(b"%d" % one, (1, 2, 2), one, Extent(0, 8), [0]) for one in tokens]
-    return EncodeDecision(step, tasks, stretch_ms * MS)
+    return EncodeDecision(step, tasks, time_slice_ms * MS)
 
 
 def parts(entries: list[LogEntry]) -> list[int]:
@@ -56,14 +56,14 @@ def test_encode_slices_follow_what_parts_took() -> None:
     assert encode_slices.end()
     assert encode_slices.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
     assert encode_slices.begin(batch(3, 100_000)).parts == 1
-    assert encode_slices.begin(batch(4, 100, stretch_ms=1000)).parts == 80
+    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).parts == 80
     assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
 
 
 @pytest.mark.parametrize(
     "decision",
     [
-        batch(1, 200, stretch_ms=0),
+        batch(1, 200, time_slice_ms=0),
         EncodeDecision(1, [EncodeTask(b"", (1, 2, 2), 200, Extent(0, 8), [0], encoded=True)], MS),
     ],
     ids=["nothing waits", "nothing to compute"],
@@ -78,7 +78,7 @@ def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision)
 async def test_leader_sends_parts_between_the_steps_of_the_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each stretch has a turn behind the steps that were decided while the one before ran."""
+    """Each time slice has a turn behind the steps that were decided while the one before ran."""
     liveness = ProcessLiveness()
     encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
     generate = Led(monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop)
@@ -102,7 +102,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 ) -> None:
     led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
-    led.leader.decide(batch(1, 200, stretch_ms=0))
+    led.leader.decide(batch(1, 200, time_slice_ms=0))
     assert parts(led.entries()) == [0]
     led.hear(0, Paused(1, 1, MS))
     assert led.lost == ["encode: rank 0 paused in step 1, which is not out in parts"]
@@ -136,7 +136,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
 
 
 async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
-    """Steps of the other group lie in between; a rank that hangs in one stretch is found all the same."""
+    """Steps of the other group lie in between; a rank that hangs in one time slice is found all the same."""
     led.leader.decide(batch(1, 200))
     for _ in range(3):
         led.advance(LIMITS.step_s - 1)
@@ -147,7 +147,7 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
 
 
 async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
-    """Each stretch is short, and together they are longer than a step may be."""
+    """Each time slice is short, and together they are longer than a step may be."""
     led.leader.decide(batch(1, 200))
     for _ in range(int(LIMITS.step_s)):
         led.hear(0, Paused(1, 1, 1000 * MS))

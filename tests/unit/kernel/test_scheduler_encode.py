@@ -36,12 +36,12 @@ class Watching(TokenBudget, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     ("images", "budget", "permits", "batches"),
     [
-        pytest.param([100, 500, 100], 200, 8, [[100], [500], [100]], id="A5"),
-        pytest.param([10, 20, 30], 0, 2, [[10, 20], [30]], id="A8"),
-        pytest.param([100, 100, 1], 200, 8, [[100, 100], [1]], id="A1 a sum equal to the budget"),
-        pytest.param([500, 1], 200, 8, [[500], [1]], id="A2 alone above the budget"),
-        pytest.param([10] * 5, 35, 2, [[10, 10], [10, 10], [10]], id="A3 the count binds first"),
-        pytest.param([10] * 5, 25, 4, [[10, 10], [10, 10], [10]], id="A3 the tokens bind first"),
+        pytest.param([100, 500, 100], 200, 8, [[100], [500], [100]], id="a large one alone"),
+        pytest.param([10, 20, 30], 0, 2, [[10, 20], [30]], id="no token budget"),
+        pytest.param([100, 100, 1], 200, 8, [[100, 100], [1]], id="a sum equal to the budget"),
+        pytest.param([500, 1], 200, 8, [[500], [1]], id="alone above the budget"),
+        pytest.param([10] * 5, 35, 2, [[10, 10], [10, 10], [10]], id="the count binds first"),
+        pytest.param([10] * 5, 25, 4, [[10, 10], [10, 10], [10]], id="the tokens bind first"),
     ],
 )
 def test_encode_refused_items_keep_the_front(
@@ -93,7 +93,7 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
         make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
     )
     cluster.submit(image_request("first", (b"a", 8)))
-    (first,) = [log[0].stretch_ns for log in cluster.encode_logs.values() if log]
+    (first,) = [log[0].time_slice_ns for log in cluster.encode_logs.values() if log]
     assert first == (50_000_000 if together else 0), "somebody may come to wait"
     cluster.drain()
     cluster.submit(make_request("text", words(5), max_tokens=100))
@@ -107,12 +107,12 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
     assert slow_ns > 60_000_000
     for key in (b"b", b"c"):
         cluster.submit(image_request(key.decode(), (key, 8)))
-    found = {name: log[0].stretch_ns for name, log in cluster.encode_logs.items() if log}
+    found = {name: log[0].time_slice_ns for name, log in cluster.encode_logs.items() if log}
     assert len(found) == 2
-    for name, stretch_ns in found.items():
+    for name, time_slice_ns in found.items():
         beside = name.partition("-")[2] == home.partition("-")[2]
         limit_ns = (slow_ns if beside else 50_000_000) if together else 0
-        assert stretch_ns == pytest.approx(limit_ns, rel=0.001)
+        assert time_slice_ns == pytest.approx(limit_ns, rel=0.001)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -1,8 +1,8 @@
-"""How much of an encode batch ranks do at a stretch, where the same processes have steps of a generate group to run.
+"""How much of an encode batch ranks do in a time slice, where the same processes have steps of a generate group to run.
 
-The kernel says how long a stretch may take. Ranks know parts only. What one takes is learned from those that were
-reported, for each token of the batch: the dearest stretch of a batch counts until it is done. Where dear parts come
-late (full attention behind windows), the stretch that meets them first may be longer than it should.
+The kernel says how long a time slice may take. Ranks know parts only. What one takes is learned from those that were
+reported, for each token of the batch: the dearest time slice of a batch counts until it is done. Where dear parts come
+late (full attention behind windows), the time slice that meets them first may be longer than it should.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class EncodeSlices:
     def __init__(self) -> None:
         self.open = False
         self.busy_ns = 0
-        self._stretch_ns = 0
+        self._time_slice_ns = 0
         self._tokens = 0
         self._part_ns = 0.0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
-        """Return a batch as it is sent: with the parts of its first stretch."""
-        self._stretch_ns = decision.stretch_ns
+        """Return a batch as it is sent: with the parts of its first time slice."""
+        self._time_slice_ns = decision.time_slice_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
-        self.open = bool(self._stretch_ns and self._tokens)
+        self.open = bool(self._time_slice_ns and self._tokens)
         self.busy_ns = 0
         return msgspec.structs.replace(decision, parts=self._parts()) if self.open else decision
 
     def go_on(self, paused: Paused) -> int:
-        """Return the parts of the next stretch."""
+        """Return the parts of the next time slice."""
         part_ns = paused.busy_ns / paused.parts / self._tokens
         self._part_ns = max(part_ns, self._part_ns) if self.busy_ns else part_ns
         self.busy_ns += paused.busy_ns
@@ -52,4 +52,4 @@ class EncodeSlices:
         """Return how many parts fit: one at least, and before any was timed no more."""
         if not self._part_ns:
             return 1
-        return max(1, int(self._stretch_ns / (self._part_ns * self._tokens)))
+        return max(1, int(self._time_slice_ns / (self._part_ns * self._tokens)))

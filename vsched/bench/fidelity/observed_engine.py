@@ -103,7 +103,7 @@ class EngineObservations:
         ):
             if isinstance(decision, EncodeDecision):
                 sample: EncodeSample | GenerateSample = _encode_sample(decision, result.busy_ns)
-                paused = 0 < decision.stretch_ns < result.busy_ns
+                paused = 0 < decision.time_slice_ns < result.busy_ns
             else:
                 assert isinstance(result, GenerateResult)
                 sample = _generate_sample(decision, result, lengths)

@@ -1,4 +1,4 @@
-"""The embedding cache: which items have their embeddings in the arena, who needs them, and which are evicted.
+"""The embedding cache: which items have their embeddings in the arena, which requests need them, and which are evicted.
 
 An item has one entry under its content key, however many requests want it. An entry is *queued*, *encoding* or *ready*.
 Two things keep a ready entry in place: *claims* of requests that still need it, and *pins* of generate steps in flight
@@ -373,7 +373,7 @@ class EmbeddingCache:
             queued = entry.phase is EntryPhase.QUEUED
             assert queued == (entry in self.queue), "queue and phase disagree"
             assert queued == (not entry.pages), "a queued entry has pages, or another has none"
-            assert not (queued and not entry.claims), "a queued entry that nobody wants"
+            assert not (queued and not entry.claims), "a queued entry without a claim"
         assert sorted(pages) == list(range(self._limits.pages)), "pages lost or owned twice"
         idle = sorted(key for key, entry in self._entries.items() if entry.is_idle)
         assert sorted(self._order) == idle, "evictable entries are not the idle ones"

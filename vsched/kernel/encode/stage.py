@@ -63,11 +63,13 @@ class EncodeGroup(Group):
         """Whether it encodes nothing."""
         return not self.batch
 
-    def send(self, batch: list[EmbeddingEntry], *, stretch_ns: int) -> EncodeDecision:
+    def send(self, batch: list[EmbeddingEntry], *, time_slice_ns: int) -> EncodeDecision:
         """Take a batch, and return the decision that sends it to the ranks."""
         self.batch = batch
         self.step += 1
-        return EncodeDecision(self.step, [_task(entry) for entry in batch], stretch_ns=stretch_ns)
+        return EncodeDecision(
+            self.step, [_task(entry) for entry in batch], time_slice_ns=time_slice_ns
+        )
 
     def complete(self, step: int) -> list[EmbeddingEntry]:
         """Return the batch of a step that ended."""

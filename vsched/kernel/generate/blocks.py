@@ -1,12 +1,12 @@
 """The pool of KV blocks: reference counts and the prefix cache.
 
 A full block is published under a hash that chains over all tokens before it and over the digests of the items in them,
-so equal hashes mean equal KV. A published block that nobody holds stays findable until the pool needs it.
+so equal hashes mean equal KV. A published block without a holder stays findable until the pool needs it.
 
 The eviction order knows blocks by their hashes, so that a policy that remembers what was evicted remembers content.
 
 A block may be published as soon as the step that fills it is decided, before it ran: ranks execute decisions in order,
-so whoever finds the block reads it in a later step.
+so a request that finds the block reads it in a later step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BlockPoolState(msgspec.Struct):
 
 
 class BlockPool:
-    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published and held by nobody)."""
+    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published, without a holder)."""
 
     def __init__(self, count: int, order: GuardedOrder[bytes]) -> None:
         self.count = count
@@ -102,7 +102,7 @@ class BlockPool:
         return block
 
     def take(self, count: int) -> list[int]:
-        """Take so many blocks; there must be as many available."""
+        """Take `count` blocks; they must be available."""
         free, holders = self._free, self._holders
         at = max(len(free) - count, 0)
         blocks = free[: at - 1 if at else None : -1] if free else []
@@ -124,7 +124,7 @@ class BlockPool:
         return found
 
     def cached_among(self, blocks: Sequence[int]) -> int:
-        """Return how many of these found blocks nobody holds: holding them makes so many unavailable."""
+        """Return how many of these found blocks have no holder: holding them makes that many unavailable."""
         return sum(1 for block in blocks if self._holders[block] == 0)
 
     def hold(self, blocks: Sequence[int]) -> None:

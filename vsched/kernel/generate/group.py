@@ -2,7 +2,8 @@
 
 **Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel touches a decoding
 request only when something about it changes. The one thing that changes by itself is its length, and `RunningSet`
-knows in which step that needs a block. Tokens go into a log unread; ranks know their own last token, and who finished.
+knows in which step that needs a block. Tokens go into a log unread; ranks know their own last token, and which
+requests finished.
 
 **One step ahead.** A decision may go out while the step before is still running. So a request may have finished in a
 step in flight: the rank skips it by itself, and the kernel frees its slot when it hears. A preempted request has a
@@ -363,11 +364,11 @@ class GenerateGroup(Group):
         self._quarantine.review(self._in_flight.done)
         if not self._in_flight.preempted:
             return []
-        settled = self._in_flight.take_settled()
-        for state in settled:
+        requeueable = self._in_flight.take_requeueable()
+        for state in requeueable:
             self._know_outputs(state)
         self._trim_log()
-        return settled
+        return requeueable
 
     # --- leaving ---
 
@@ -445,7 +446,7 @@ class GenerateGroup(Group):
             self._quarantine.end(state)
             self._in_flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
-        lost += self._in_flight.take_settled(crashed=True)
+        lost += self._in_flight.take_requeueable(crashed=True)
         for state in lost:
             self._know_outputs(state)
         self._reset()

@@ -102,16 +102,16 @@ class InFlightSteps:
         """A request ended that may wait for its last step."""
         self._preempted.pop(number, None)
 
-    def take_settled(self, *, crashed: bool = False) -> list[RequestState]:
+    def take_requeueable(self, *, crashed: bool = False) -> list[RequestState]:
         """Return preempted requests whose steps have all completed, with their outputs added to their tokens."""
-        settled = []
+        requeueable = []
         for number, (slot, last_step) in list(self._preempted.items()):
             if crashed or last_step <= self.done:
                 del self._preempted[number]
                 state = self._requests[number]
                 self.gather(state, slot)
-                settled.append(state)
-        return settled
+                requeueable.append(state)
+        return requeueable
 
     def gather(self, state: RequestState, slot: int) -> None:
         """Add the outputs that a request yielded in this slot to its known tokens."""

@@ -53,7 +53,7 @@ class RunningSet:
 
     @property
     def slots_free(self) -> int:
-        """Slots that nobody holds."""
+        """Slots that no request holds."""
         return len(self._free_slots)
 
     def in_order(self) -> list[RequestState]:

@@ -156,9 +156,9 @@ class TimedEncodeGroup(SimulatedGroup):
         assert isinstance(decision, EncodeDecision)
         tokens = [task.tokens for task in decision.tasks if not task.encoded]
         took_ns = self._left_ns or self._cost.encode_ns(tokens)
-        stretch_ns = min(took_ns, decision.stretch_ns or took_ns)
-        self._left_ns = took_ns - stretch_ns
-        return stretch_ns
+        time_slice_ns = min(took_ns, decision.time_slice_ns or took_ns)
+        self._left_ns = took_ns - time_slice_ns
+        return time_slice_ns
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
         assert isinstance(decision, EncodeDecision)
