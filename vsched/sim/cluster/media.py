@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.allocator import return_freed_memory
+from vsched.media.fetch import Reserve
 from vsched.sim.faults.plan import DecodeError, FetchStall
 from vsched.sim.workload.images import encoded, image_at
 from vsched.sim.world import World
@@ -18,7 +19,6 @@ from vsched.worker.contract import Preprocessor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Reserve = Callable[[int], None]
 
 
 class _Work(NamedTuple):

@@ -28,7 +28,7 @@ from vsched.wire import Beat, decode_report
 _TURN = slice(24, 32)
 """Where the turn of a log's entry stands in its frame; what is to be carried out has one (`vsched.wire`)."""
 
-Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
+ShareOfFrames = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,11 +42,11 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     latency_ns: Annotated[int, msgspec.Meta(ge=0)] = 50_000
     jitter_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
     jitter: Literal["uniform", "exponential"] = "exponential"
-    loss: Probability = 0.0
-    delay: Probability = 0.0
-    duplication: Probability = 0.0
-    reordering: Probability = 0.0
-    corruption: Probability = 0.0
+    loss: ShareOfFrames = 0.0
+    delay: ShareOfFrames = 0.0
+    duplication: ShareOfFrames = 0.0
+    reordering: ShareOfFrames = 0.0
+    corruption: ShareOfFrames = 0.0
     late_ns: Annotated[int, msgspec.Meta(ge=0)] = 10 * MILLISECOND_NS
     queue_max: Annotated[int, msgspec.Meta(ge=1)] = QUEUE_MAX
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import LeaderEnd, RankEnd, wait_readable
-from vsched.sim.ranks.collective import Collective
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT
 from vsched.sim.ranks.symbolic_workers import RankPlugin
@@ -91,6 +90,44 @@ class SimulatedLink:
     def close(self) -> None:
         """Close it."""
         self.end.close()
+
+
+class Collective:
+    """The collective step of the ranks that one worker group started together: it goes on when all are there."""
+
+    def __init__(self, world: World, ranks: int) -> None:
+        self._world = world
+        self._ranks = ranks
+        self._missing: set[int] = set(range(ranks))
+        self._met: asyncio.Future[None] = world.loop.create_future()
+        self._lacking: set[int] | None = None
+
+    async def meet(self, rank: int) -> None:
+        """Wait until all ranks are at this step; each comes once before any comes again."""
+        self._missing.discard(rank)
+        if self._missing:
+            await asyncio.shield(self._met)
+            return
+        self._lacking = None
+        self._met.set_result(None)
+        self._met = self._world.loop.create_future()
+        self._missing = set(range(self._ranks))
+
+    def has_memory(self, rank: int, group: str) -> bool:
+        """Return whether all ranks find memory in the step that they have met for: else each of them fails once."""
+        if self._lacking is None:
+            faults = [
+                self._world.injector.take(
+                    OutOfMemory, group=group, rank=one, such=lambda fault: fault.during == "step"
+                )
+                for one in range(self._ranks)
+            ]
+            found = all(fault is None for fault in faults)
+            self._lacking = set() if found else set(range(self._ranks))
+        if rank not in self._lacking:
+            return True
+        self._lacking.discard(rank)
+        return False
 
 
 class _Crashed(Exception):

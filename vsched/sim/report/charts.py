@@ -43,7 +43,7 @@ SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 8,
 }
 WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-Draw = Callable[[Any], None]
+DrawChart = Callable[[Any], None]
 """Draws one chart on matplotlib's axes."""
 
 
@@ -52,7 +52,7 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def as_svg(draw: Draw) -> str:
+def as_svg(draw: DrawChart) -> str:
     """Return a chart as an SVG element."""
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(4.6, 2.7), layout="constrained")
@@ -64,7 +64,7 @@ def as_svg(draw: Draw) -> str:
 
 
 def draw_picture(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
-    """Draw a PNG: time to first token, its distribution, time per token, and requests that wait."""
+    """DrawChart a PNG: time to first token, its distribution, time per token, and requests that wait."""
     first = outcomes[0]
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(10, 6), layout="constrained")
@@ -82,7 +82,7 @@ def draw_picture(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
         figure.savefig(path, dpi=100)
 
 
-def bars(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
+def bars(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
     """Return the chart of the quantiles of a time, a bar for each outcome."""
 
     def draw(axes: Any) -> None:
@@ -101,7 +101,7 @@ def bars(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
     return draw
 
 
-def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
+def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
     """Return the chart of the share of all requests, or tokens, that took at most a time."""
 
     def draw(axes: Any) -> None:
@@ -125,10 +125,10 @@ def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> Draw:
     return draw
 
 
-def over_time(outcomes: Sequence[SimulationOutcome]) -> list[Draw]:
+def over_time(outcomes: Sequence[SimulationOutcome]) -> list[DrawChart]:
     """Return the charts of what waited and what was full while time passed."""
 
-    def gauge(title: str, name: str, unit: str, factor: float = 1.0) -> Draw:
+    def gauge(title: str, name: str, unit: str, factor: float = 1.0) -> DrawChart:
         def draw(axes: Any) -> None:
             for index, one in enumerate(outcomes):
                 values = [value * factor for value in one.series.gauges[name]]
@@ -138,7 +138,7 @@ def over_time(outcomes: Sequence[SimulationOutcome]) -> list[Draw]:
 
         return draw
 
-    def busy(title: str, name: str, stage: int) -> Draw:
+    def busy(title: str, name: str, stage: int) -> DrawChart:
         def draw(axes: Any) -> None:
             for index, one in enumerate(outcomes):
                 scale = 100 / (one.series.interval_s * 1e9) / one.groups[stage]
@@ -160,7 +160,7 @@ def over_time(outcomes: Sequence[SimulationOutcome]) -> list[Draw]:
     ]
 
 
-def steps_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[Draw]:
+def steps_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[DrawChart]:
     """Yield the charts of what steps held: for each outcome its generator's and its encoder's."""
     means = [
         (
@@ -184,7 +184,7 @@ def steps_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[Draw]:
 
 def _stack(
     title: str, series: Series, layers: dict[str, tuple[list[float], str]], top: float
-) -> Draw:
+) -> DrawChart:
     def draw(axes: Any) -> None:
         every = _every(series)
         times = _times(series)[::every]

@@ -16,13 +16,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from vsched.policy import PositiveCount
 from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
 
 OUTPUT_TOKEN = 3
 """The one token that simulated ranks yield; replies that come back in later prompts consist of it."""
 TEXT_BITS = 30
 _TEXT_MASK = (1 << TEXT_BITS) - 1
-PositiveCount = Annotated[int, Meta(ge=1)]
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):

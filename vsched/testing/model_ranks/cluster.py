@@ -36,8 +36,7 @@ from vsched.kernel.events import (
     TimerFired,
 )
 from vsched.testing.defaults import default_policies
-from vsched.testing.model_ranks.generator import ModelGenerator
-from vsched.testing.model_ranks.sequence import output_token, prompt_seed
+from vsched.testing.model_ranks.generator import ModelGenerator, output_token, prompt_seed
 from vsched.types import FinishReason, Request, group_names, stage_of
 
 TICK_NS = 1000
