@@ -2,35 +2,40 @@
 
 The usual hole in such a fetcher is a second opinion: one parser or resolver judges the URL, another one connects. Here
 the URL is parsed once, the name is resolved once, every address it gave is judged, and the connection goes to the
-address that was judged. Redirects are refused rather than followed. The client is a few lines on asyncio streams and
-httptools because a total deadline and a bound on every byte read are easiest to see that way.
+address that was judged, which the network backend handed to httpcore pins. Redirects are refused rather than followed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-import httptools
+import httpcore
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.settings import MediaSettings
 
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS_MAX = 2048
-_HEADER_BYTES_MAX = 32 * 1024
-_READ_BYTES = 64 * 1024
+_HEADERS = (
+    ("User-Agent", "vsched"),
+    ("Accept", "image/png, image/jpeg, image/webp"),
+    ("Accept-Encoding", "identity"),
+    ("Connection", "close"),
+)
 # Ranges that carry an IPv4 address inside an IPv6 one: what they lead to depends on the network, so none is trusted.
 _TUNNELS = tuple(
     ipaddress.IPv6Network(network)
     for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
+
+_BROKEN = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol)
+"""What httpcore raises when a connection or an answer is no good."""
 
 Reserve = Callable[[int], None]
 """Counts bytes that are about to be held; raises when there are too many."""
@@ -161,36 +166,25 @@ async def resolve(target: Target, *, private: bool) -> str:
     return addresses[0]
 
 
-class _Response:
-    """What httptools calls back into; holds at most `limit` bytes."""
+class _PinnedBackend(httpcore.AsyncNetworkBackend):
+    """Connects to one address, whatever name is asked for; the name remains what TLS checks the certificate for."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.content = bytearray()
-        self.length = 0
-        self.header_bytes = 0
-        self.headers_done = False
-        self.done = False
-        self.excess = False
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._backend = httpcore.AnyIOBackend()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.header_bytes += len(name) + len(value)
-        if name.lower() == b"content-length" and value.isdigit():
-            self.excess = self.excess or int(value[:18]) > self.limit
-        if name.lower() == b"content-encoding" and value.lower() != b"identity":
-            # Compressed bytes were not asked for, and would slip a bomb past the bound.
-            raise ValueError
-
-    def on_headers_complete(self) -> None:
-        self.headers_done = True
-
-    def on_body(self, body: bytes) -> None:
-        self.excess = self.excess or len(self.content) + len(body) > self.limit
-        if not self.excess:
-            self.content += body
-
-    def on_message_complete(self) -> None:
-        self.done = True
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - the interface of httpcore
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        del host
+        return await self._backend.connect_tcp(
+            self._address, port, timeout, local_address, socket_options
+        )
 
 
 async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
@@ -214,64 +208,52 @@ async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = unco
             remedy="use a faster host or raise media.fetch_s",
         )
         raise _refuse(message, "image_fetch_failed") from None
-    except (OSError, ValueError, httptools.HttpParserError):
+    except (OSError, ValueError, *_BROKEN):
         message = "the image could not be fetched. Remedy: check the URL and its host."
         raise _refuse(message, "image_fetch_failed") from None
 
 
 async def _get(target: Target, address: str, settings: MediaSettings, reserve: Reserve) -> bytes:
-    secure = ssl.create_default_context() if target.scheme == "https" else None
-    reader, writer = await asyncio.open_connection(
-        address,
-        target.port,
-        ssl=secure,
-        server_hostname=target.host.strip("[]") if secure else None,
-        limit=_READ_BYTES,
+    url = httpcore.URL(
+        scheme=target.scheme.encode(),
+        host=target.host.strip("[]").encode(),
+        port=target.port,
+        target=target.request_target.encode(),
     )
-    try:
-        head = (
-            f"GET {target.request_target} HTTP/1.1\r\nHost: {target.host_header}\r\nUser-Agent: vsched\r\n"
-            "Accept: image/png, image/jpeg, image/webp\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
-        )
-        writer.write(head.encode("ascii"))
-        await writer.drain()
-        return await _read_response(reader, settings.image_bytes_max, reserve)
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            writer.transport.abort()
+    trusted = ssl.create_default_context() if target.scheme == "https" else None
+    pinned = _PinnedBackend(address)
+    async with (
+        httpcore.AsyncConnectionPool(ssl_context=trusted, network_backend=pinned) as pool,
+        pool.stream("GET", url, headers=[("Host", target.host_header), *_HEADERS]) as response,
+    ):
+        _check_status(response.status)
+        return await _read_body(response, settings.image_bytes_max, reserve)
 
 
-async def _read_response(reader: asyncio.StreamReader, limit: int, reserve: Reserve) -> bytes:
-    response = _Response(limit)
-    parser = httptools.HttpResponseParser(response)
-    head_bytes = 0
-    while not response.done and not response.excess:
-        data = await reader.read(_READ_BYTES)
-        if not data:
-            break
-        if not response.headers_done:
-            head_bytes += len(data)
-        before = len(response.content)
-        parser.feed_data(data)
-        reserve(len(response.content) - before)
-        if response.headers_done:
-            _check_status(parser.get_status_code())
-        elif head_bytes > _HEADER_BYTES_MAX:
-            raise ValueError
-    if response.excess:
-        message = limit_message(
-            "the fetched image is too large",
-            value=f"over {limit} bytes",
-            limit=f"{limit} bytes",
-            remedy="use a smaller image or raise media.image_bytes_max",
-        )
-        raise _refuse(message, "image_too_large", 413)
-    # A body that ends with the connection is complete only when the server announced no length; a shorter one than
-    # announced is a truncated image, which the decoder will tell.
-    if not response.headers_done:
+async def _read_body(response: httpcore.Response, limit: int, reserve: Reserve) -> bytes:
+    headers = {name.lower(): value for name, value in response.headers}
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        # Compressed bytes were not asked for, and would slip a bomb past the bound.
         raise ValueError
-    return bytes(response.content)
+    if int(headers.get(b"content-length", b"0")[:18]) > limit:
+        raise _too_large(limit)
+    content = bytearray()
+    async for piece in response.aiter_stream():
+        if len(content) + len(piece) > limit:
+            raise _too_large(limit)
+        reserve(len(piece))
+        content += piece
+    return bytes(content)
+
+
+def _too_large(limit: int) -> RequestRefused:
+    message = limit_message(
+        "the fetched image is too large",
+        value=f"over {limit} bytes",
+        limit=f"{limit} bytes",
+        remedy="use a smaller image or raise media.image_bytes_max",
+    )
+    return _refuse(message, "image_too_large", 413)
 
 
 def _check_status(status: int) -> None:

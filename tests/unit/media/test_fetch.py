@@ -173,6 +173,23 @@ async def test_fetch_returns_the_body() -> None:
     assert requests[0].startswith(f"GET /a.png?x=1 HTTP/1.1\r\nHost: {host}\r\n".encode())
 
 
+async def test_fetch_connects_to_the_address_that_was_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The name is not looked up again: it leads nowhere, and only the judged address answers."""
+
+    async def resolve_once(_target: Target, *, private: bool) -> str:
+        assert private
+        return "127.0.0.1"
+
+    monkeypatch.setattr("vsched.media.fetch.resolve", resolve_once)
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
+    async with server(answer) as (host, requests):
+        name = f"pinned.invalid:{host.partition(':')[2]}"
+        assert await fetch(f"http://{name}/", private(name)) == b"abc"
+    assert f"Host: {name}\r\n".encode() in requests[0]
+
+
 async def test_fetch_understands_chunks_and_closing() -> None:
     chunked = (
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
