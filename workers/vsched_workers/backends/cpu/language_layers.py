@@ -300,7 +300,8 @@ class FusedLanguage:
                     keys,
                     values,
                 )
-        self._attend_chunks(attention, rows, given.room, step, segments)
+        if segments:
+            self._attend_chunks(attention, rows, given.room, step, segments)
 
     @staticmethod
     def _attend_chunks(

@@ -57,6 +57,12 @@ def threaded(function: Any) -> Threaded:
     return Threaded(compiled()(function), compiled(parallel=True)(twin))
 
 
+def content_key(folder: Path) -> str:
+    """Return a digest of all Python files in a folder."""
+    sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+    return hashlib.blake2b(sources, digest_size=6).hexdigest()
+
+
 @functools.cache
 def _key_cache_by_content() -> None:
     """Have numba keep what it compiles in a folder that is named by the content of all kernels.
@@ -65,9 +71,7 @@ def _key_cache_by_content() -> None:
     that is inlined into it has. Where the folder cannot be made, or `NUMBA_CACHE_DIR` is set, numba's rule holds.
     """
     here = Path(__file__).parent
-    sources = b"".join(file.read_bytes() for file in sorted(here.glob("*.py")))
-    content = hashlib.blake2b(sources, digest_size=6)
-    folder = here / "__pycache__" / f"numba-{content.hexdigest()}"
+    folder = here / "__pycache__" / f"numba-{content_key(here)}"
     config: Any = numba.config
     if not config.CACHE_DIR:
         with contextlib.suppress(OSError):
