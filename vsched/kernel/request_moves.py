@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from vsched.kernel.admission_checks import refuse_full, refuse_impossible
 from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
@@ -18,17 +20,20 @@ from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
-from vsched.kernel.routing import Router
+from vsched.kernel.routing import Router, RouterState
 from vsched.policy import EncodingView, ItemSpan
 from vsched.types import FinishReason, Request
 
 
-class RequestMoves:
-    """Moves the requests of a table between the embedding cache and the generate groups.
+class RequestMovesState(msgspec.Struct):
+    """The state of `RequestMoves`; `given_up` tells why no request can be served any more, empty while some can."""
 
-    Attributes:
-        given_up: Why no request can be served any more; empty while requests can.
-    """
+    router: RouterState
+    given_up: str
+
+
+class RequestMoves:
+    """Moves the requests of a table between the embedding cache and the generate groups."""
 
     def __init__(
         self,
@@ -45,8 +50,8 @@ class RequestMoves:
         self._cache = cache
         self._groups = groups
         self._faults = faults
-        self.router = Router(policies.routing, limits, faults)
-        self.given_up = ""
+        self._router = Router(policies.routing, limits, faults)
+        self._given_up = ""
 
     def group_of(self, state: RequestState) -> GenerateGroup:
         """Return the group that a request belongs to."""
@@ -72,8 +77,8 @@ class RequestMoves:
         return [accepted, *self._route(state, now_ns, arriving=True)]
 
     def _refuse(self, request: Request) -> Refuse | None:
-        if self.given_up:
-            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self.given_up)
+        if self._given_up:
+            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
         if refusal is None and self._table.find(request.request_id) is not None:
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
@@ -94,10 +99,21 @@ class RequestMoves:
         """Find a group for a request, and enqueue it there."""
         if self._limits.prefix_cache:
             state.extend_hashes(self._limits.block_size)
-        group = self.router.choose(state, self._groups)
+        group = self._router.choose(state, self._groups)
         state.replica = self._groups.index(group)
         group.add(state)
         return self.enqueue(state, now_ns, arriving=arriving)
+
+    # --- snapshots ---
+
+    def state(self) -> RequestMovesState:
+        """Return the state."""
+        return RequestMovesState(self._router.state(), self._given_up)
+
+    def restore(self, state: RequestMovesState) -> None:
+        """Take over a state."""
+        self._router.restore(state.router)
+        self._given_up = state.given_up
 
     # --- the way into the queue ---
 
@@ -120,7 +136,7 @@ class RequestMoves:
         if group.can_start(state, computed):
             if not state.items_ready_ns:
                 state.items_ready_ns = now_ns
-            group.queue.enqueue(state)
+            group.enqueue(state)
         return ()
 
     def claim_items(
@@ -198,8 +214,7 @@ class RequestMoves:
 
     def _suspend(self, state: RequestState) -> None:
         """Let a request that holds no slot wait for its group to come back."""
-        if state.phase is Phase.READY:
-            self.group_of(state).queue.dequeue(state)
+        self.group_of(state).dequeue(state)
         self.drop_claims(state)
         state.phase = Phase.SUSPENDED
 
@@ -251,7 +266,7 @@ class RequestMoves:
 
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
         """End every request, and refuse those to come: no group is left to serve them."""
-        self.given_up = reason
+        self._given_up = reason
         return self.clear(now_ns, reason, code="given_up")
 
     def expire(self, now_ns: int) -> list[Command]:

@@ -42,9 +42,8 @@ from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, PolicyFaultsState
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.request_moves import RequestMoves
+from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
-from vsched.kernel.routing import RouterState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.types import group_names
 
@@ -59,10 +58,9 @@ class SchedulerState(msgspec.Struct):
     embeddings: EmbeddingCacheState
     encode: EncodeStageState
     generators: list[GenerateGroupState]
-    router: RouterState
+    moves: RequestMovesState
     faults: PolicyFaultsState
     draining: list[str]
-    given_up: str
     timer_ns: int | None
     now_ns: int
 
@@ -366,10 +364,9 @@ class Scheduler:
             embeddings=self.embeddings.state(),
             encode=self.encode.state(),
             generators=[group.state() for group in self.generators],
-            router=self._moves.router.state(),
+            moves=self._moves.state(),
             faults=self._faults.state(),
             draining=[group.name for group in self._draining],
-            given_up=self._moves.given_up,
             timer_ns=self._timer_ns,
             now_ns=self._now_ns,
         )
@@ -385,8 +382,7 @@ class Scheduler:
         self.encode.restore(state.encode)
         for group, one in zip(self.generators, state.generators, strict=True):
             group.restore(one, self._moves.requests_of(group))
-        self._moves.router.restore(state.router)
-        self._moves.given_up = state.given_up
+        self._moves.restore(state.moves)
         self._faults.restore(state.faults)
         self._draining = [self._groups[name] for name in state.draining]
         self._timer_ns, self._now_ns = state.timer_ns, state.now_ns

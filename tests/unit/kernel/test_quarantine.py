@@ -43,7 +43,7 @@ def test_poison_alone_is_ended_at_its_second_loss() -> None:
 
 
 def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
-    """Suspects come back one at a time; the one on probation when the group goes is the culprit."""
+    """Suspects come back one at a time; the one in quarantine when the group goes is the poison request."""
     cluster = ModelCluster(make_limits(slots=8))
     names = [f"r{number}" for number in range(7)]
     for number, name in enumerate(names):
@@ -125,7 +125,7 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
 
 
 def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> None:
-    """Suspects join one at a time there, too, and the one on probation is to blame."""
+    """Suspects join one at a time there, too, and the one in quarantine is to blame."""
     cluster = ModelCluster(make_limits(generators=2))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):

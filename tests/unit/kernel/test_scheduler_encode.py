@@ -291,19 +291,19 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
     assert_served(cluster, "r", "again")
 
 
-@pytest.mark.parametrize("culprit", [b"a", b"b", b"c"])
-def test_encode_failing_item_is_isolated(culprit: bytes) -> None:
-    """A failed batch is halved until the culprit is alone, and only its requests fail."""
+@pytest.mark.parametrize("broken", [b"a", b"b", b"c"])
+def test_encode_failing_item_is_isolated(broken: bytes) -> None:
+    """A failed batch is halved until the broken item is alone, and only its requests fail."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
         cluster.submit(image_request(name, (key, 10)))
-    fail_when(cluster, culprit)
+    fail_when(cluster, broken)
     assert cluster.encoded[1] == [b"a", b"b", b"c"]
     assert cluster.encoded[2] == [b"a", b"b"], "what failed returned to the front in its order"
-    assert [culprit] in cluster.encoded
-    for name in users.pop(culprit):
+    assert [broken] in cluster.encoded
+    for name in users.pop(broken):
         finish = cluster.ended[name]
         assert (finish.reason, finish.code) == (FinishReason.ERROR, "encode_failed")
         assert finish.message == "the image could not be encoded"

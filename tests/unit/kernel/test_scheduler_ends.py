@@ -64,7 +64,7 @@ def decodes(cluster: ModelCluster) -> None:
     assert "decoding" in cluster.kernel.explain("r")
 
 
-def settles(cluster: ModelCluster) -> None:
+def waits_for_its_last_step(cluster: ModelCluster) -> None:
     for index in range(3):
         cluster.submit(
             make_request(f"busy{index}", words(60, start=100 * index), max_tokens=4 + index)
@@ -91,7 +91,7 @@ PHASES: list[Callable[[ModelCluster], None]] = [
     prefills,
     waits_for_an_image_in_mid_prefill,
     decodes,
-    settles,
+    waits_for_its_last_step,
     waits_for_the_generate_group,
     waits_for_the_encode_group,
 ]
@@ -149,7 +149,7 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 
 
 def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
-    """The next in line joins in the very decision after."""
+    """The next in the queue joins in the very decision after."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("r1", words(5), max_tokens=50))
     cluster.submit(make_request("r2", words(5, start=50)))

@@ -163,7 +163,7 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
     """Several preempted requests go to the front in their original order, before who came later."""
     cluster, passed = run_preempted()
     waited = [text for older in passed for text in older if "waiting for a slot" in text]
-    assert waited == [], "a younger request took a slot while an older one stood in line"
+    assert waited == [], "a younger request took a slot while an older one waited"
     joins = [[cluster.names[join.number] for join in step.joined] for step in cluster.decisions]
     assert ["r1", "r2"] in joins, "two preempted requests return together, the older first"
     assert joined(cluster).index("r4") > max(joined(cluster).index(name) for name in NAMES[:4])
@@ -183,8 +183,8 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
 def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -> None:
     """The way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
     _, passed = run_preempted()
-    settling = [text for older in passed for text in older if "preempted" in text]
-    assert settling == []
+    preempted = [text for older in passed for text in older if "preempted" in text]
+    assert preempted == []
 
 
 class Oldest(PreemptionPolicy, frozen=True, kw_only=True):

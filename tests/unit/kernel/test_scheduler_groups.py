@@ -121,7 +121,7 @@ def test_router_forgets_images_beyond_its_bound() -> None:
     cluster = ModelCluster(
         make_limits(generators=2, encode_items=1), default_policies(routing=Fixed(index=0))
     )
-    router = cluster.kernel._moves.router
+    router = cluster.kernel._moves._router
     cluster.submit(image_request("first", (b"first", 1)))
     cluster.drain()
     router._sent.update((b"%d" % number, 1) for number in range(ITEMS_MAX - 1))

@@ -164,10 +164,10 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
 
 
 def test_scheduler_reports_everything_that_waits() -> None:
-    """The queue length counts who waits for an image, for a slot, and to settle."""
+    """The queue length counts requests that wait for an image, for a slot, and for their last step."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3)))
-    cluster.submit(make_request("in line", words(3)))
+    cluster.submit(make_request("in the queue", words(3)))
     cluster.submit(image_request("for its image", (b"a", 8)))
     statistics = cluster.kernel.statistics()
     assert (statistics["running"], statistics["waiting"]) == (1, 2)
@@ -175,7 +175,7 @@ def test_scheduler_reports_everything_that_waits() -> None:
     assert explained["running"].startswith("prefilling: 3 of 3 tokens") or explained[
         "running"
     ].startswith("decoding")
-    assert explained["in line"].startswith("waiting for a slot")
+    assert explained["in the queue"].startswith("waiting for a slot")
     assert explained["for its image"].startswith("waiting for embeddings: items [0] of 1")
     assert cluster.kernel.explain("nobody") == ""
 

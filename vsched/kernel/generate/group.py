@@ -138,10 +138,18 @@ class GenerateGroup(Group):
         state.counted = len(state.tokens)
         self._known_tokens += state.counted
 
-    def let_go(self, state: RequestState) -> None:
-        """Give a request that holds no slot away."""
+    def enqueue(self, state: RequestState) -> None:
+        """Let a request that could run wait for a slot."""
+        self.queue.enqueue(state)
+
+    def dequeue(self, state: RequestState) -> None:
+        """Take a request out of the queue, if it is there."""
         if state.phase is Phase.READY:
             self.queue.dequeue(state)
+
+    def let_go(self, state: RequestState) -> None:
+        """Give a request that holds no slot away."""
+        self.dequeue(state)
         if state.known:
             self._running.forget(state)
             state.known = False
@@ -374,8 +382,7 @@ class GenerateGroup(Group):
 
     def remove(self, state: RequestState) -> None:
         """Let go of a request that ended, wherever it is; its KV stays findable as a prefix."""
-        if state.phase is Phase.READY:
-            self.queue.dequeue(state)
+        self.dequeue(state)
         if state.slot >= 0:
             slot, computed = state.slot, state.computed
             if state.first_step >= 0:

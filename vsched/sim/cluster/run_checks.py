@@ -203,7 +203,7 @@ def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
     held = {
         "requests": statistics["running"] + statistics["waiting"],
         "bytes of requests": statistics["live_bytes"],
-        "items in line": len(kernel.embeddings.queue),
+        "items in the queue": len(kernel.embeddings.queue),
         "claims on embeddings": sum(len(entry.claims) + entry.pins for entry in kernel.embeddings),
         "KV blocks": sum(stage.statistics()["blocks_held"] for stage in kernel.generators),
         "slots": sum(stage.slots_held for stage in kernel.generators),
