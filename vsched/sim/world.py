@@ -131,7 +131,7 @@ class World:
         self.violations.append(f"at {self.loop.time():.9f} s: {what}")
         self.violated.set()
 
-    def told(self) -> list[str]:
+    def violations_and_hints(self) -> list[str]:
         """Return the violations, and the hints where there are any."""
         return [*self.violations, *self.hints[:HINTS_MAX]] if self.violations else []
 

@@ -30,7 +30,7 @@ def run_swarm(count: int, *, seed: int, faults: Path | None) -> None:
     took_s = time.perf_counter() - started_s
     console = Console()
     for failure in outcome.failures:
-        console.print(failure.told(), markup=False, highlight=False, soft_wrap=True)
+        console.print(failure.describe(), markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"{outcome.scenarios} scenarios in {took_s:.1f} s, {outcome.virtual_s:.0f} s of virtual time: "
         f"{outcome.requests} requests, {outcome.events} events, {outcome.struck} faults, "

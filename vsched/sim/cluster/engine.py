@@ -322,7 +322,7 @@ class SimEngine:
             SimulationFailed: With all of it.
         """
         if self.world.violations:
-            raise SimulationFailed("\n".join(self.world.told()))
+            raise SimulationFailed("\n".join(self.world.violations_and_hints()))
 
     @property
     def digest(self) -> str:

@@ -227,7 +227,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
 def _report_on(engine: SimEngine) -> ScenarioReport:
     world, observer = engine.world, engine.observer
     return ScenarioReport(
-        violations=tuple(world.told()),
+        violations=tuple(world.violations_and_hints()),
         digest=engine.digest,
         events=observer.events if observer is not None else 0,
         outcomes=dict(Counter(session.outcome for session in engine.sessions)),

@@ -39,8 +39,8 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
         """The command that runs it again; with the plan in a file, `--faults FILE` runs it with no more than that."""
         return f"vsched simulate --swarm 1 --seed {self.seed}"
 
-    def told(self) -> str:
-        """Say it all, for people."""
+    def describe(self) -> str:
+        """Return seed, violations, faults and the command that repeats them, a line each."""
         dropped = f" ({self.dropped} more that it fails without)" if self.dropped else ""
         return "\n".join(
             [
