@@ -71,10 +71,12 @@ def run(spec: RankSpec) -> None:
 def _load(loading: RankLoading[RankLink]) -> None:
     """See a rank through to its readiness."""
     loading.begin()
-    while (member := loading.ordered) is not None:
-        frame = member.link.receive(SIZING_POLL_S)  # the lifeline ends a rank whose engine is gone
+    while (orders := loading.orders) is not None:
+        frame = orders.member.link.receive(
+            SIZING_POLL_S
+        )  # the lifeline ends a rank whose engine is gone
         if frame is not None:
-            loading.take(frame)
+            orders.take(frame)
 
 
 def follow(members: list[Member[RankLink]], timeout_s: float) -> None:

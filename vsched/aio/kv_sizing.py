@@ -129,9 +129,8 @@ class Sizing:
         await self._published.wait()
         await self._loaded.wait()
         async with self._alone({rank.pool for rank in ranks}):
-            await self._negotiate(group, generate)
-        assert progress.accepted is not None
-        generate.accept(progress.accepted.blocks)
+            accepted = await self._negotiate(group, generate)
+        generate.accept(accepted.blocks)
 
     @asynccontextmanager
     async def _alone(self, pools: set[str]) -> AsyncIterator[None]:
@@ -140,8 +139,8 @@ class Sizing:
                 await held.enter_async_context(self._locks.setdefault(pool, asyncio.Lock()))
             yield
 
-    async def _negotiate(self, group: str, generate: Leader) -> None:
-        """Ask the policy until it accepts what stands."""
+    async def _negotiate(self, group: str, generate: Leader) -> Accepted:
+        """Ask the policy until it accepts what stands; return that."""
         progress = self._groups[group]
         left = self._left_to_others(group)
         loaded = {rank.rank: rank.reserved_bytes for rank in progress.loaded}
@@ -175,6 +174,7 @@ class Sizing:
             progress.ledger = _whole(negotiation.ledger(), left)
         progress.accepted = order
         progress.built = [vote.memory for vote in votes]
+        return order
 
     def _negotiation(self, group: str, ranks: list[RankMemory]) -> KvNegotiation:
         own_encoder = self._encoder_of[group]

@@ -24,7 +24,7 @@ from vsched.wire import FRAME_BYTES_MAX
 logger = logging.getLogger(__name__)
 
 QUEUE_MAX = 1000
-"""Entries that a rank may be behind before it counts as deaf."""
+"""Entries that a rank may be behind before it counts as backlogged."""
 
 NAME_CHARACTERS_MAX = 24
 """Room for the name of a socket in its folder."""
@@ -81,7 +81,7 @@ class LeaderLink:
         self._closed = False
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or deaf."""
+        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
         socket = self._socket
         try:
             # Half the time of `send_multipart`. The first part finds out whether the whole can be sent.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.member import EncodeExecutor, GenerateExecutor, Link, Member, RankHost
-from vsched.worker.profiling_run import image_for
+from vsched.worker.profiling_run import StepLimits, image_for
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -32,13 +33,49 @@ class MappedArena(Protocol):
         ...
 
 
+class KvCacheOrders(Generic[Link]):
+    """The orders about the KV cache of a generate rank that has its weights, until one is accepted.
+
+    `on_accepted` is called with the number of blocks of the KV cache to serve with.
+    """
+
+    def __init__(
+        self, member: Member[Link], sizing: KvSizing, *, on_accepted: Callable[[int], None]
+    ) -> None:
+        self.member = member
+        self._sizing = sizing
+        self._on_accepted = on_accepted
+
+    def take(self, frame: bytes) -> None:
+        """Carry out an order: build, prove or drop a KV cache, or serve with the one that stands.
+
+        Raises:
+            RankDesync: When it is none, or another KV cache stands here.
+        """
+        member, sizing = self.member, self._sizing
+        match member.log.accept(frame):
+            case SizeKv() as order:
+                member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
+                member.report(sizing.carry_out(order))
+            case AcceptKv(blocks):
+                if blocks != sizing.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {sizing.blocks} stand on this rank"
+                    )
+                self._on_accepted(blocks)
+            case Heartbeat():
+                pass
+            case entry:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
+
+
 class RankLoading(Generic[Link]):
-    """Loads what the roles need, carries out the orders about the KV cache, and reports ready.
+    """Loads what the roles need, and reports ready once a KV cache was accepted.
 
     `members` are the encode group's and the generate group's, as far as the rank has the role.
 
     Attributes:
-        ordered: The member whose orders are to be taken next; None once the rank is ready.
+        orders: Takes the orders that are waited for; None once the rank is ready.
     """
 
     def __init__(
@@ -48,14 +85,12 @@ class RankLoading(Generic[Link]):
         members: Sequence[Member[Link]],
         host: RankHost | None = None,
     ) -> None:
-        self.ordered: Member[Link] | None = None
+        self.orders: KvCacheOrders[Link] | None = None
         self._spec = spec
         self._arena = arena
         self._members = members
         self._host = host or RankHost()
         self._ready: list[Ready] = []
-        self._worker: GenerateWorker
-        self._sizing: KvSizing
 
     def begin(self) -> None:
         """Load; what there is to do for a KV cache follows order by order.
@@ -63,37 +98,13 @@ class RankLoading(Generic[Link]):
         Raises:
             CheckpointError, DeviceOutOfMemory: From the worker.
         """
-        sides = iter(self._members)
+        members = iter(self._members)
         if self._spec.encode is not None:
-            self._load_encoder(self._spec.encode, next(sides))
+            self._load_encoder(self._spec.encode, next(members))
         if self._spec.generate is not None:
-            self._load_generator(self._spec.generate, next(sides))
+            self._load_generator(self._spec.generate, next(members))
         else:
             self._report_ready()
-
-    def take(self, frame: bytes) -> None:
-        """Carry out an order: build, prove or drop a KV cache, or serve with the one that stands.
-
-        Raises:
-            RankDesync: When it is none, or another KV cache stands here.
-        """
-        member, spec = self.ordered, self._spec
-        assert member is not None, "nobody waits for orders"
-        assert spec.generate is not None
-        match member.log.accept(frame):
-            case SizeKv() as order:
-                member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
-                member.report(self._sizing.carry_out(order))
-            case AcceptKv(blocks):
-                if blocks != self._sizing.blocks:
-                    raise RankDesync(
-                        f"{blocks} KV blocks are accepted, {self._sizing.blocks} stand on this rank"
-                    )
-                self._finish_generator(spec.generate, member, blocks)
-            case Heartbeat():
-                pass
-            case entry:
-                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
 
     def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
         spec, arena, host = self._spec, self._arena, self._host
@@ -108,23 +119,25 @@ class RankLoading(Generic[Link]):
         rank = EncodeRank(
             worker, arena.embeddings, arena.read, patch_values=patch_values, rank=spec.rank
         )
-        member.side = EncodeExecutor(worker, rank)
+        member.executor = EncodeExecutor(worker, rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
-        self._ready.append(Ready(0, {**memory, **host.memory()}, member.side.hooks()))
+        self._ready.append(Ready(0, {**memory, **host.memory()}, member.executor.hooks()))
 
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
-        self._worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        worker = plugin.load_generator(spec.info, role.settings, member.progress)
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        self._sizing = KvSizing(
-            self._worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
+        sizing = KvSizing(
+            worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
         )
-        member.report(Loaded(self._sizing.measure()))
-        self.ordered = member
+        member.report(Loaded(sizing.measure()))
+        finish = partial(self._finish_generator, role.limits, member, worker)
+        self.orders = KvCacheOrders(member, sizing, on_accepted=finish)
 
-    def _finish_generator(self, role: GenerateRole, member: Member[Link], blocks: int) -> None:
-        worker, limits = self._worker, role.limits
+    def _finish_generator(
+        self, limits: StepLimits, member: Member[Link], worker: GenerateWorker, blocks: int
+    ) -> None:
         rank = GenerateRank(
             worker,
             self._arena.embeddings,
@@ -132,13 +145,13 @@ class RankLoading(Generic[Link]):
             context_tokens=limits.context_tokens,
             block_size=limits.block_size,
         )
-        member.side = GenerateExecutor(worker, rank)
+        member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
         memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
-        self._ready.append(Ready(blocks, memory, member.side.hooks()))
+        self._ready.append(Ready(blocks, memory, member.executor.hooks()))
         self._report_ready()
 
     def _report_ready(self) -> None:
-        self.ordered = None
+        self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.report(report)

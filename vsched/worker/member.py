@@ -114,6 +114,17 @@ class StageExecutor:
         raise NotImplementedError
 
 
+class NotLoaded(StageExecutor):
+    """Stands where a rank has not loaded its model yet."""
+
+    def __init__(self) -> None:
+        self._periodic = None
+
+    def carry_out(self, entry: LogEntry) -> None:
+        """Refuse a decision."""
+        raise RankDesync(f"heard {type(entry).__name__} before the model was loaded")
+
+
 class EncodeExecutor(StageExecutor):
     """The encode group's part of a rank."""
 
@@ -147,7 +158,7 @@ class GenerateExecutor(StageExecutor):
 
 
 class Member(Generic[Link]):
-    """A link to one leader, the log heard over it, and the side that carries it out.
+    """A link to one leader, the log heard over it, and the executor that carries it out.
 
     Attributes:
         entry: What was heard and not carried out yet.
@@ -157,7 +168,7 @@ class Member(Generic[Link]):
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
         self.link = link
         self.log = FollowerLog()
-        self.side: StageExecutor | None = None
+        self.executor: StageExecutor = NotLoaded()
         self.entry: LogEntry | None = None
         self.heard_ns: int | None = None
         self._rank = spec.rank
@@ -201,17 +212,15 @@ class Member(Generic[Link]):
             case Heartbeat():
                 self.report(Beat(self.log.seq, self._host.memory()))
             case RunHook(name):
-                assert self.side is not None
-                self.side.run_hook(name)
+                self.executor.run_hook(name)
                 self.report(Beat(self.log.seq, self._host.memory()))
         # A step can take longer than the timeout: what came meanwhile was heard, only not read.
         self.heard_ns = self._host.now_ns()
         return True
 
     def _step(self, entry: LogEntry) -> None:
-        assert self.side is not None
         start_ns = self._host.now_ns()
-        result = self.side.carry_out(entry)
+        result = self.executor.carry_out(entry)
         busy_ns = self._host.now_ns() - start_ns
         if result is None:
             return
@@ -222,7 +231,7 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = self.side.wanted()
+            wanted = self.executor.wanted()
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
         else:
             self.report(StepCheck(result.step, check_of(result)))

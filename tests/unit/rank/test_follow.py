@@ -72,7 +72,7 @@ class Following:
         spec = SimpleNamespace(rank=0, secret="sesame")
         self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
         for name, member in self.members.items():
-            member.side = Noting(name, self.done)  # type: ignore[assignment]
+            member.executor = Noting(name, self.done)  # type: ignore[assignment]
             member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
 
     def decide(self, name: str, entry: LogEntry) -> None:

@@ -68,7 +68,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     link = Link()
     spec = SimpleNamespace(rank=rank, secret="sesame")
     member = Member(spec, link, RankHost(now_ns=lambda: side.now_ns))  # type: ignore[arg-type]
-    member.side = side  # type: ignore[assignment]
+    member.executor = side  # type: ignore[assignment]
     log = LeaderLog()
     order: list[LogEntry] = [EncodeDecision(1, [], 10, 1), Continue(1, 2), Continue(1, 2)]
     for entry in (*order, Continue(1, 0), EncodeDecision(2, [])):

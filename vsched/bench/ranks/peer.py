@@ -54,7 +54,7 @@ def follow_log(address: str) -> None:
     """Follow a decision log as a rank does, checks included."""
     spec = cast("RankSpec", SimpleNamespace(rank=0, secret=SECRET))
     member = Member(spec, RankLink(address, 0))
-    member.side = Clock()  # type: ignore[assignment]
+    member.executor = Clock()  # type: ignore[assignment]
     follow([member], SILENCE_S)
     member.link.close()
 

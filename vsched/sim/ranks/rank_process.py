@@ -233,10 +233,10 @@ class SimulatedRank:
     async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
         loading.begin()
         await self._catch_up()
-        while (member := loading.ordered) is not None:
-            frame = await member.link.end.next_frame()
+        while (orders := loading.orders) is not None:
+            frame = await orders.member.link.end.next_frame()
             assert frame is not None, "only a rank that has ended closes its link"
-            loading.take(frame)
+            orders.take(frame)
             await self._catch_up()
         self.serving = True
 
@@ -343,9 +343,9 @@ class SimulatedRank:
     def sequences(self, group: str) -> set[int] | None:
         """Return the numbers of the requests that it keeps for a generate group; None where it does not serve it."""
         for member in self._members:
-            side = member.side
-            if member.link.end.party.group == group and isinstance(side, GenerateExecutor):
-                return set(side.rank.sequences)
+            executor = member.executor
+            if member.link.end.party.group == group and isinstance(executor, GenerateExecutor):
+                return set(executor.rank.sequences)
         return None
 
     # --- what workers ask ---
