@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.aio.ranks import SEPARATE, Played
+from tests.unit.aio.ranks import SEPARATE, ShellHarness
 
 
 @pytest.fixture
 async def played(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> AsyncIterator[Played]:
+) -> AsyncIterator[ShellHarness]:
     """A started shell, of one worker group for each group unless the test's parameter says otherwise."""
-    played = Played(monkeypatch, tmp_path)
+    played = ShellHarness(monkeypatch, tmp_path)
     await played.start(getattr(request, "param", SEPARATE))
     yield played
     await played.close()

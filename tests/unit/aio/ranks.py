@@ -362,7 +362,7 @@ class Absent:
         pass
 
 
-class Played:
+class ShellHarness:
     """A started shell and its ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.aio.led import LIMITS, Led
+from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.leader import ProcessLiveness
 from vsched.failures import EncodeErrorKind
@@ -38,8 +38,8 @@ def parts(entries: list[LogEntry]) -> list[int]:
 
 
 @pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode")
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode")
     led.enter(0, 1, hooks={"balance": 10.0})
     yield led
     led.leader.close()
@@ -80,8 +80,10 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
 ) -> None:
     """Each time slice has a turn behind the steps that were decided while the one before ran."""
     liveness = ProcessLiveness()
-    encode = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
-    generate = Led(monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop)
+    encode = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
+    generate = LeaderHarness(
+        monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop
+    )
     encode.enter(0)
     generate.enter(0)
     encode.leader.decide(batch(1, 200))
@@ -100,7 +102,7 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
 async def test_leader_of_processes_apart_sends_whole_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
+    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200, time_slice_ms=0))
     assert parts(led.entries()) == [0]
@@ -109,7 +111,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
     led.leader.close()
 
 
-async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) -> None:
+async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: LeaderHarness) -> None:
     """A rank that waits for its next part comes to where it misses the first, and fails there as well."""
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
@@ -125,7 +127,7 @@ async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Led) 
     ("rank", "paused"), [(1, Paused(1, 1, MS)), (0, Paused(2, 1, MS)), (0, Paused(1, 0, MS))]
 )
 async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
-    led: Led, rank: int, paused: Paused
+    led: LeaderHarness, rank: int, paused: Paused
 ) -> None:
     """Only the first rank says so, of the step that is out, with something done."""
     led.leader.decide(batch(1, 200))
@@ -135,7 +137,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
     ]
 
 
-async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
+async def test_leader_gives_each_stretch_the_time_of_a_step(led: LeaderHarness) -> None:
     """Steps of the other group lie in between; a rank that hangs in one time slice is found all the same."""
     led.leader.decide(batch(1, 200))
     for _ in range(3):
@@ -146,7 +148,7 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: Led) -> None:
     assert "rank 0 has not answered step 1" in led.lost[0]
 
 
-async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
+async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
     """Each time slice is short, and together they are longer than a step may be."""
     led.leader.decide(batch(1, 200))
     for _ in range(int(LIMITS.step_s)):
@@ -157,7 +159,7 @@ async def test_leader_gives_up_a_batch_without_end(led: Led) -> None:
 
 
 async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    led = Led(monkeypatch, ranks=1, limits=LIMITS, name="encode")
+    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
@@ -165,7 +167,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
     led.leader.close()
 
 
-async def test_leader_runs_no_hook_within_a_batch(led: Led) -> None:
+async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     """A hook stands between two steps, never in the midst of one; heartbeats go on."""
     led.leader.decide(batch(1, 200))
     led.advance(20)

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from tests.unit.aio.led import LIMITS, Led
+from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.hooks import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook
 
 
 @pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
     yield led
     led.leader.close()
 
@@ -88,7 +88,7 @@ def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: floa
     assert ran == ([] if due_s is None else [("balance", due_s)])
 
 
-async def test_leader_puts_due_hooks_before_a_step(led: Led) -> None:
+async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
     """Every rank meets the hook between the same two steps; most steps have none before them."""
     led.enter(0, 1, hooks={"balance": 10.0})
     for step in range(1, 31):
@@ -105,7 +105,7 @@ async def test_leader_puts_due_hooks_before_a_step(led: Led) -> None:
     assert led.lost == []
 
 
-async def test_leader_runs_a_hook_that_a_rank_asks_for(led: Led) -> None:
+async def test_leader_runs_a_hook_that_a_rank_asks_for(led: LeaderHarness) -> None:
     """The signal comes with a result; two results that ask for the same make one run."""
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
@@ -118,7 +118,7 @@ async def test_leader_runs_a_hook_that_a_rank_asks_for(led: Led) -> None:
     assert led.entries().count(RunHook("balance")) == 1
 
 
-async def test_leader_runs_no_hook_in_an_idle_group(led: Led) -> None:
+async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
     """Heartbeats, and nothing else."""
     led.enter(0, 1, hooks={"balance": 1.0})
     for _ in range(60):
@@ -129,7 +129,7 @@ async def test_leader_runs_no_hook_in_an_idle_group(led: Led) -> None:
     assert led.lost == []
 
 
-async def test_leader_deadline_of_a_hook(led: Led) -> None:
+async def test_leader_deadline_of_a_hook(led: LeaderHarness) -> None:
     """A hook that does not end has the deadline of a step."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
@@ -140,7 +140,7 @@ async def test_leader_deadline_of_a_hook(led: Led) -> None:
     assert "limit 30 (deadlines.step_s)" in led.lost[0]
 
 
-async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: Led) -> None:
+async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHarness) -> None:
     """An unknown hook would be an error on every rank."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
@@ -152,7 +152,7 @@ async def test_leader_takes_the_interval_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`hooks_s` of the deadlines overrides what the worker says."""
-    led = Led(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
+    led = LeaderHarness(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
     led.enter(0, hooks={"balance": 1000.0})
     led.leader.decide(GenerateDecision(1))
     led.hear(0, result(1))

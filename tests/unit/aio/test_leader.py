@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tests.patience import patience
-from tests.unit.aio.led import LIMITS, Led
+from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.leader import EARLY, Leader
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision
@@ -35,15 +35,15 @@ from vsched.wire import (
 
 
 @pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=1, limits=LIMITS)
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS)
     yield led
     led.leader.close()
 
 
 @pytest.fixture
-async def led_two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+async def led_two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
     yield led
     led.leader.close()
 
@@ -51,7 +51,7 @@ async def led_two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
 RESULT = GenerateResult(1, b"", b"", [], [], 0)
 
 
-async def test_leader_is_ready_when_every_rank_is(led_two: Led) -> None:
+async def test_leader_is_ready_when_every_rank_is(led_two: LeaderHarness) -> None:
     """The first rank included, in rank order whatever the order of readiness."""
     led = led_two
     led.enter(1)
@@ -68,7 +68,9 @@ async def test_leader_is_ready_when_every_rank_is(led_two: Led) -> None:
 @pytest.mark.parametrize(
     "hello", [Hello(0, "wrong"), Hello(0, ""), Hello(1, "sesame"), Hello(0, "sésame"), None]
 )
-async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello | None) -> None:
+async def test_leader_ignores_who_does_not_prove_itself(
+    led: LeaderHarness, hello: Hello | None
+) -> None:
     """A wrong secret, none, or another's rank: nothing it says is heard, and nothing breaks."""
     if hello is not None:
         led.hear(0, hello)
@@ -81,7 +83,7 @@ async def test_leader_ignores_who_does_not_prove_itself(led: Led, hello: Hello |
     assert led.leader.ready.result() == [Ready(10, {"kv": 0})]
 
 
-async def test_leader_ignores_identities_that_are_no_rank(led: Led) -> None:
+async def test_leader_ignores_identities_that_are_no_rank(led: LeaderHarness) -> None:
     """A peer of another name gets no hearing, even with the secret."""
     for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
         led.link.on_frame(identity, encode_report(Hello(0, "sesame")))
@@ -104,7 +106,7 @@ def test_leader_needs_a_secret() -> None:
         )
 
 
-async def test_leader_sends_every_decision_to_every_rank(led_two: Led) -> None:
+async def test_leader_sends_every_decision_to_every_rank(led_two: LeaderHarness) -> None:
     """One numbered log, the same frames for all."""
     led = led_two
     led.enter(0, 1)
@@ -116,7 +118,7 @@ async def test_leader_sends_every_decision_to_every_rank(led_two: Led) -> None:
     assert led.link.sent[0] == led.link.sent[1]
 
 
-async def test_leader_hears_results_of_the_first_rank(led_two: Led) -> None:
+async def test_leader_hears_results_of_the_first_rank(led_two: LeaderHarness) -> None:
     led = led_two
     led.enter(0, 1)
     led.leader.decide(GenerateDecision(1))
@@ -126,7 +128,7 @@ async def test_leader_hears_results_of_the_first_rank(led_two: Led) -> None:
     assert led.results == [RESULT]
 
 
-async def test_leader_idle_sends_heartbeats(led: Led) -> None:
+async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
     """An idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
     led.enter(0)
     for _ in range(1000):
@@ -137,7 +139,7 @@ async def test_leader_idle_sends_heartbeats(led: Led) -> None:
     assert 1000 <= len(led.entries()) <= 1000 / EARLY + 1
 
 
-async def test_leader_with_work_sends_no_heartbeats(led: Led) -> None:
+async def test_leader_with_work_sends_no_heartbeats(led: LeaderHarness) -> None:
     """Decisions are as good as heartbeats."""
     led.enter(0)
     for step in range(1, 50):
@@ -148,7 +150,7 @@ async def test_leader_with_work_sends_no_heartbeats(led: Led) -> None:
 
 
 @pytest.mark.parametrize("last_s", [0.0, 0.5, 1.9, 2.1, 3.9])
-async def test_leader_gap_is_at_most_one_interval(led: Led, last_s: float) -> None:
+async def test_leader_gap_is_at_most_one_interval(led: LeaderHarness, last_s: float) -> None:
     """One deadline for the heartbeat, wherever in the interval the last decision fell."""
     led.enter(0)
     led.loop.advance(last_s)
@@ -160,7 +162,7 @@ async def test_leader_gap_is_at_most_one_interval(led: Led, last_s: float) -> No
     assert led.loop.now_s - sent_s <= LIMITS.heartbeat_s
 
 
-async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
+async def test_leader_gives_up_a_silent_rank(led_two: LeaderHarness) -> None:
     """The rank that no longer answers is named; the one that does is not."""
     led = led_two
     led.enter(0, 1)
@@ -180,7 +182,7 @@ async def test_leader_gives_up_a_silent_rank(led_two: Led) -> None:
 
 
 async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
-    led_two: Led,
+    led_two: LeaderHarness,
 ) -> None:
     """Ranks load for different times; who is ready first owes no answer until all are."""
     led = led_two
@@ -192,7 +194,7 @@ async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
     assert led.entries(0) == [Heartbeat()]
 
 
-async def test_leader_gives_up_a_step_that_takes_too_long(led: Led) -> None:
+async def test_leader_gives_up_a_step_that_takes_too_long(led: LeaderHarness) -> None:
     """Every wait has a deadline; the message names the knob."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
@@ -204,7 +206,7 @@ async def test_leader_gives_up_a_step_that_takes_too_long(led: Led) -> None:
     assert led.lost[0].endswith("limit 30 (deadlines.step_s)")
 
 
-async def test_leader_deadline_of_a_step_ends_with_its_result(led: Led) -> None:
+async def test_leader_deadline_of_a_step_ends_with_its_result(led: LeaderHarness) -> None:
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.step_s - 1)
@@ -214,7 +216,9 @@ async def test_leader_deadline_of_a_step_ends_with_its_result(led: Led) -> None:
     assert led.lost == []
 
 
-async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(led: Led) -> None:
+async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
+    led: LeaderHarness,
+) -> None:
     """A decision goes out one step ahead; the wait for the step before is not its own."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
@@ -227,7 +231,7 @@ async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(led:
     assert len(led.lost) == 1
 
 
-async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: Led) -> None:
+async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: LeaderHarness) -> None:
     """A stranger cannot bring a group down."""
     led.link.on_frame(rank_identity(0), b"garbage")
     led.enter(0)
@@ -235,7 +239,7 @@ async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: Led) -> 
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2])])
-async def test_leader_gives_up_a_rank_that_talks_garbage(led: Led, frame: bytes) -> None:
+async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, frame: bytes) -> None:
     """Frames are typed, and the failure is told once."""
     led.enter(0)
     led.link.on_frame(rank_identity(0), frame)
@@ -243,7 +247,7 @@ async def test_leader_gives_up_a_rank_that_talks_garbage(led: Led, frame: bytes)
     assert led.lost == ["generate: rank 0 sent a frame that is no report"]
 
 
-async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -> None:
+async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: LeaderHarness) -> None:
     """A result without a step that is out is a divergence, told and not raised into the event loop."""
     led.enter(0)
     led.hear(0, RESULT)
@@ -251,14 +255,14 @@ async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Led) -
     assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
 
 
-async def test_leader_passes_on_why_a_rank_stops(led: Led) -> None:
+async def test_leader_passes_on_why_a_rank_stops(led: LeaderHarness) -> None:
     """The failure travels to the caller."""
     led.enter(0)
     led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
 
 
-async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
+async def test_leader_gives_up_a_deaf_rank(led_two: LeaderHarness) -> None:
     """A rank whose queue is full does not stall the step; the group is given up."""
     led = led_two
     led.enter(0, 1)
@@ -267,7 +271,7 @@ async def test_leader_gives_up_a_deaf_rank(led_two: Led) -> None:
     assert led.lost == ["generate: rank 1 is gone or does not read its decisions"]
 
 
-async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -> None:
+async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: LeaderHarness) -> None:
     """It had said why it stopped, and was gone before that was read."""
     led = led_two
     led.enter(0, 1)
@@ -277,7 +281,7 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Led) -
     assert led.lost == ["generate: rank 1 stopped with RankDesync: another digest"]
 
 
-async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Led) -> None:
+async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: LeaderHarness) -> None:
     """Rank 0 is cut off from rank 1, which says why a moment later; left alone, rank 0 is taken at its word."""
     led = led_two
     led.enter(0, 1)
@@ -288,7 +292,7 @@ async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Led
     assert led.lost == ["generate: rank 1 stopped with DeviceOutOfMemory: no room"]
 
 
-async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: Led) -> None:
+async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: LeaderHarness) -> None:
     led = led_two
     led.enter(0, 1)
     led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
@@ -296,7 +300,7 @@ async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: Led
     assert led.lost == ["generate: rank 0 stopped with PeerLost: the connection is gone"]
 
 
-async def test_leader_that_is_closed_says_nothing_more(led: Led) -> None:
+async def test_leader_that_is_closed_says_nothing_more(led: LeaderHarness) -> None:
     led.enter(0)
     led.leader.close()
     led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "late"))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.aio.led import LIMITS, Led
+from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.failure_detector import ResultComparison
 from vsched.aio.leader.leader import ProcessLiveness
 from vsched.failures import EncodeErrorKind, ErrorKind
@@ -36,8 +36,8 @@ MEMORY = RankMemory(
 
 
 @pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Led]:
-    led = Led(monkeypatch, ranks=3, limits=LIMITS)
+async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led = LeaderHarness(monkeypatch, ranks=3, limits=LIMITS)
     led.enter(0, 1, 2)
     yield led
     led.leader.close()
@@ -54,7 +54,7 @@ def said(rank: int, step: int, token: bytes = b"\1\0\0\0") -> GenerateResult | S
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-async def test_leader_ranks_that_agree_go_on(led: Led, order: tuple[int, ...]) -> None:
+async def test_leader_ranks_that_agree_go_on(led: LeaderHarness, order: tuple[int, ...]) -> None:
     """Whoever speaks first; the first rank's result is taken when it comes, and nothing is kept."""
     for step in range(1, 6):
         led.leader.decide(GenerateDecision(step))
@@ -67,7 +67,7 @@ async def test_leader_ranks_that_agree_go_on(led: Led, order: tuple[int, ...]) -
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 async def test_leader_rank_that_computed_something_else_is_named(
-    led: Led, order: tuple[int, ...]
+    led: LeaderHarness, order: tuple[int, ...]
 ) -> None:
     """Rank and step, however late; what is known to differ is not passed on."""
     led.leader.decide(GenerateDecision(1))
@@ -77,7 +77,7 @@ async def test_leader_rank_that_computed_something_else_is_named(
     assert len(led.results) == (order.index(0) < order.index(2))
 
 
-async def test_leader_ranks_may_be_steps_apart(led: Led) -> None:
+async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
     """The difference is found when the slow rank comes to that step."""
     for step in range(1, 5):
         led.leader.decide(GenerateDecision(step))
@@ -92,7 +92,7 @@ async def test_leader_ranks_may_be_steps_apart(led: Led) -> None:
 
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch fails on all ranks or on none; what a peer knows of why may differ."""
-    led = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
     led.hear(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
@@ -120,7 +120,7 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     ],
 )
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
-    led: Led, rank: int, report: GenerateResult, reason: str
+    led: LeaderHarness, rank: int, report: GenerateResult, reason: str
 ) -> None:
     """Each rank answers every step once, in order, with what is its to say."""
     led.leader.decide(GenerateDecision(1))
@@ -128,7 +128,7 @@ async def test_leader_gives_up_a_rank_that_is_out_of_order(
     assert led.lost == [f"generate: {reason}"]
 
 
-async def test_leader_rank_that_stops_reporting_is_given_up(led: Led) -> None:
+async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) -> None:
     """The first rank goes on and gets no slower; the deadline of a step is that of every rank."""
     step, waited_s = 0, 0
     while not led.lost:
@@ -144,7 +144,7 @@ async def test_leader_rank_that_stops_reporting_is_given_up(led: Led) -> None:
     assert waited_s <= LIMITS.step_s + LIMITS.heartbeat_s + 2
 
 
-async def test_leader_rank_that_is_too_far_behind_is_deaf(led: Led) -> None:
+async def test_leader_rank_that_is_too_far_behind_is_deaf(led: LeaderHarness) -> None:
     """What is kept of steps that a rank has not come to is bounded, whatever the deadline."""
     for step in range(1, QUEUE_MAX + 1):
         led.leader.decide(GenerateDecision(step))
@@ -156,14 +156,16 @@ async def test_leader_rank_that_is_too_far_behind_is_deaf(led: Led) -> None:
     assert len(led.leader._checks) <= QUEUE_MAX
 
 
-async def test_leader_rank_that_is_stopped_in_a_step_is_found_by_its_pulse(led: Led) -> None:
+async def test_leader_rank_that_is_stopped_in_a_step_is_found_by_its_pulse(
+    led: LeaderHarness,
+) -> None:
     """Long before the step's deadline, which is 120 s as configured; the others are not blamed."""
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s, pulses=[0, 2])
     assert led.lost[0].startswith("generate: rank 1 was silent for 2")
 
 
-async def test_leader_pulse_does_not_stand_for_an_answer(led: Led) -> None:
+async def test_leader_pulse_does_not_stand_for_an_answer(led: LeaderHarness) -> None:
     """A process that runs but follows its log no more is silent."""
     waited_s = 0
     while not led.lost:
@@ -176,7 +178,7 @@ async def test_leader_pulse_does_not_stand_for_an_answer(led: Led) -> None:
     assert waited_s > LIMITS.rank_timeout_s
 
 
-async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
+async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) -> None:
     """It proves that a process runs; reports come from what follows the log."""
     led.leader.decide(GenerateDecision(1))
     led.pulse(0, 1, 2)
@@ -190,7 +192,7 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: Led) -> None:
     assert led.leader.memory[0] == {"kv": 0}
 
 
-async def test_leader_ignores_a_pulse_without_the_secret(led: Led) -> None:
+async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
     """A stranger cannot make a dead rank look alive, nor speak for it."""
     led.leader.decide(GenerateDecision(1))
     until_s = led.loop.now_s + LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s
@@ -213,7 +215,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
     monkeypatch: pytest.MonkeyPatch, other: Ready
 ) -> None:
     """The same KV cache and the same periodic work, or the group does not start."""
-    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
     led.hear(0, Hello(0, "sesame"))
     led.hear(1, Hello(1, "sesame"))
     led.hear(1, other)
@@ -228,7 +230,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A retry is all ranks': where only some ran out of memory, the next order renews all."""
-    led = Led(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
     led.enter(0, 1)
     order = SizeKv(64, profile=True, headroom_bytes=0)
     for votes in (("fits", "out_of_memory"), ("out_of_memory",) * 2, ("fits", "fits")):
@@ -247,8 +249,10 @@ async def test_leaders_of_the_same_processes_share_one_order(
 ) -> None:
     """Steps of both logs have one order, and a step of one group is no silence in the other."""
     liveness = ProcessLiveness()
-    encode = Led(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
-    generate = Led(monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop)
+    encode = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
+    generate = LeaderHarness(
+        monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop
+    )
     encode.enter(0, 1)
     generate.enter(0, 1)
     encode.leader.decide(EncodeDecision(1, []))

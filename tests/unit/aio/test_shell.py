@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import zmq
 
-from tests.unit.aio.ranks import Played, Stream, Text
+from tests.unit.aio.ranks import ShellHarness, Stream, Text
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
@@ -20,7 +20,7 @@ from vsched.types import FinishReason
 PROMPTS = ([11, 12], [21, 22, 23], [31])
 
 
-def streams_of(played: Played, **odd: object) -> list[Stream]:
+def streams_of(played: ShellHarness, **odd: object) -> list[Stream]:
     """Submit three requests; the one in the middle is odd."""
     return [
         Stream(played.shell, make_request(f"r{index}", prompt), **(odd if index == 1 else {}))  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def streams_of(played: Played, **odd: object) -> list[Stream]:
     ids=["push first", "push later", "push last", "flush"],
 )
 async def test_shell_stream_whose_text_fails_ends_alone(
-    played: Played, text: Text, taken: int
+    played: ShellHarness, text: Text, taken: int
 ) -> None:
     """Its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
     streams = streams_of(played, text=text)
@@ -60,7 +60,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
     assert played.shell.healthy
 
 
-async def test_shell_stream_whose_text_fails_stops_computing(played: Played) -> None:
+async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarness) -> None:
     """What it holds is free before the next step."""
     broken, good = [
         Stream(played.shell, make_request(name, [11]), max_tokens=300, text=text)
@@ -71,7 +71,7 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: Played) -> 
     assert played.shell.statistics()["running"] == 1
 
 
-async def test_shell_on_end_that_raises_harms_nobody(played: Played) -> None:
+async def test_shell_on_end_that_raises_harms_nobody(played: ShellHarness) -> None:
     """The stream has its end all the same."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
@@ -92,7 +92,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
     monkeypatch.setattr(Scheduler, "handle", handle)
 
 
-async def all_given_up(played: Played, streams: list[Stream]) -> None:
+async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
     """Assert that every stream ended with one error, and that nothing works on."""
     for stream in streams:
         error = await stream.error()
@@ -110,7 +110,7 @@ async def all_given_up(played: Played, streams: list[Stream]) -> None:
 
 @pytest.mark.parametrize("group", ["generate", "encode"])
 async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
-    played: Played, monkeypatch: pytest.MonkeyPatch, group: str
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     """An error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
     streams = streams_of(played)
@@ -123,7 +123,7 @@ async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
 
 
 async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who submits meanwhile is refused and has no stream to wait at; the others have their end."""
     streams = streams_of(played)
@@ -135,7 +135,7 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
 
 
 async def test_shell_command_that_fails_ends_everything(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same where the commands cannot be carried out, such as a decision that cannot be encoded."""
     streams = streams_of(played)
@@ -149,7 +149,7 @@ async def test_shell_command_that_fails_ends_everything(
 
 
 async def test_shell_that_fails_ends_a_restart_that_loads(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are on their way for a scheduler that serves nothing more are stopped."""
     streams = streams_of(played)
@@ -162,7 +162,7 @@ async def test_shell_that_fails_ends_a_restart_that_loads(
 
 
 async def test_shell_that_fails_ends_a_restart_that_pauses(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does one begin after the pause."""
     ranks = played.ranks
@@ -182,7 +182,7 @@ async def test_shell_that_fails_ends_a_restart_that_pauses(
 
 
 async def test_engine_whose_scheduler_failed_says_so(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`/health` tells it, and requests are refused before their images are touched."""
     engine = played.engine()
@@ -205,7 +205,7 @@ async def test_engine_whose_scheduler_failed_says_so(
     ids=["well", "flush", "on_end"],
 )
 async def test_shell_stop_ends_every_stream_and_every_rank(
-    played: Played, odd: dict[str, object]
+    played: ShellHarness, odd: dict[str, object]
 ) -> None:
     """Clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
     streams = streams_of(played, **odd)
@@ -219,7 +219,7 @@ async def test_shell_stop_ends_every_stream_and_every_rank(
 
 
 async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the scheduler raises at that very moment."""
     streams = streams_of(played)
@@ -237,7 +237,7 @@ class FakeTimer:
         self.cancelled = True
 
 
-async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new time takes the place of the old, or thousands of submissions leave thousands of timers."""
     shell, timers = played.shell, list[FakeTimer]()
     rung: list[Event] = []
@@ -267,7 +267,9 @@ async def test_shell_has_one_timer(played: Played, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
-async def test_shell_that_cannot_start_leaves_nothing(played: Played, error: Exception) -> None:
+async def test_shell_that_cannot_start_leaves_nothing(
+    played: ShellHarness, error: Exception
+) -> None:
     """What the start of a rank raises reaches the caller, and the other worker group is stopped."""
     await played.shell.stop()
     played.ranks.failures.append(error)
@@ -294,7 +296,7 @@ class Noted:
         self.closed = True
 
 
-async def test_shell_records_every_event_and_its_commands(played: Played) -> None:
+async def test_shell_records_every_event_and_its_commands(played: ShellHarness) -> None:
     """From the first to the last, so that a run can be replayed; a new kernel has a record of its own."""
     await played.stop()
     noted = Noted()

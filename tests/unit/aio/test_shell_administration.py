@@ -15,7 +15,7 @@ from tests.unit.aio.ranks import (
     TWO_GENERATE,
     TWO_OF_EACH,
     TWO_TOGETHER,
-    Played,
+    ShellHarness,
     Stream,
 )
 from tests.unit.aio.test_shell_groups import ITEM, check_tokens, state_of, streams_of
@@ -31,7 +31,7 @@ from vsched.testing import make_request
 GENERATORS = ("generate-0", "generate-1")
 
 
-def running(played: Played) -> list[int]:
+def running(played: ShellHarness) -> list[int]:
     return [row["running"] for row in played.shell.groups() if row["stage"] == "generate"]
 
 
@@ -40,7 +40,7 @@ async def soon(task: asyncio.Future[Any]) -> Any:
         return await task
 
 
-async def serve_until(played: Played, task: asyncio.Future[Any]) -> Any:
+async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
     """Carry decisions out, a few a turn of the loop, until something is done."""
     for _ in range(2000):
         if task.done():
@@ -51,7 +51,7 @@ async def serve_until(played: Played, task: asyncio.Future[Any]) -> Any:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
-async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Played) -> None:
+async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: ShellHarness) -> None:
     """No stream notices; once nothing runs there, whoever drains it is told, and may resume it."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -77,7 +77,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Playe
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> None:
+async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarness) -> None:
     """The wait has a deadline; the drain has not."""
     streams = streams_of(played)
     played.ranks.run_all(2)
@@ -91,7 +91,7 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: Played) -> 
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
+async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
     """Who waited is told that it did not come to that."""
     streams = streams_of(played)
     played.ranks.run_all(2)
@@ -106,7 +106,7 @@ async def test_drain_ends_when_it_is_taken_back(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Played) -> None:
+async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: ShellHarness) -> None:
     """What ran there goes on there; what the operator asked for still holds."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -137,7 +137,9 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Pl
     indirect=["played"],
     ids=str,
 )
-async def test_restart_under_load_costs_no_request_a_token(played: Played, group: str) -> None:
+async def test_restart_under_load_costs_no_request_a_token(
+    played: ShellHarness, group: str
+) -> None:
     """Drained first, so nothing is computed twice; the last of its stage can be restarted, too."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -160,7 +162,7 @@ async def test_restart_under_load_costs_no_request_a_token(played: Played, group
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, SEPARATE], indirect=True, ids=str)
-async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
+async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
     """What runs still goes on after the restart, as after any loss."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -173,7 +175,7 @@ async def test_restart_goes_on_after_the_deadline(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [SEPARATE], indirect=True)
-async def test_restarts_are_no_losses(played: Played) -> None:
+async def test_restarts_are_no_losses(played: ShellHarness) -> None:
     """However often an operator restarts a worker group, the first loss is answered at once."""
     ranks = played.ranks
     for _ in range(6):
@@ -184,7 +186,7 @@ async def test_restarts_are_no_losses(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played) -> None:
+async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellHarness) -> None:
     """It has not begun to stop anything."""
     streams_of(played)
     played.ranks.run_all(2)
@@ -197,7 +199,7 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: Played
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_retired_group_can_be_restarted(played: Played) -> None:
+async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     """Once its device is mended, it serves again."""
     ranks = played.ranks
     ranks.broken.add("generate-1")
@@ -216,7 +218,7 @@ async def test_retired_group_can_be_restarted(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_group_that_was_lost_too_often_can_be_restarted(played: Played) -> None:
+async def test_group_that_was_lost_too_often_can_be_restarted(played: ShellHarness) -> None:
     """Who restarts it has looked after it; it has all its attempts again."""
     ranks = played.ranks
     for _ in range(LOSSES_MAX):
@@ -226,13 +228,13 @@ async def test_group_that_was_lost_too_often_can_be_restarted(played: Played) ->
     assert await played.shell.administration.restart("generate-1") is True
 
 
-async def refusal(played: Played, action: str, group: str) -> RequestRefused:
+async def refusal(played: ShellHarness, action: str, group: str) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         await act(played, action, group)
     return caught.value
 
 
-async def act(played: Played, action: str, group: str) -> None:
+async def act(played: ShellHarness, action: str, group: str) -> None:
     match action:
         case "drain":
             await played.shell.administration.drain(group)
@@ -244,7 +246,9 @@ async def act(played: Played, action: str, group: str) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("action", ["drain", "restart", "resume"])
-async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action: str) -> None:
+async def test_upkeep_of_an_unknown_group_names_the_known(
+    played: ShellHarness, action: str
+) -> None:
     """Whoever mistypes a name reads the right ones."""
     error = await refusal(played, action, "generate")
     assert (error.code, error.status) == ("unknown_group", 400)
@@ -252,7 +256,7 @@ async def test_upkeep_of_an_unknown_group_names_the_known(played: Played, action
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -> None:
+async def test_drain_of_the_last_group_of_its_stage_is_refused(played: ShellHarness) -> None:
     """Requests would wait for an operator; the only encoder, the last generator."""
     assert (await refusal(played, "drain", "encode")).code == "last_group"
     assert await played.shell.administration.drain("generate-0") is True
@@ -263,7 +267,7 @@ async def test_drain_of_the_last_group_of_its_stage_is_refused(played: Played) -
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: Played) -> None:
+async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: ShellHarness) -> None:
     """One that is coming back already, one that nobody drained, one that is being restarted."""
     error = await refusal(played, "resume", "generate-1")
     assert (error.code, error.status) == ("wrong_state", 409)
@@ -290,7 +294,7 @@ async def post(engine: Engine, group: str, action: str) -> Any:
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -> None:
+async def test_crews_restarted_one_by_one_over_http_under_load(played: ShellHarness) -> None:
     """A rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
     engine = played.engine()
     old = list(played.ranks.made)
@@ -317,7 +321,7 @@ async def test_crews_restarted_one_by_one_over_http_under_load(played: Played) -
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
+async def test_http_refuses_what_the_engine_refuses(played: ShellHarness) -> None:
     """Also while nothing is served."""
     engine = Engine(Config())
     reply = await post(engine, "generate-0", "drain")
@@ -333,7 +337,7 @@ async def test_http_refuses_what_the_engine_refuses(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_clear_reaches_every_replica(played: Played) -> None:
+async def test_clear_reaches_every_replica(played: ShellHarness) -> None:
     """Running and waiting on all groups, one that is down included; then there is nothing."""
     engine = played.engine()
     streams = [Stream(played.shell, make_request(f"r{index}", [11])) for index in range(14)]

@@ -16,7 +16,7 @@ from tests.unit.aio.ranks import (
     TWO_OF_EACH,
     TWO_TOGETHER,
     Groups,
-    Played,
+    ShellHarness,
     Stream,
 )
 from tests.unit.rank.fake_plugin import expected_tokens
@@ -30,7 +30,7 @@ PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])
 ITEM = (0, 6, b"a")
 
 
-def streams_of(played: Played, *, named: str = "r") -> list[Stream]:
+def streams_of(played: ShellHarness, *, named: str = "r") -> list[Stream]:
     """Submit four requests; they go to two generate groups in turn."""
     return [
         Stream(played.shell, make_request(f"{named}{index}", prompt))
@@ -44,7 +44,7 @@ async def check_tokens(streams: Sequence[Stream]) -> None:
         assert await stream.tokens() == expected_tokens(prompt, 10)
 
 
-def state_of(played: Played, group: str) -> object:
+def state_of(played: ShellHarness, group: str) -> object:
     """Return the state of a group, on which shell and kernel must agree."""
     row = next(row for row in played.shell.groups() if row["name"] == group)
     kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
@@ -52,7 +52,7 @@ def state_of(played: Played, group: str) -> object:
     return row["state"]
 
 
-async def is_lost(played: Played, group: str) -> None:
+async def is_lost(played: ShellHarness, group: str) -> None:
     """Lose a group for as long as it stays broken and its pause lasts."""
     ranks = played.ranks
     ranks.broken.add(group)
@@ -64,7 +64,7 @@ async def is_lost(played: Played, group: str) -> None:
 @pytest.mark.parametrize(
     "played", [TWO_GENERATE, TWO_OF_EACH, TWO_TOGETHER], indirect=True, ids=str
 )
-async def test_shell_without_one_generate_crew_serves_with_the_other(played: Played) -> None:
+async def test_shell_without_one_generate_crew_serves_with_the_other(played: ShellHarness) -> None:
     """Requests of the lost one wait for its return, and their streams go on; others do not wait."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -84,7 +84,7 @@ async def test_shell_without_one_generate_crew_serves_with_the_other(played: Pla
     await check_tokens(streams)
 
 
-async def test_shell_shows_operators_each_group(played: Played) -> None:
+async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     """Who looks sees which group was lost, why, and how often it came back."""
     await played.stop()
     await played.start(TWO_GENERATE, ranks=2)
@@ -111,7 +111,7 @@ async def test_shell_shows_operators_each_group(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Played) -> None:
+async def test_shell_without_one_encode_crew_encodes_with_the_other(played: ShellHarness) -> None:
     """The images of its batch are encoded by the other; nobody waits for its return."""
     ranks = played.ranks
     images = [
@@ -142,7 +142,7 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Play
     ids=str,
 )
 async def test_shell_groups_lost_at_once_all_come_back(
-    played: Played, lost: tuple[str, ...]
+    played: ShellHarness, lost: tuple[str, ...]
 ) -> None:
     """Two faults at the same time cost no request a token."""
     ranks = played.ranks
@@ -159,7 +159,7 @@ async def test_shell_groups_lost_at_once_all_come_back(
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> None:
+async def test_shell_losses_of_one_crew_do_not_delay_another(played: ShellHarness) -> None:
     """Every worker group has pauses of its own."""
     ranks = played.ranks
     for _ in RESTART_DELAYS_S:
@@ -174,7 +174,9 @@ async def test_shell_losses_of_one_crew_do_not_delay_another(played: Played) -> 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
-async def test_shell_fault_during_recovery_ends_in_service(played: Played, second: str) -> None:
+async def test_shell_fault_during_recovery_ends_in_service(
+    played: ShellHarness, second: str
+) -> None:
     """While one worker group loads again it is lost again, or another one is."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -203,7 +205,7 @@ async def test_shell_fault_during_recovery_ends_in_service(played: Played, secon
     ids=["checkpoint", "system"],
 )
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
-    played: Played, groups: Groups, error: Exception, told: str
+    played: ShellHarness, groups: Groups, error: Exception, told: str
 ) -> None:
     """The start of all worker groups ends at once with what the one said, and no rank stays."""
     await played.stop()
@@ -214,7 +216,7 @@ async def test_shell_crew_that_cannot_start_is_one_clear_error(
     await played.start(groups)  # the test's end stops it
 
 
-async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Played) -> None:
+async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: ShellHarness) -> None:
     """A worker group that was ready and is lost is not waited for until another one's deadline."""
     await played.stop()
     ranks = played.ranks
@@ -234,7 +236,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: Pla
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
+async def test_shell_starts_all_crews_in_parallel(played: ShellHarness) -> None:
     """No worker group waits for another one to be ready."""
     await played.stop()
     ranks = played.ranks
@@ -250,7 +252,7 @@ async def test_shell_starts_all_crews_in_parallel(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_TOGETHER], indirect=True, ids=str)
-async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) -> None:
+async def test_shell_crew_that_stays_away_hands_its_requests_on(played: ShellHarness) -> None:
     """The other replica takes them, and their streams go on; without a replica everybody is told."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -275,7 +277,7 @@ async def test_shell_crew_that_stays_away_hands_its_requests_on(played: Played) 
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) -> None:
+async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarness) -> None:
     """A worker group whose KV cache came back too small, every time, is stopped when it is given up."""
     ranks = played.ranks
     ranks.blocks = BLOCKS - 1
@@ -286,7 +288,9 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: Played) ->
 
 
 @pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
-async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: Groups) -> None:
+async def test_shell_deaf_rank_takes_its_own_crew_down(
+    played: ShellHarness, groups: Groups
+) -> None:
     """One rank of two does not read: both are replaced, the ranks of other worker groups are not."""
     await played.stop()
     ranks = played.ranks
@@ -301,14 +305,14 @@ async def test_shell_deaf_rank_takes_its_own_crew_down(played: Played, groups: G
     await check_tokens(streams)
 
 
-FAULTS: dict[str, Callable[[Played], None]] = {
+FAULTS: dict[str, Callable[[ShellHarness], None]] = {
     "exit": lambda played: played.ranks.of("generate", 1).exit(-9),
     "another result": lambda played: played.ranks.say("generate", StepCheck(1, b"another"), 1),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_shell_any_rank_takes_the_whole_crew_down(played: Played, fault: str) -> None:
+async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fault: str) -> None:
     """What is wrong with the second rank is wrong with the group; requests go on with new ranks."""
     await played.stop()
     ranks = played.ranks
@@ -325,7 +329,7 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: Played, fault: s
     await check_tokens(streams)
 
 
-async def test_crew_tells_each_rank_who_it_is(played: Played) -> None:
+async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:
     """Numbers, and a place to meet that no start before has used."""
     await played.stop()
     ranks = played.ranks
@@ -347,7 +351,7 @@ async def test_crew_tells_each_rank_who_it_is(played: Played) -> None:
     assert role.settings.rendezvous not in places
 
 
-async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: Played) -> None:
+async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: ShellHarness) -> None:
     """The first rank is not forgotten."""
     await played.stop()
     ranks = played.ranks

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tests.patience import patience
-from tests.unit.aio.ranks import Played, Stream
+from tests.unit.aio.ranks import ShellHarness, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.failures import ErrorKind
 from vsched.testing import make_request
@@ -65,7 +65,7 @@ REPORTS = [
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
 async def test_shell_report_that_is_no_text_loses_the_group(
-    played: Played, report: RankReport
+    played: ShellHarness, report: RankReport
 ) -> None:
     """It is told as any frame that is no report, and the requests go on."""
     ranks = played.ranks
@@ -80,7 +80,7 @@ async def test_shell_report_that_is_no_text_loses_the_group(
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
 async def test_shell_stranger_that_sends_no_text_is_ignored(
-    played: Played, report: RankReport
+    played: ShellHarness, report: RankReport
 ) -> None:
     """Who did not prove itself brings nothing down."""
     ranks = played.ranks

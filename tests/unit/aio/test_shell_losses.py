@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.unit.aio.ranks import BLOCKS, SEPARATE, TOGETHER, Played, Result, Stream
+from tests.unit.aio.ranks import BLOCKS, SEPARATE, TOGETHER, Result, ShellHarness, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.replicas.supervisor import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
@@ -22,7 +22,7 @@ BOTH_PLACEMENTS = pytest.mark.parametrize(
 SHORT = slice(4)
 
 
-def streams_of(played: Played) -> list[Stream]:
+def streams_of(played: ShellHarness) -> list[Stream]:
     return [
         Stream(played.shell, make_request(f"r{index}", prompt))
         for index, prompt in enumerate(PROMPTS)
@@ -63,7 +63,7 @@ ODD: dict[str, Callable[[Result], Result]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 @BOTH_PLACEMENTS
-async def test_shell_result_that_cannot_be_loses_the_group(played: Played, odd: str) -> None:
+async def test_shell_result_that_cannot_be_loses_the_group(played: ShellHarness, odd: str) -> None:
     """Nothing of it is believed, the ranks are replaced, and the requests go on where they were."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -80,7 +80,7 @@ async def test_shell_result_that_cannot_be_loses_the_group(played: Played, odd: 
 
 @pytest.mark.parametrize("odd", ["step ahead", "type"])
 async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
-    played: Played, odd: str
+    played: ShellHarness, odd: str
 ) -> None:
     """The image is encoded again; text does not wait for it."""
     ranks = played.ranks
@@ -98,7 +98,7 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
 
 
-async def test_shell_report_of_a_lost_rank_is_dropped(played: Played) -> None:
+async def test_shell_report_of_a_lost_rank_is_dropped(played: ShellHarness) -> None:
     """What it says before it is replaced would put tokens twice into the streams."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -122,7 +122,7 @@ ANYTHING = (
 
 @pytest.mark.parametrize("failures", range(len(RESTART_DELAYS_S)))
 async def test_shell_restart_goes_on_whatever_an_attempt_raises(
-    played: Played, failures: int
+    played: ShellHarness, failures: int
 ) -> None:
     """The next pause follows, and who waited gets the tokens they would have had."""
     ranks = played.ranks
@@ -136,7 +136,7 @@ async def test_shell_restart_goes_on_whatever_an_attempt_raises(
     await check_tokens(streams)
 
 
-async def test_shell_that_cannot_restart_ends_every_stream(played: Played) -> None:
+async def test_shell_that_cannot_restart_ends_every_stream(played: ShellHarness) -> None:
     """After the last attempt everybody gets one error, and nobody is accepted any more."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -157,7 +157,7 @@ async def test_shell_that_cannot_restart_ends_every_stream(played: Played) -> No
 
 
 @BOTH_PLACEMENTS
-async def test_shell_lost_while_it_resumes_restarts_again(played: Played) -> None:
+async def test_shell_lost_while_it_resumes_restarts_again(played: ShellHarness) -> None:
     """The first decision after a restart finds the rank gone; that is a loss like any other."""
     ranks = played.ranks
     twice = Stream(played.shell, make_request("twice", [51]))
@@ -175,7 +175,7 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: Played) -> Non
 
 
 @pytest.mark.parametrize("played", [TOGETHER], indirect=True)
-async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Played) -> None:
+async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: ShellHarness) -> None:
     """The encoder's first decision fails, and with it goes the other group of the same processes."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -192,7 +192,7 @@ async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Playe
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS + 1])
-async def test_shell_comes_back_with_as_many_blocks(played: Played, blocks: int) -> None:
+async def test_shell_comes_back_with_as_many_blocks(played: ShellHarness, blocks: int) -> None:
     """More than the kernel knows do no harm."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -206,7 +206,7 @@ async def test_shell_comes_back_with_as_many_blocks(played: Played, blocks: int)
 
 
 async def test_shell_refuses_ranks_with_fewer_blocks(
-    played: Played, caplog: pytest.LogCaptureFixture
+    played: ShellHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernel would name blocks that are not there; the next attempt may find the memory free."""
     ranks = played.ranks
@@ -225,7 +225,9 @@ async def test_shell_refuses_ranks_with_fewer_blocks(
     await check_tokens(streams)
 
 
-async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(played: Played) -> None:
+async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(
+    played: ShellHarness,
+) -> None:
     """They were not in use; their requests are not blamed for it."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -241,14 +243,14 @@ async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(played: 
     await check_tokens(streams)
 
 
-async def lose(played: Played) -> None:
+async def lose(played: ShellHarness) -> None:
     """Lose the generate group, and wait until it is back or given up."""
     played.ranks.pauses_s.clear()
     played.ranks.of("generate").exit(-9)
     await played.ranks.until(lambda: played.shell.healthy or played.shell.given_up)
 
 
-async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Played) -> None:
+async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: ShellHarness) -> None:
     """Ranks that die as soon as they are up do not make the server spin; in the end everybody is told."""
     pauses_s: list[list[float]] = []
     for _ in RESTART_DELAYS_S:
@@ -262,7 +264,7 @@ async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Pl
     assert (await stream.error()).code == "given_up"
 
 
-async def test_shell_losses_far_apart_are_each_the_first(played: Played) -> None:
+async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -> None:
     """A server that loses a rank a day serves for ever."""
     for _ in range(3 * len(RESTART_DELAYS_S)):
         await lose(played)

@@ -91,7 +91,7 @@ class FakeLoop:
         self.now_s = until_s
 
 
-class Led:
+class LeaderHarness:
     """A leader with a fake link and a fake clock."""
 
     def __init__(
