@@ -61,10 +61,10 @@ class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class Continue(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """Go on with an encode step that paused: so many parts more, 0 for the rest; nothing where it does not wait."""
+    """Go on with an encode step that paused: `layers` layers more, 0 for the rest; nothing where it does not wait."""
 
     step: int
-    parts: int
+    layers: int
 
 
 class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
@@ -159,10 +159,10 @@ class EncodeResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """So many parts of an encode step are done, in `busy_ns`, and more are left: the rank waits for a `Continue`."""
+    """`layers` layers of an encode step are done, in `busy_ns`, and more are left: the rank waits for a `Continue`."""
 
     step: int
-    parts: int
+    layers: int
     busy_ns: int
 
 

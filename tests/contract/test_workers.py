@@ -249,27 +249,27 @@ class Staining(FakeEncoder):
 
 
 class Hasty(FakeEncoder):
-    """In parts, it leaves the last image out."""
+    """In time slices, it leaves the last image out."""
 
     pauses = True
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         self._work, self._left = (jobs[:-1], embeddings), 2
 
-    def advance(self, parts: int) -> bool:
-        self._left -= min(parts or self._left, self._left)
+    def advance(self, layers: int) -> bool:
+        self._left -= min(layers or self._left, self._left)
         if not self._left:
             self.encode(*self._work)
         return not self._left
 
 
 class Forgetful(Hasty):
-    """It fails in its second part."""
+    """It fails in its second layer."""
 
-    def advance(self, parts: int) -> bool:
+    def advance(self, layers: int) -> bool:
         if self._left == 1:
             raise RuntimeError("where was I?")
-        return super().advance(parts)
+        return super().advance(layers)
 
 
 @pytest.mark.parametrize(

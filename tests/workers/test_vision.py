@@ -96,9 +96,9 @@ def test_encode_gives_the_same_in_parts(
 
 
 @pytest.mark.parametrize("attention", ["auto", "exact"])
-@pytest.mark.parametrize("parts", [1, 2, 0])
+@pytest.mark.parametrize("layers", [1, 2, 0])
 def test_encode_pauses_between_blocks(
-    stages: Stages, size: str, attention: str, parts: int
+    stages: Stages, size: str, attention: str, layers: int
 ) -> None:
     """The rows to the bit, written at the end; the thread is in nobody's inference mode meanwhile."""
     stage = stages(size)
@@ -110,18 +110,18 @@ def test_encode_pauses_between_blocks(
     worker.encode(jobs, whole)
     worker.begin(jobs, found)
     pauses = 0
-    while not worker.advance(parts):
+    while not worker.advance(layers):
         pauses += 1
         assert not torch.is_inference_mode_enabled()
         assert (found == 0xA5).all()
         assert torch.ones(1, requires_grad=True).requires_grad, "what runs meanwhile is free"
     assert np.array_equal(found, whole)
     blocks = len(worker._tower.blocks)  # type: ignore[attr-defined]
-    assert pauses == ((blocks - 1) // parts if parts else 0)
+    assert pauses == ((blocks - 1) // layers if layers else 0)
 
 
 def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:
-    """The error comes out of the part that it happens in; a batch that is given up leaves nothing behind."""
+    """The error comes out of the layer that it happens in; a batch that is given up leaves nothing behind."""
     stage = stages("nano25")
     worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
     assert can_pause(worker)

@@ -103,14 +103,14 @@ class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):
 
     Attributes:
         time_slice_ns: How long ranks may encode without a step of the generate group in between; 0 for no limit.
-        parts: How much of the batch is to be encoded at first, in parts of the worker's own; 0 for all of it. The
-            leader says so, from what parts took before.
+        layers: How much of the batch is to be encoded at first, in layers of the vision tower; 0 for all of it. The
+            leader says so, from what layers took before.
     """
 
     step: int
     tasks: list[EncodeTask]
     time_slice_ns: int = 0
-    parts: int = 0
+    layers: int = 0
 
 
 Decision = GenerateDecision | EncodeDecision

@@ -31,8 +31,8 @@ class PausingEncode(EncodeWorker, Protocol):
         """Take a batch, as `encode` does, without working on it. One that was not finished is dropped."""
         ...
 
-    def advance(self, parts: int) -> bool:
-        """Work on the batch for so many parts of about equal length, 0 for the rest; return whether it is done.
+    def advance(self, layers: int) -> bool:
+        """Work on the batch for `layers` layers of about equal length, 0 for the rest; return whether it is done.
 
         Parts are the same on all ranks, layers for one. Rows and errors are those of `encode`; after an error there is
         no batch any more.

@@ -43,7 +43,7 @@ class EncodeRank:
         self._paused = 0
 
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
-        """Encode one batch, or as many parts of it as the decision says, where the worker can pause.
+        """Encode one batch, or as many layers of it as the decision says, where the worker can pause.
 
         An error fails the batch, never the rank; no more than its kind is reported.
         """
@@ -51,16 +51,16 @@ class EncodeRank:
             raise RankDesync(
                 f"encode step {decision.step} came while step {self._paused} is not done"
             )
-        return self._run(decision.step, decision.parts, lambda: self._begin(decision))
+        return self._run(decision.step, decision.layers, lambda: self._begin(decision))
 
-    def go_on(self, step: int, parts: int) -> EncodeResult | Paused | None:
-        """Encode so many parts more, 0 for the rest; None where this step does not wait: it has failed here."""
+    def go_on(self, step: int, layers: int) -> EncodeResult | Paused | None:
+        """Encode `layers` layers more, 0 for the rest; None where this step does not wait: it has failed here."""
         if step != self._paused:
             return None
         self._paused = 0
-        return self._run(step, parts, lambda: self._advance(parts))
+        return self._run(step, layers, lambda: self._advance(layers))
 
-    def _run(self, step: int, parts: int, work: Callable[[], bool]) -> EncodeResult | Paused:
+    def _run(self, step: int, layers: int, work: Callable[[], bool]) -> EncodeResult | Paused:
         try:
             done = work()
         except DeviceOutOfMemory as error:
@@ -74,7 +74,7 @@ class EncodeRank:
         if done:
             return EncodeResult(step, None, 0)
         self._paused = step
-        return Paused(step, parts, 0)
+        return Paused(step, layers, 0)
 
     def _begin(self, decision: EncodeDecision) -> bool:
         """Encode as much as the decision says; return whether that was all."""
@@ -86,15 +86,15 @@ class EncodeRank:
                 self._copy(task)
         if not jobs:
             return True
-        if decision.parts and can_pause(self._worker):
+        if decision.layers and can_pause(self._worker):
             self._worker.begin(jobs, self._embeddings)
-            return self._advance(decision.parts)
+            return self._advance(decision.layers)
         self._worker.encode(jobs, self._embeddings)
         return True
 
-    def _advance(self, parts: int) -> bool:
-        assert can_pause(self._worker), "only such a worker is asked for parts"
-        return self._worker.advance(parts)
+    def _advance(self, layers: int) -> bool:
+        assert can_pause(self._worker), "only such a worker is asked for layers"
+        return self._worker.advance(layers)
 
     def _job(self, task: EncodeTask) -> EncodeJob:
         pixels = self._read(task.pixels).view(np.float32).reshape(-1, self._patch_values)

@@ -137,8 +137,8 @@ class EncodeExecutor(StageExecutor):
         match entry:
             case EncodeDecision():
                 return self._rank.apply(entry)
-            case Continue(step, parts):
-                return self._rank.go_on(step, parts)
+            case Continue(step, layers):
+                return self._rank.go_on(step, layers)
         raise RankDesync("an encode rank heard a decision of a generate group")
 
 

@@ -85,13 +85,13 @@ class VisionWorker:
         """Take the jobs, for `advance` to encode."""
         self._pausing.begin(lambda: self.encode(jobs, embeddings))
 
-    def advance(self, parts: int) -> bool:
+    def advance(self, layers: int) -> bool:
         """Encode so many blocks more, 0 for the rest; return whether that was all.
 
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
-        return self._pausing.advance(parts)
+        return self._pausing.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0

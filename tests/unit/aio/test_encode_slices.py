@@ -32,9 +32,9 @@ def batch(step: int, *tokens: int, time_slice_ms: int = 100) -> EncodeDecision:
     return EncodeDecision(step, tasks, time_slice_ms * MS)
 
 
-def parts(entries: list[LogEntry]) -> list[int]:
-    """Return the parts that were ordered, entry by entry."""
-    return [one.parts for one in entries if isinstance(one, EncodeDecision | Continue)]
+def layers(entries: list[LogEntry]) -> list[int]:
+    """Return the layers that were ordered, entry by entry."""
+    return [one.layers for one in entries if isinstance(one, EncodeDecision | Continue)]
 
 
 @pytest.fixture
@@ -46,17 +46,17 @@ async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
 
 
 def test_encode_slices_follow_what_parts_took() -> None:
-    """The first is one part; from then on as many as fit, by the tokens of the batch, and never none."""
+    """The first is one layer; from then on as many as fit, by the tokens of the batch, and never none."""
     encode_slices = EncodeSlices()
-    assert encode_slices.begin(batch(1, 200)).parts == 1
+    assert encode_slices.begin(batch(1, 200)).layers == 1
     assert encode_slices.go_on(Paused(1, 1, 20 * MS)) == 5
     assert encode_slices.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
     assert encode_slices.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
     assert encode_slices.busy_ns == 185 * MS
     assert encode_slices.end()
-    assert encode_slices.begin(batch(2, 50, 50)).parts == 8, "half the tokens"
-    assert encode_slices.begin(batch(3, 100_000)).parts == 1
-    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).parts == 80
+    assert encode_slices.begin(batch(2, 50, 50)).layers == 8, "half the tokens"
+    assert encode_slices.begin(batch(3, 100_000)).layers == 1
+    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 80
     assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
 
 
@@ -75,7 +75,7 @@ def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision)
     assert not encode_slices.end()
 
 
-async def test_leader_sends_parts_between_the_steps_of_the_other_group(
+async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each time slice has a turn behind the steps that were decided while the one before ran."""
@@ -92,7 +92,7 @@ async def test_leader_sends_parts_between_the_steps_of_the_other_group(
     generate.leader.decide(GenerateDecision(2))
     encode.hear(0, Paused(1, 2, 100 * MS))
     encode.hear(0, EncodeResult(1, None, 0))
-    assert parts(encode.entries()) == [1, 2, 2]
+    assert layers(encode.entries()) == [1, 2, 2]
     assert [encode.turns(), generate.turns()] == [[1, 3, 5], [2, 4]]
     assert (encode.lost, encode.results) == ([], [EncodeResult(1, None, 0)])
     encode.leader.close()
@@ -105,14 +105,14 @@ async def test_leader_of_processes_apart_sends_whole_batches(
     led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200, time_slice_ms=0))
-    assert parts(led.entries()) == [0]
+    assert layers(led.entries()) == [0]
     led.hear(0, Paused(1, 1, MS))
-    assert led.lost == ["encode: rank 0 paused in step 1, which is not out in parts"]
+    assert led.lost == ["encode: rank 0 paused in step 1, which is not encoded in time slices"]
     led.leader.close()
 
 
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: LeaderHarness) -> None:
-    """A rank that waits for its next part comes to where it misses the first, and fails there as well."""
+    """A rank that waits for its next layer comes to where it misses the first, and fails there as well."""
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert led.entries(rank=1)[-1] == Continue(1, 0)
@@ -133,7 +133,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
     led.leader.decide(batch(1, 200))
     led.hear(rank, paused)
     assert led.lost == [
-        f"encode: rank {rank} paused in step {paused.step}, which is not out in parts"
+        f"encode: rank {rank} paused in step {paused.step}, which is not encoded in time slices"
     ]
 
 
@@ -163,7 +163,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
     led.enter(0)
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
-    assert parts(led.entries()) == [1]
+    assert layers(led.entries()) == [1]
     led.leader.close()
 
 

@@ -79,7 +79,7 @@ ENTRIES: list[LogEntry] = [
     GenerateDecision(1),
     FULL,
     EncodeDecision(1, [EncodeTask(b"k" * 32, (1, 2, 4), 2, Extent(64, 128), [0, 1])]),
-    EncodeDecision(2, [], time_slice_ns=5, parts=3),
+    EncodeDecision(2, [], time_slice_ns=5, layers=3),
     Continue(2, 4),
     Heartbeat(),
     RunHook("balance"),

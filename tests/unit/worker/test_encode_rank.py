@@ -88,15 +88,15 @@ def test_encode_rank_survives_its_worker(
 
 
 class PausingEncoder(Encoder):
-    """Encodes in four parts; what it writes is there at the end."""
+    """Encodes in four layers; what it writes is there at the end."""
 
     pauses = True
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         self._work, self._left = (jobs, embeddings), 4
 
-    def advance(self, parts: int) -> bool:
-        self._left -= min(parts or self._left, self._left)
+    def advance(self, layers: int) -> bool:
+        self._left -= min(layers or self._left, self._left)
         if self._left and self.error is None:
             return False
         self.encode(*self._work)
@@ -104,27 +104,27 @@ class PausingEncoder(Encoder):
 
 
 def test_encode_rank_pauses_and_goes_on() -> None:
-    """So many parts at a time, and nothing of it is seen before the end; then the same as at once."""
+    """A few layers at a time, and nothing of it is seen before the end; then the same as at once."""
     rank, found = rank_of(PausingEncoder())
     whole, expected = rank_of(Encoder())
     tasks = [task(b"a", [3, 1])]
-    assert whole.apply(EncodeDecision(1, tasks, 100, parts=1)) == EncodeResult(1, None, 0)
-    assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
+    assert whole.apply(EncodeDecision(1, tasks, 100, layers=1)) == EncodeResult(1, None, 0)
+    assert rank.apply(EncodeDecision(1, tasks, 100, layers=1)) == Paused(1, 1, 0)
     assert rank.go_on(1, 2) == Paused(1, 2, 0)
     assert not found.any()
     assert rank.go_on(1, 2) == EncodeResult(1, None, 0)
     assert np.array_equal(found, expected)
     assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, None, 0), "whole"
-    assert rank.apply(EncodeDecision(3, tasks, 100, parts=3)) == Paused(3, 3, 0)
+    assert rank.apply(EncodeDecision(3, tasks, 100, layers=3)) == Paused(3, 3, 0)
     assert rank.go_on(3, 0) == EncodeResult(3, None, 0)
 
 
 def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
-    """The batch fails in whatever part it is; its rank takes the next one."""
+    """The batch fails in whatever layer it is; its rank takes the next one."""
     encoder = PausingEncoder()
     rank, _ = rank_of(encoder)
     tasks = [task(b"a", [0])]
-    assert rank.apply(EncodeDecision(1, tasks, 100, parts=1)) == Paused(1, 1, 0)
+    assert rank.apply(EncodeDecision(1, tasks, 100, layers=1)) == Paused(1, 1, 0)
     encoder.error = DeviceOutOfMemory("")
     assert rank.go_on(1, 1) == EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0)
     assert rank.go_on(1, 0) is None
@@ -136,7 +136,7 @@ def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
     """No leader sends that."""
     rank, _ = rank_of(PausingEncoder())
     tasks = [task(b"a", [0])]
-    rank.apply(EncodeDecision(1, tasks, 100, parts=1))
+    rank.apply(EncodeDecision(1, tasks, 100, layers=1))
     with pytest.raises(RankDesync, match="step 2 came while step 1 is not done"):
         rank.apply(EncodeDecision(2, tasks))
 

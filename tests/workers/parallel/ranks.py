@@ -99,9 +99,9 @@ def answer(
 def encode_in_parts(
     settings: WorkerSettings, path: str, question: Question, fails: str
 ) -> tuple[str, bool]:
-    """Encode an image part by part, with a step of the language model after each; the first rank may fail.
+    """Encode an image layer by layer, with a step of the language model after each; the first rank may fail.
 
-    If that is early, the other one waits for its next part, and is told to go on to the end.
+    If that is early, the other one waits for its next layer, and is told to go on to the end.
 
     Returns how that ended, and whether a batch that followed has the rows of one at once, and the steps their tokens.
     """
@@ -120,13 +120,13 @@ def encode_in_parts(
 
     def work() -> None:
         encoder.begin([EncodeJob(b"", plan.grid, tokens, pixels, pages)], found)
-        parts = 1
-        while not encoder.advance(parts):
+        layers = 1
+        while not encoder.advance(layers):
             assert [each.output for each in driver.run([question])] == expected
             if failing == "early":
                 encoder.begin([], found)  # drops the batch
                 raise ValueError
-            parts = 0 if fails == "early" else 1
+            layers = 0 if fails == "early" else 1
 
     error = outcome(work)
     job = EncodeJob(b"", plan.grid, plan.tokens, pixels, pages)

@@ -343,16 +343,16 @@ class Leader:
         """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
         due = self._detector.due(rank)
         expected = self._slices.open and due is not None and due.number == paused.step
-        if rank or paused.parts < 1 or not expected:
-            self.refuse(rank, f"paused in step {paused.step}, which is not out in parts")
+        if rank or paused.layers < 1 or not expected:
+            self.refuse(rank, f"paused in step {paused.step}, which is not encoded in time slices")
             return
         self._detector.renew(paused.step, self._loop.time())
-        parts = self._slices.go_on(paused)
+        layers = self._slices.go_on(paused)
         busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
             self.lose(StepTooLong(self._groups, rank, paused.step, busy_s, limit_s))
             return
-        self._append(Continue(paused.step, parts))
+        self._append(Continue(paused.step, layers))
 
     def _take_beat(self, rank: int, seq: int) -> None:
         due = self._detector.due(rank)

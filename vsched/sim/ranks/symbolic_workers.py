@@ -32,7 +32,7 @@ from vsched.worker.contract import (
 )
 
 WEIGHTS_BYTES = 256 << 20
-ENCODE_PARTS = 8
+ENCODE_LAYERS = 8
 """Layers of the vision tower."""
 DAMAGED = b"damaged"
 """In place of the key of an image whose pixels are not what they must be."""
@@ -97,17 +97,17 @@ class SymbolicEncoder(StandInEncoder):
     pauses = True
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take a batch, to be encoded in parts."""
-        self._jobs, self._embeddings, self._left = jobs, embeddings, ENCODE_PARTS
+        """Take a batch, to be encoded in layers."""
+        self._jobs, self._embeddings, self._left = jobs, embeddings, ENCODE_LAYERS
 
-    def advance(self, parts: int) -> bool:
-        """Encode the next `parts` parts, 0 for the rest; the rows are there at the end."""
+    def advance(self, layers: int) -> bool:
+        """Encode the next `layers` layers, 0 for the rest; the rows are there at the end."""
         assert self._left, "no batch was begun"
-        parts = min(parts or self._left, self._left)
+        layers = min(layers or self._left, self._left)
         whole_ns = self._world.costs.encode_ns([job.tokens for job in self._jobs])
-        self._process.spend_step(whole_ns * parts / ENCODE_PARTS)
+        self._process.spend_step(whole_ns * layers / ENCODE_LAYERS)
         self._need_memory()
-        self._left -= parts
+        self._left -= layers
         if self._left:
             return False
         self._finish(self._jobs, self._embeddings)

@@ -44,7 +44,7 @@ SLOTS = 4
 ASKS_MAX = 5
 PROMPT_MAX = 24
 OUTPUTS_MAX = 8
-PARTS_MAX = 10_000
+LAYERS_MAX = 10_000
 LEAK_BYTES = 32 << 20
 """A KV cache of this size is built and dropped: a leak of it is larger than what measurements err by."""
 HUGE_BYTES = 1 << 50
@@ -231,11 +231,11 @@ class _WorkerBench:
             return arenas[0], pages
         order = rng.sample(range(len(self.images)), len(self.images))
         cut = rng.randint(1, len(order))
-        # The same batches over other bytes: so what is not written shows. And in parts, where the encoder can pause.
-        for parts, arena in enumerate(arenas):
+        # The same batches over other bytes: so what is not written shows. And in layers, where the encoder can pause.
+        for layers, arena in enumerate(arenas):
             for batch in (order[:cut], order[cut:]):
                 if batch:
-                    self._encode_batch(self.encoder, arena, batch, pages, parts)
+                    self._encode_batch(self.encoder, arena, batch, pages, layers)
         for image, own in zip(self.images, pages, strict=True):
             rows = [arena[own].reshape(-1, shape[2])[: image.plan.tokens] for arena in arenas]
             demand(
@@ -251,7 +251,7 @@ class _WorkerBench:
         arena: npt.NDArray[np.uint8],
         batch: Sequence[int],
         pages: Sequence[Sequence[int]],
-        parts: int,
+        layers: int,
     ) -> None:
         tasks = [
             EncodeTask(
@@ -266,12 +266,12 @@ class _WorkerBench:
         before = arena.copy()
         worker = _Overheard(encoder)
         rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
-        heard: RankReport | None = rank.apply(EncodeDecision(1, tasks, parts=parts))
+        heard: RankReport | None = rank.apply(EncodeDecision(1, tasks, layers=layers))
         pauses = 0
         while isinstance(heard, Paused):
             pauses += 1
-            demand(pauses < PARTS_MAX, f"`advance` has not come to an end in {pauses} parts")
-            heard = rank.go_on(1, parts)
+            demand(pauses < LAYERS_MAX, f"`advance` has not come to an end in {pauses} layers")
+            heard = rank.go_on(1, layers)
         if worker.error is not None:
             raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
         others = np.ones(len(arena), np.bool_)
@@ -337,16 +337,16 @@ class _Overheard:
             self._worker.encode(jobs, embeddings)
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take a batch, to encode it in parts."""
+        """Take a batch, to encode it in layers."""
         assert can_pause(self._worker)
         with self._listening():
             self._worker.begin(jobs, embeddings)
 
-    def advance(self, parts: int) -> bool:
-        """Encode parts of it."""
+    def advance(self, layers: int) -> bool:
+        """Encode layers of it."""
         assert can_pause(self._worker)
         with self._listening():
-            return self._worker.advance(parts)
+            return self._worker.advance(layers)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from greenlet import getcurrent, greenlet
 
 
 class PausingRun:
-    """Work that stops after so many parts until it is asked to go on."""
+    """Work that stops after a number of layers until it is asked to go on."""
 
     def __init__(self) -> None:
         self._run: greenlet | None = None
@@ -23,11 +23,11 @@ class PausingRun:
         """Take work without beginning it; what was not finished is dropped."""
         self._run = greenlet(work)
 
-    def advance(self, parts: int) -> bool:
-        """Run for so many parts, 0 for the rest; return whether the work is done. It raises what the work raises."""
+    def advance(self, layers: int) -> bool:
+        """Run for `layers` layers, 0 for the rest; return whether the work is done. It raises what the work raises."""
         run = self._run
         assert run is not None, "nothing was begun"
-        self._left = parts
+        self._left = layers
         try:
             run.switch()
         finally:
