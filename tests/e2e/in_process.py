@@ -107,7 +107,7 @@ class InProcessRanks(WorkerGroup):
                 result = self._generator.apply(decision)
             case entry:
                 raise AssertionError(f"no decision: {entry}")
-        assert not isinstance(result, Paused), "nothing was sent in parts"
+        assert not isinstance(result, Paused), "nothing was sent in layers"
         self._events.on_result(group, result)
 
     async def stop(self, *, grace_s: float = 0.0) -> None:

@@ -34,8 +34,8 @@ class PausingEncode(EncodeWorker, Protocol):
     def advance(self, layers: int) -> bool:
         """Work on the batch for `layers` layers of about equal length, 0 for the rest; return whether it is done.
 
-        Parts are the same on all ranks, layers for one. Rows and errors are those of `encode`; after an error there is
-        no batch any more.
+        A layer is what the worker takes for one: pieces of about equal length, the same on all ranks. Rows and errors
+        are those of `encode`; after an error there is no batch any more.
         """
         ...
 
