@@ -35,7 +35,7 @@ from vsched import Config, Engine, SamplingParams
 from vsched.media import ImageReference
 from vsched.types import ModelInfo
 from vsched.worker.contract import SequenceState
-from vsched_workers.batching.sampling import SpecialRow, sample
+from vsched_workers.batching.sampling import SpecialRow, choose_tokens
 from vsched_workers.plugin import plugin
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -118,7 +118,9 @@ class Drawn(LogitsProcessor):
             sampling=self._sampling,
             stop_token_ids=frozenset(),
         )
-        [token] = sample(scores, [SpecialRow(0, len(tokens), state)]).tokens
+        highest = scores.argmax(-1).numpy().astype(np.int32)
+        row = SpecialRow(0, len(tokens), state)
+        [token] = choose_tokens(highest, scores, [row]).tokens
         only = torch.full_like(scores, -torch.inf)
         only[0, int(token)] = 0.0
         return only

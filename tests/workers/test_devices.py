@@ -10,7 +10,7 @@ import torch
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.devices import check_device
+from vsched_workers.backends.choice import check_device
 from vsched_workers.plugin import plugin
 
 

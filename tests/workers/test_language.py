@@ -195,7 +195,7 @@ def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyP
 
 
 def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
-    """B7's wording: value, limit and remedy; and nothing was allocated."""
+    """Value, limit and remedy; and nothing was allocated."""
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     worker = plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
     with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):

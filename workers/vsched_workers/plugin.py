@@ -65,7 +65,7 @@ class TransformersPlugin:
     ) -> EncodeWorker:
         """Load the vision tower alone."""
         with memory_errors("loading the vision tower"):
-            from vsched_workers.backends.devices import check_device
+            from vsched_workers.backends.choice import check_device
             from vsched_workers.vision import load_encoder
 
             check_device(settings.device, key="encode.device")
@@ -76,7 +76,7 @@ class TransformersPlugin:
     ) -> GenerateWorker:
         """Load the language model alone."""
         with memory_errors("loading the language model"):
-            from vsched_workers.backends.devices import check_device
+            from vsched_workers.backends.choice import check_device
             from vsched_workers.language import load_generator
 
             check_device(settings.device, key="generate.device")

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.memory.device_memory import open_device_memory, typed_out_of_memory
+from vsched_workers.backends.base import Backend
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.batching.sliced_run import SlicedRun
+from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.weights import WeightIndex, fill_module
+from vsched_workers.families import FAMILIES, Family
+from vsched_workers.memory.out_of_memory import typed_out_of_memory
+from vsched_workers.parallel.rank_group import RankGroup
+from vsched_workers.parallel.slicing import slice_module, sum_rows
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-
-    from vsched_workers.families import Family
-    from vsched_workers.parallel.rank_group import RankGroup
 
 
 class VisionWorker:
@@ -28,28 +32,24 @@ class VisionWorker:
     def __init__(
         self,
         info: ModelInfo,
-        settings: WorkerSettings,
+        backend: Backend,
         family: Family,
         tower: nn.Module,
         weights_bytes: int,
         group: RankGroup,
     ) -> None:
-        import torch
-
-        from vsched_workers.batching.pausing import PausingRun
-
+        """Take the tower; the backend has prepared it."""
         self._info = info
         self._family = family
         self._tower = tower
-        self._device = settings.device
-        self._dtype: torch.dtype = getattr(torch, info.dtype)
-        self._tokens_max = settings.encode_tokens_max
+        self._backend = backend
+        self._tokens_max = backend.settings.encode_tokens_max
         self._group = group
-        self._memory = group.memory(open_device_memory(settings.device))
+        self._memory = group.memory(backend.memory)
         self._weights_bytes = weights_bytes
-        self._pausing = PausingRun()
+        self._sliced = SlicedRun()
         for block in tower.blocks[1:]:  # type: ignore[index] # every tower has them
-            block.register_forward_pre_hook(self._pausing.part_done)
+            block.register_forward_pre_hook(self._sliced.layer_done)
 
     @property
     def weights_bytes(self) -> int:
@@ -78,20 +78,20 @@ class VisionWorker:
 
     @property
     def pauses(self) -> bool:
-        """On a GPU it does not pause yet: how long a part takes there is not known when its launches are done."""
-        return self._device == "cpu"
+        """Whether it pauses between layers: only where the call of a layer returns when its work is done."""
+        return self._backend.synchronous
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
-        self._pausing.begin(lambda: self.encode(jobs, embeddings))
+        self._sliced.begin(lambda: self.encode(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
-        """Encode so many blocks more, 0 for the rest; return whether that was all.
+        """Encode `layers` more blocks, 0 for the rest; return whether that was all.
 
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
-        return self._pausing.advance(layers)
+        return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0
@@ -104,16 +104,11 @@ class VisionWorker:
             yield jobs[start:]
 
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        import torch
-
         with typed_out_of_memory("encoding images"), torch.inference_mode():
-            # The copy also gives torch memory that it may call its own: the arena's view is read-only.
-            pixels = self._gather([job.pixels for job in jobs])
+            pixels = self._backend.send_pixels([job.pixels for job in jobs])
             grids = torch.tensor([job.grid for job in jobs], dtype=torch.int64)
             rows = self._family.encode(
-                self._tower,
-                pixels.to(device=self._device, non_blocking=True).to(self._dtype),
-                grids.to(self._device),
+                self._tower, pixels.to(self._backend.dtype), grids.to(self._backend.device)
             )
             raw = rows.contiguous().cpu().view(torch.uint8).numpy()
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
@@ -125,17 +120,6 @@ class VisionWorker:
         for job in jobs:
             _write_pages(raw[start : start + job.tokens], job.pages, embeddings)
             start += job.tokens
-
-    def _gather(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
-        """Put the pixels of all images together, in pinned memory where they go to a GPU."""
-        import torch
-
-        if self._device == "cpu":
-            return torch.from_numpy(np.concatenate(parts))
-        shape = (sum(len(part) for part in parts), parts[0].shape[1])
-        pixels = torch.empty(shape, dtype=torch.float32, pin_memory=True)
-        np.concatenate(parts, out=pixels.numpy())
-        return pixels
 
 
 def _write_pages(
@@ -158,31 +142,13 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     Raises:
         CheckpointError: When weights are missing or a file is corrupt.
     """
-    import torch
-
-    from vsched_workers.backends.cpu.modules import (
-        MANY_ROWS,
-        flatten_patches,
-        pack_linears,
-        packs,
-        warm_up,
-    )
-    from vsched_workers.backends.cuda import vision_attention
-    from vsched_workers.backends.kernel_choice import choose_products
-    from vsched_workers.checkpoint.facts import checkpoint_directory
-    from vsched_workers.checkpoint.weights import WeightIndex, fill_module
-    from vsched_workers.families import FAMILIES
-    from vsched_workers.parallel.rank_group import RankGroup
-    from vsched_workers.parallel.slicing import slice_module, sum_rows
-
     torch.set_num_threads(settings.threads)
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    backend = choose_backend(settings, dtype)
     with torch.device("meta"):
-        tower = family.build_vision(info.path, vision_attention.PLAIN)
-    vision_attention.use(
-        tower, vision_attention.choose_attention(settings, getattr(torch, info.dtype))
-    )
+        tower = family.build_vision(info.path, "sdpa")
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
     with typed_out_of_memory("loading the vision tower"):
@@ -190,26 +156,16 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             tower,
             index,
             family.vision_prefixes,
-            dtype=getattr(torch, info.dtype),
+            dtype=dtype,
             device=settings.device,
             label="loading the vision tower",
             progress=progress,
             cuts=cuts,
         )
-    group = RankGroup(settings, "encode")
+    group = RankGroup(settings, "encode", backend.collectives)
     sum_rows(tower, sharing, group)
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
-    packing = packs(settings.device, getattr(torch, info.dtype))
-    make_own = choose_products(settings) if packing else None
-    if settings.device == "cpu":
-        flatten_patches(tower, make_own)
-    if packing:
+    if backend.compiles:
         progress("compiling kernels", 1.0)
-        pack_linears(tower, MANY_ROWS, make_own)
-        warm_up(tower)
-        if settings.attention != "exact":
-            with contextlib.suppress(ImportError):  # nothing compiles the kernels here
-                from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
-
-                fuse_blocks(tower, settings.threads)
-    return VisionWorker(info, settings, family, tower, weights_bytes, group)
+    backend.prepare_tower(tower)
+    return VisionWorker(info, backend, family, tower, weights_bytes, group)

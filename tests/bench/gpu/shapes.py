@@ -12,8 +12,8 @@ from torch import nn
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.batching import paged_attention as attention
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.batching import paged_attention
 from vsched_workers.checkpoint.weights import _make_buffers
 from vsched_workers.families import FAMILIES
 from vsched_workers.language import LanguageWorker
@@ -136,21 +136,27 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
         stop_token_ids=(),
     )
     settings = WorkerSettings(device=device)
-    attention.register()
+    backend = choose_backend(settings, dtype)
+    backend.load_attention()
+    paged_attention.register()
     with torch.device("meta"):
-        model: Any = family.build_language(path, attention.NAME)
-        tower: Any = family.build_vision(path, vision_attention.PLAIN)
-    vision_attention.use(tower, vision_attention.choose_attention(settings, dtype))
+        model: Any = family.build_language(path, paged_attention.NAME)
+        tower: Any = family.build_vision(path, "sdpa")
     for module in (model, tower):
         _fill(module, device, dtype)
     head = model.embed_tokens.weight
     if not shape.tied:
         head = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype) * 0.02
-    language = LanguageWorker(info, settings, family, model, head, RankGroup(settings, "generate"))
-    tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
-    vision = VisionWorker(info, settings, family, tower, tower_bytes, RankGroup(settings, "encode"))
     merger = linears(tower.merger)
-    return Model(shape, info, language, vision, linears(model), linears(tower) - merger, merger)
+    counts = linears(model), linears(tower) - merger, merger
+    generate, encode = (
+        RankGroup(settings, stage, backend.collectives) for stage in ("generate", "encode")
+    )
+    language = LanguageWorker(info, backend, family, model, head, generate)
+    tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
+    backend.prepare_tower(tower)
+    vision = VisionWorker(info, backend, family, tower, tower_bytes, encode)
+    return Model(shape, info, language, vision, *counts)
 
 
 def _fill(module: nn.Module, device: str, dtype: torch.dtype) -> None:

@@ -142,7 +142,7 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
         ("vsched.worker.reserve", "vsched_workers.plugin", "vsched_workers.memory.worst_case"),
         ("vsched_workers.memory.worst_case", "vsched.worker.reserve"),
         (
-            "vsched_workers.memory.device_memory",
+            "vsched_workers.memory.out_of_memory",
             "vsched.worker.kv_sizing",
             "vsched.worker.profiling_run",
         ),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     KvCache,
     PagedStep,
     context_slots,
-    decode_by_gather,
-    prefill_by_gather,
 )
 
 
@@ -35,7 +35,7 @@ def filled_cache(
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=device,
+        allocate=functools.partial(torch.zeros, device=device),
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in (*cache.keys, *cache.values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,17 @@ from hypothesis import strategies as st
 
 from tests.workers.properties import REPEATABLE
 from vsched.types import SamplingParams
-from vsched.worker.contract import SequenceState
-from vsched_workers.batching.sampling import SpecialRow, sample, uniform
+from vsched.worker.contract import Sampled, SequenceState, WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.batching.sampling import SpecialRow, choose_tokens, uniform
 
 VOCABULARY = 50
+
+
+def sample(logits: torch.Tensor, special: Sequence[SpecialRow]) -> Sampled:
+    """Choose tokens as a worker on a CPU does."""
+    backend = choose_backend(WorkerSettings(), torch.bfloat16)
+    return choose_tokens(backend.argmax(logits), logits, special)
 
 
 def sequence(

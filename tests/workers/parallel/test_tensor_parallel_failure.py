@@ -26,6 +26,7 @@ from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
+from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.parallel.rank_group import RankGroup
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ class Once:
 
 
 def sums(settings: WorkerSettings) -> tuple[list[float], list[float], list[bytes]]:
-    group = RankGroup(settings, "generate")
+    group = RankGroup(settings, "generate", GlooCollectives())
     torch.manual_seed(settings.rank)
     numbers = [torch.rand(3, count) for count in (5, 1 << 17)]
     with group.together(), torch.inference_mode():
@@ -70,7 +71,7 @@ def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
 
 def attempts(settings: WorkerSettings, culprit: int, kind: str) -> list[str]:
     """Fail three times, at the culprit, and succeed after each; return what happened."""
-    group = RankGroup(settings, "generate", timeout_s=NEVER_S)
+    group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=NEVER_S)
     here = settings.rank == culprit
     error = DeviceOutOfMemory("own") if kind == "memory" else ValueError("own")
     seen = []
@@ -129,8 +130,12 @@ def test_group_tells_other_failures_apart(ranks: Ranks) -> None:
 
 def lose(settings: WorkerSettings, how: str) -> str:
     """Do one thing together; then rank 1 is gone, or says nothing until the other one has waited in vain."""
-    on_rank.enter(RankGroup(settings, "both are there"))  # so that 2 s are enough to connect
-    group = RankGroup(settings, "generate", timeout_s=2.0 if how == "deaf" else NEVER_S)
+    on_rank.enter(
+        RankGroup(settings, "both are there", GlooCollectives())
+    )  # so that 2 s are enough to connect
+    group = RankGroup(
+        settings, "generate", GlooCollectives(), timeout_s=2.0 if how == "deaf" else NEVER_S
+    )
     on_rank.enter(group)
     over = Path(f"{settings.rendezvous}-over")
     if settings.rank == 0:
@@ -154,7 +159,7 @@ def test_group_does_not_wait_for_ever(ranks: Ranks) -> None:
 
 
 def meet_at_another_step(settings: WorkerSettings) -> str:
-    group = RankGroup(settings, "generate")
+    group = RankGroup(settings, "generate", GlooCollectives())
     group._agreed = settings.rank
     return outcome(lambda: on_rank.enter(group))
 
@@ -178,7 +183,7 @@ def generate_with_faults(
         (language, "pack"),
         (worker._model.layers[1].mlp, "forward"),
         (worker, "_head"),
-        (language, "sample"),
+        (language, "choose_tokens"),
     ]
     seen = []
     for owner, name in faults:
@@ -282,8 +287,10 @@ KILLED = """
 import os, signal, sys
 import torch
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.parallel.rank_group import RankGroup
-group = RankGroup(WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2]), "generate")
+settings = WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2])
+group = RankGroup(settings, "generate", GlooCollectives())
 with group.together():
     group.all_reduce(torch.ones(1))
 if group.rank == 1:

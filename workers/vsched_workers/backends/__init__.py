@@ -1,1 +1,1 @@
-"""Backends: attention, products, memory and graphs for each kind of device."""
+"""Backends: products, attention, memory, captured steps and copies for each kind of device."""

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vsched.worker.contract import Batch
-from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.batching.paged_attention import (
-    DecodeKernel,
-    KvCache,
-    PagedStep,
-    PrefillKernel,
-    Segment,
-)
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep, Segment
 from vsched_workers.batching.step_rows import chunk_positions
 
 
@@ -28,14 +22,30 @@ class Images:
     levels: torch.Tensor
 
 
-def send(array: npt.NDArray[np.int64], device: str) -> torch.Tensor:
-    """Bring a small array to the device; the host waits for nothing that the device has to do first."""
-    tensor = torch.from_numpy(array)
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+class DeviceInputs(Protocol):
+    """How the inputs of a step come to a device; a backend does that.
+
+    Attributes:
+        device: As torch names it.
+        keeps_indices: Whether the layers of a step share the slots and the mask of a chunk (see `Segment`).
+    """
+
+    device: str
+    keeps_indices: bool
+
+    def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return a small array on the device."""
+        ...
+
+    def fetch_rows(
+        self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Return rows of host memory, [rows, bytes], on the device, [wanted, bytes]."""
+        ...
 
 
 def pack(
-    batch: Batch, cache: KvCache, decode: DecodeKernel, prefill: PrefillKernel, device: str
+    batch: Batch, cache: KvCache, attention: AttentionKernels, inputs: DeviceInputs
 ) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
     """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
     size = cache.block_size
@@ -70,25 +80,26 @@ def pack(
                 first=chunk.start,
                 last=chunk.stop,
                 block_size=size,
-                device=device,
+                device=inputs.device,
+                keeps_indices=inputs.keeps_indices,
             )
         )
         row = end
     step = PagedStep(
         cache=cache,
-        decode=decode,
-        prefill=prefill,
-        slots=send(slots, device),
+        decode=attention.decode,
+        prefill=attention.prefill,
+        slots=inputs.send(slots),
         decode_rows=decode_rows,
         tables=tables,
         contexts=at + 1,
         segments=segments,
     )
-    return send(ids, device), send(positions, device), step
+    return inputs.send(ids), inputs.send(positions), step
 
 
 def fetch_images(
-    batch: Batch, copies: RowCopies, *, dtype: torch.dtype, levels: int, hidden: int
+    batch: Batch, inputs: DeviceInputs, *, dtype: torch.dtype, levels: int, hidden: int
 ) -> Images | None:
     """Copy the embedding rows that the chunks cover from the arena to the device, and only those."""
     places: list[npt.NDArray[np.int64]] = []
@@ -106,7 +117,7 @@ def fetch_images(
     if not sources:
         return None
     flat = batch.embeddings.reshape(-1, batch.embeddings.shape[2])
-    raw = copies.fetch(flat, np.concatenate(sources))
+    raw = inputs.fetch_rows(flat, np.concatenate(sources))
     return Images(
         rows=np.concatenate(places),
         levels=raw.view(dtype).reshape(len(raw), levels, hidden).transpose(0, 1),

@@ -15,19 +15,12 @@ keyword argument of the model's call, so that no state is global and two models 
 from __future__ import annotations
 
 import functools
-import math
-import mmap
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
-
-from vsched_workers.memory.device_memory import map_private
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +55,13 @@ class PrefillKernel(Protocol):
         ...
 
 
+class AttentionKernels(NamedTuple):
+    """The kernels that a step attends with."""
+
+    decode: DecodeKernel
+    prefill: PrefillKernel
+
+
 class PatchKernel(Protocol):
     """Attention within each of some sequences of one length, every row to all rows of its own."""
 
@@ -78,32 +78,12 @@ class PatchKernel(Protocol):
         ...
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, touch: bool) -> torch.Tensor:
-    """Allocate memory that reads as zeros.
+class Allocate(Protocol):
+    """Allocates memory of a device that reads as zeros."""
 
-    The host hands out pages on first touch. With `touch` that is done now: a step should neither wait for it nor be
-    the one who finds that there are none. The memory is a mapping of its own, so that it goes back when the cache
-    does, of huge pages: walking a block table over small ones costs three times as much.
-    """
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    mapped = map_private(math.prod(shape) * dtype.itemsize)
-    mapped.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(mapped, dtype=np.uint8)
-    if touch:
-        _touch(array)
-    return torch.from_numpy(array).view(dtype).reshape(shape)
-
-
-def _touch(array: npt.NDArray[np.uint8]) -> None:
-    """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with ThreadPoolExecutor(cores) as pool:
-            for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
-                pass
-    except RuntimeError:  # near a limit there may be no room for a thread's stack
-        array.fill(0)
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of this shape and type."""
+        ...
 
 
 class KvCache:
@@ -118,15 +98,14 @@ class KvCache:
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: str,
-        touch: bool = True,
+        allocate: Allocate,
         spare_blocks: int = 0,
     ) -> None:
         """Allocate; `spare_blocks` come after the others, for writes that nobody reads."""
         self.block_size = block_size
         self.blocks = blocks
         shape = ((blocks + spare_blocks) * block_size, kv_heads, head_dim)
-        whole = _zeros((2 * layers, *shape), dtype, device, touch=touch)
+        whole = allocate((2 * layers, *shape), dtype=dtype)
         self.keys = list(whole[:layers])
         self.values = list(whole[layers:])
 
@@ -150,8 +129,9 @@ class Segment:
     `whole` says that the chunk is all of its context: nothing has to be read from the cache, and the plain causal rule
     holds.
 
-    A GPU gets slots and mask once a step. On the host they are made for every layer: that takes a fiftieth of the
-    layer's time, and to hold them for all chunks at once would take more memory than anything else in a step.
+    Where `keeps_indices` is set, as on a GPU, slots and mask are made once a step and shared by the layers. Otherwise
+    every layer makes them anew: on the host that takes a fiftieth of the layer's time, and to hold them for all chunks
+    at once would take more memory than anything else in a step.
     """
 
     def __init__(
@@ -163,6 +143,7 @@ class Segment:
         last: int,
         block_size: int,
         device: str,
+        keeps_indices: bool = False,
     ) -> None:
         self.start = start
         self.stop = start + last - first
@@ -172,11 +153,12 @@ class Segment:
         self._table = table
         self._block_size = block_size
         self._device = device
+        self._keeps_indices = keeps_indices
         self._slots: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
     def end(self) -> Segment:
-        """Return the last row by itself, for a layer after which nobody asks for the others."""
+        """Return the last row by itself, for a layer whose other rows nobody asks for."""
         return Segment(
             self._table,
             start=self.stop - 1,
@@ -184,17 +166,18 @@ class Segment:
             last=self.context,
             block_size=self._block_size,
             device=self._device,
+            keeps_indices=self._keeps_indices,
         )
 
     def slots(self) -> torch.Tensor:
         """Return the cache slots of the whole context, int64 [context]."""
         if self._slots is not None:
             return self._slots
-        slots = torch.from_numpy(context_slots(self._table, self.context, self._block_size))
-        if self._device == "cpu":
-            return slots
-        self._slots = slots.to(self._device)
-        return self._slots
+        found = context_slots(self._table, self.context, self._block_size)
+        slots = torch.from_numpy(found).to(self._device)
+        if self._keeps_indices:
+            self._slots = slots
+        return slots
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what to add to the scores, [rows, context]; None where a row sees all."""
@@ -203,7 +186,7 @@ class Segment:
             return self._mask
         mask = torch.full((rows, self.context), -torch.inf, dtype=dtype, device=self._device)
         mask.triu_(self.first + 1)
-        if self._device != "cpu":
+        if self._keeps_indices:
             self._mask = mask
         return mask
 
@@ -216,7 +199,7 @@ class PagedStep:
         slots: int64 [rows], where each row's key and value go.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
         contexts: int32 [decode rows], tokens that each decode row sees, itself included.
-        on_device: the two on a GPU, as soon as they are there; a step that is captured has nothing else.
+        on_device: tables and contexts on a GPU, once they have been copied; a captured step has these alone.
     """
 
     cache: KvCache
@@ -272,73 +255,6 @@ def attend(
         seen = query[0, :, part], key[0, :, part], value[0, :, part]
         out[part] = paged_step.prefill(*seen, layer, segment, paged_step, scaling).transpose(0, 1)
     return out[None], None
-
-
-def prefill_by_gather(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    segment: Segment,
-    step: PagedStep,
-    scaling: float,
-) -> torch.Tensor:
-    """Gather the context and let torch attend: works on every device and for every type."""
-    mask = None
-    if not segment.whole:
-        slots, mask = segment.slots(), segment.mask(query.dtype)
-        key = step.cache.keys[layer].index_select(0, slots).transpose(0, 1)
-        value = step.cache.values[layer].index_select(0, slots).transpose(0, 1)
-    return functional.scaled_dot_product_attention(
-        query[None],
-        key[None],
-        value[None],
-        attn_mask=mask,
-        is_causal=segment.whole and query.shape[1] > 1,
-        scale=scaling,
-        enable_gqa=True,
-    )[0]
-
-
-def decode_by_gather(
-    query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-) -> torch.Tensor:
-    """Gather every context and let torch attend: works on every device and for every type.
-
-    The query heads that share a key head are laid out as its query rows, so that no key is repeated.
-    """
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    gather, mask = _gather_index(step, query.device)
-    rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
-    attended = functional.scaled_dot_product_attention(
-        query.reshape(rows, kv_heads, heads // kv_heads, head_dim),
-        keys[gather].transpose(1, 2),
-        values[gather].transpose(1, 2),
-        attn_mask=mask,
-        scale=scaling,
-    )
-    return attended.reshape(rows, heads, head_dim)
-
-
-def _gather_index(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all contexts, [rows, longest], and where they are real; once a step."""
-    found = step.scratch.get("gather")
-    if found is None:
-        size = step.cache.block_size
-        longest = int(step.contexts.max())
-        blocks = step.tables[:, : -(-longest // size)].astype(np.int64)
-        slots = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)[:, :longest]
-        seen = np.arange(longest)[None] < step.contexts[:, None]
-        # A table's unused entries may hold anything; slot 0 is always there to be read and masked.
-        slots = np.where(seen, slots, 0)
-        found = (
-            torch.from_numpy(slots).to(device),
-            torch.from_numpy(seen[:, None, None]).to(device),
-        )
-        step.scratch["gather"] = found
-    gather, mask = found
-    return gather, mask
 
 
 def register() -> None:

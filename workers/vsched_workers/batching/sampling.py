@@ -11,7 +11,6 @@ of the raw logits.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,18 +38,13 @@ class SpecialRow:
     sequence: SequenceState
 
 
-def sample(logits: torch.Tensor, special: Sequence[SpecialRow]) -> Sampled:
-    """Choose one token a row.
-
-    Shape: `logits` [rows, vocabulary], any float type.
-    """
-    return choose(_highest(logits), logits, special)
-
-
-def choose(
+def choose_tokens(
     tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
 ) -> Sampled:
-    """Choose the tokens of the special rows; `tokens` are the argmax of all rows, and are overwritten there."""
+    """Choose one token per row: the argmax, which `tokens` holds and is overwritten in, but for the special rows.
+
+    Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
+    """
     if not special:
         return Sampled(tokens=tokens)
     picked = logits[[entry.row for entry in special]].float().cpu().numpy()
@@ -63,18 +57,6 @@ def choose(
         if params.logprobs is not None:
             reported.append(_logprobs(raw, entry.row, token, params.logprobs))
     return Sampled(tokens=tokens, logprobs=reported)
-
-
-def _highest(logits: torch.Tensor) -> npt.NDArray[np.int32]:
-    """Return the place of the largest logit of every row."""
-    if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.is_contiguous():
-        with contextlib.suppress(ImportError):
-            from vsched_workers.backends.cpu.kernels.argmax import argmax
-
-            found = np.empty(len(logits), dtype=np.int32)
-            argmax(logits.data_ptr(), *logits.shape, found)
-            return found
-    return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -1,4 +1,4 @@
-"""Which rows of a step's packed row are what: positions, those that yield a token, those that are special."""
+"""The rows of a packed step: their positions, which of them yield a token, and which need more than the argmax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vsched_workers.batching.sampling import SpecialRow
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What the worker keeps of a request.
+class PromptPositions:
+    """The M-RoPE positions of a request, which the worker keeps.
 
-    `positions` are the M-RoPE positions of the prompt, int64 [3, prompt tokens]; a later token's is its index plus
-    `delta`, on all three axes.
+    `positions` are those of the prompt, int64 [3, prompt tokens]; a later token's is its index plus `delta`, on all
+    three axes.
     """
 
     positions: npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ class Prepared:
 
 def chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the M-RoPE positions [3, tokens] of a chunk, which may go on past the prompt after a recompute."""
-    state: Prepared = chunk.sequence.state
+    state: PromptPositions = chunk.sequence.state
     prompt = chunk.sequence.prompt_length
     if chunk.stop <= prompt:
         return state.positions[:, chunk.start : chunk.stop]

@@ -1,11 +1,7 @@
-"""Reads what a checkpoint directory says of itself, without torch and without its weights.
-
-Messages name files by their base name: they may reach a client, who has no business with the directories of the host.
-"""
+"""The facts of a checkpoint, read from its settings without torch and without its weights."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +9,8 @@ from typing import Any
 
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import Family, family_of
 from vsched_workers.families.qwen_image import (
     PixelLimits,
@@ -30,44 +28,6 @@ RANKS_MAX = 64
 
 PROCESSOR_DEFAULT_LIMITS = PixelLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
 """What the Qwen-VL image processors assume where the settings say nothing."""
-
-
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Read one JSON object of a checkpoint.
-
-    Raises:
-        CheckpointError: When the file is missing or is not a JSON object.
-    """
-    try:
-        with (path / name).open(encoding="utf-8") as file:
-            content = json.load(file)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{name} is missing. Remedy: give the directory of a complete checkpoint."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} cannot be read ({type(error).__name__}). Remedy: download the file again."
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{name} is not a JSON object. Remedy: download the file again.")
-    return content
-
-
-def checkpoint_directory(path: str) -> Path:
-    """Return the directory of a checkpoint.
-
-    Raises:
-        CheckpointError: When there is none.
-    """
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    kind = "is a file" if directory.exists() else "does not exist"
-    raise CheckpointError(
-        f"checkpoint {directory.name!r} {kind}. Remedy: give the path of a checkpoint's directory "
-        "(one that holds config.json), or make one with `vsched make-checkpoint`."
-    )
 
 
 def processor_settings(path: Path) -> dict[str, Any]:
@@ -149,8 +109,6 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
 def _inspect(
     directory: Path, config: dict[str, Any], family: Family, dtype: str, item_tokens_max: int
 ) -> ModelInfo:
-    from vsched_workers.checkpoint.weights import WeightIndex
-
     for name in TOKENIZER_FILES:
         if not (directory / name).is_file():
             raise CheckpointError(
@@ -196,7 +154,7 @@ def _inspect(
 
 
 def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
-    """Check that a stage, `encode` or `generate`, can be shared by so many ranks.
+    """Check that a stage, `encode` or `generate`, can be shared by this many ranks.
 
     Raises:
         CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.

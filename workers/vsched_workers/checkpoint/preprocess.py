@@ -26,12 +26,8 @@ from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
-from vsched_workers.checkpoint.facts import (
-    checkpoint_directory,
-    image_limits,
-    processor_settings,
-    read_json,
-)
+from vsched_workers.checkpoint.facts import image_limits, processor_settings
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
+from vsched_workers.checkpoint.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +86,6 @@ class WeightIndex:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    from vsched_workers.checkpoint.facts import read_json
-
     files = read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise CheckpointError(f"{INDEX_FILE} has no weight_map. Remedy: download the file again.")

@@ -13,13 +13,8 @@ from collections.abc import Mapping
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
-from vsched_workers.checkpoint.facts import (
-    checkpoint_directory,
-    image_factor,
-    image_limits,
-    processor_settings,
-    read_json,
-)
+from vsched_workers.checkpoint.facts import image_factor, image_limits, processor_settings
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
 
 SAME_SIZE = 0.9

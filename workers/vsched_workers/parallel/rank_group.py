@@ -10,9 +10,9 @@ or takes a number of another step for one of this.
 Everything here happens at the same place of the decision log on every rank. Where one process serves two stages, each
 has a group of its own.
 
-On a CPU the ranks talk over loopback by gloo. Small tensors are sent to everybody and added up in the order of the
-ranks, which takes a third of the time of gloo's own sum and gives every rank the same bits; so does gloo's sum, where
-more ranks have more to say.
+The backend gives what the ranks talk through. On a CPU, where that is gloo, small tensors are sent to everybody and
+added up in the order of the ranks, which takes a third of the time of gloo's own sum and gives every rank the same
+bits; so does gloo's sum, which larger tensors of more than two ranks are left to.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -55,22 +54,47 @@ class _Interrupted(Exception):
     """A collective ended without a result."""
 
 
+class Collectives(Protocol):
+    """How ranks on one kind of device talk with each other.
+
+    Attributes:
+        exchanges: Whether small tensors are sent to every rank and added up by each, in the order of the ranks.
+        wakes_peers: Whether what the others wait for fails when a rank drops its connections.
+    """
+
+    exchanges: bool
+    wakes_peers: bool
+
+    def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+        """Return torch's process group of the ranks that meet in a store.
+
+        Blocks: for the other ranks, at most `timeout_s`.
+        """
+        ...
+
+
 class RankGroup:
     """The ranks that share one stage of one replica, as one of them sees the others."""
 
     def __init__(
-        self, settings: WorkerSettings, stage: str, *, timeout_s: float = TIMEOUT_S
+        self,
+        settings: WorkerSettings,
+        stage: str,
+        collectives: Collectives,
+        *,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.size = settings.ranks
         self.rank = settings.rank
         self._device = settings.device
+        self._collectives = collectives
         self._path = f"{settings.rendezvous}-{stage}"
         self._timeout_s = timeout_s
         self._epoch = 0
         self._agreed = 0
         self._store: Any = None
         self._group: Any = None
-        self._watch: _Watch | None = None
+        self._aborter: _PeerAborter | None = None
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
         assert self.size == 1 or settings.rendezvous, "ranks need a path to find each other"
 
@@ -130,7 +154,7 @@ class RankGroup:
             return tensor
         tensor = tensor.contiguous()
         few = self.size == 2 or tensor.numel() * tensor.element_size() <= EXCHANGE_BYTES_MAX
-        if tensor.device.type == "cpu" and few:
+        if self._collectives.exchanges and few:
             parts = self._exchange(tensor)
             return functools.reduce(torch.Tensor.add_, parts[2:], parts[0] + parts[1])
         self._wait(lambda: [self._group.allreduce([tensor])])
@@ -141,7 +165,7 @@ class RankGroup:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        if tensor.device.type == "cpu":
+        if self._collectives.exchanges:
             parts = self._exchange(tensor)
         else:
             parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -211,13 +235,13 @@ class RankGroup:
         if any(step != self._agreed for step in steps):
             raise RankDesync(f"the ranks of a group meet after {steps} steps")
         try:
-            self._group = _connect(
-                store, self.rank, self.size, self._device, timeout_s=self._timeout_s
+            self._group = self._collectives.connect(
+                store, self.rank, self.size, timeout_s=self._timeout_s
             )
         except RuntimeError as error:
             raise _Interrupted(str(error)) from None
-        if self._device != "cpu":
-            self._watch = _Watch(store, self._group)
+        if not self._collectives.wakes_peers:
+            self._aborter = _PeerAborter(store, self._group)
         # Whoever goes on is connected to everybody: were it to fail at once, others might wait for it to connect.
         self._barrier()
 
@@ -273,33 +297,16 @@ class RankGroup:
 
     def _leave(self) -> None:
         """Drop the connections, so that what others wait for fails at once; the next attempt connects anew."""
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._aborter is not None:
+            self._aborter.stop()
+            self._aborter = None
             self._group.abort()
         self._group = None
         self._store = None
         self._epoch += 1
 
 
-def _connect(store: Any, rank: int, size: int, device: str, *, timeout_s: float) -> Any:
-    """Connect with the ranks of a store; gloo is bound to the loopback interface."""
-    timeout = timedelta(seconds=timeout_s)
-    if device == "cpu":
-        gloo = _DISTRIBUTED.ProcessGroupGloo
-        options = gloo._Options()  # noqa: SLF001  # torch offers these under such names only
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-        options._timeout = timeout  # noqa: SLF001
-        options._threads = 1  # noqa: SLF001
-        return gloo(store, rank, size, options)
-    torch.cuda.set_device(device)
-    nccl = _DISTRIBUTED.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout  # noqa: SLF001
-    return nccl(store, rank, size, options)
-
-
-class _Watch:
+class _PeerAborter:
     """Aborts a group of GPUs when another rank failed: there a closed connection wakes nobody. Not yet run on a GPU."""
 
     def __init__(self, store: Any, group: Any) -> None:
@@ -337,7 +344,7 @@ class _AgreedMemory:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Take so many bytes on every rank; what fails while they are held fails on every rank, too."""
+        """Take `size` bytes on every rank; what fails while they are held fails on every rank, too."""
         with ExitStack() as held:
             with self._group.together():
                 held.enter_context(self._memory.hold(size))

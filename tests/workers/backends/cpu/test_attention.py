@@ -15,20 +15,22 @@ import torch
 from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
-from vsched_workers.backends.kernel_choice import choose_decode, choose_patches, choose_prefill
+from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cuda.backend import CudaBackend
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
+    DecodeKernel,
     KvCache,
     PagedStep,
     PatchKernel,
     PrefillKernel,
     Segment,
     context_slots,
-    decode_by_gather,
-    prefill_by_gather,
 )
 
 BLOCK_SIZE = 4
@@ -50,6 +52,18 @@ def with_operand(operand: npt.NDArray[Any], kernel: Callable[..., Any]) -> Calla
     return call
 
 
+NO_CACHE: Any = None
+"""A host chooses its kernels without looking at the cache."""
+
+
+def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
+    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).decode
+
+
+def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
+    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).prefill
+
+
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
     """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
     cache = KvCache(
@@ -59,7 +73,7 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, P
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device="cpu",
+        allocate=torch.zeros,
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in (*cache.keys, *cache.values):
@@ -163,12 +177,11 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     import sys
 
     absent: Any = None
-    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.decode_attention", absent)
+    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.backend", absent)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
     with pytest.raises(ConfigError, match="not installed. Remedy"):
         choose_decode(WorkerSettings(attention="numba"), torch.float32)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
-    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.tiled_attention", absent)
     assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
 
 
@@ -363,7 +376,7 @@ def _in_chunks(
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=torch.bfloat16,
-        device="cpu",
+        allocate=torch.zeros,
     )
     table = np.random.default_rng(1).permutation(blocks).astype(np.int32)
     slots = torch.from_numpy(context_slots(table, length, block_size))
@@ -390,7 +403,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
     assert choose_patches(1) is tiled_attention.attend_patches
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
-    assert choose_prefill(WorkerSettings(device="cuda:0"), torch.bfloat16) is prefill_by_gather
+    assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
 
 

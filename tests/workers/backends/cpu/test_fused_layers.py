@@ -24,15 +24,14 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedLinear, filled, packs
 from vsched_workers.backends.cpu.operand_choice import pays_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.rotary_angles import Angles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
+from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedLinear, filled, packs
 
-pytestmark = pytest.mark.skipif(
-    not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"
-)
+pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
 
 Stages = Callable[..., Stage]
 EPS = 1e-6
@@ -153,8 +152,8 @@ def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
 def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -> None:
     """Decode rows, chunks and images, deepstack included: the same logits but for rounding, and the same choice."""
     exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
-    assert exact.generator._fused is None  # type: ignore[attr-defined]
-    assert isinstance(fused.generator._fused, FusedLanguage)  # type: ignore[attr-defined]
+    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=chunk, seed=chunk).run(crowd(), arrivals=2, preempts=7 * (chunk > 5))
@@ -171,7 +170,7 @@ def test_fused_layers_equal_the_modules_with_our_own_product(
     monkeypatch.setattr(products, "operand", lambda: chosen)
     monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
-    assert fused.generator._fused._own >= BF16_ROWS_MAX  # type: ignore[attr-defined]
+    assert fused.generator._layers._own >= BF16_ROWS_MAX  # type: ignore[attr-defined]
     assert exact.generator._head._own is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
@@ -236,14 +235,15 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
     stage = stages("nano25", "auto", "bfloat16")
     generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
-    kernel = generator._prefill
+    kernels = generator._attention
+    kernel = kernels.prefill
 
     def watch(query: torch.Tensor, *others: Any) -> torch.Tensor:
         attended.setdefault(others[2], []).append(query.shape[1])
         rows: torch.Tensor = kernel(query, *others)
         return rows
 
-    monkeypatch.setattr(generator, "_prefill", watch)
+    monkeypatch.setattr(generator, "_attention", kernels._replace(prefill=watch))
     Driver(stage, chunk=9).run(crowd()[:1])
     last = max(attended)
     assert last > 0
@@ -258,7 +258,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
     generator: Any = stages(size, "auto", "bfloat16").generator
     driver = Driver(stages(size, "auto", "bfloat16"), chunk=30)
     rows: list[int] = []
-    layer = generator._fused._layers[0]
+    layer = generator._layers._layers[0]
     down = layer.down
 
     def watch(given: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:
     for attention, dtype in (("exact", "bfloat16"), ("auto", "float32")):
         stage = stages("nano25", attention, dtype)
-        assert stage.generator._fused is None  # type: ignore[attr-defined]
+        assert isinstance(stage.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
         assert not _fused_blocks(stage)
 
 

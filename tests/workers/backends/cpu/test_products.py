@@ -13,12 +13,12 @@ pytest.importorskip("numba")
 
 from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.modules import FEW_ROWS, PackedWeight, filled, packs
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX, INPUTS_MAX, panel_product
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight, filled, packs
 
 pytestmark = [
-    pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"),
+    pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN"),
     pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor"),
     pytest.mark.slow,
 ]

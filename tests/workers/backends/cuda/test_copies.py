@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from vsched_workers.backends.cuda.copies import BUFFERS, RowCopies, open_copies
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cuda.copies import BUFFERS, RowCopies
+from vsched_workers.backends.reference.backend import ReferenceBackend
 
 Log = list[tuple[str, object]]
 
@@ -76,9 +78,10 @@ def test_fetch_brings_just_the_rows_that_are_wanted(noted: tuple[RowCopies, Log]
     """Also when a later fetch is larger, smaller, or of the same buffer."""
     copies, _ = noted
     rows = source()
+    host = ReferenceBackend(WorkerSettings(), torch.float32)
     for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):
         index = np.array(wanted, dtype=np.int64)
-        for found in (copies.fetch(rows, index), open_copies("cpu").fetch(rows, index)):
+        for found in (copies.fetch(rows, index), host.fetch_rows(rows, index)):
             assert np.array_equal(found.numpy(), rows[index])
 
 

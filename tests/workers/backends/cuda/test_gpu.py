@@ -19,14 +19,13 @@ from tests.workers.reference import Reference
 from tests.workers.test_language import crowd, outputs
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.backends.cuda.copies import open_copies
+from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PrefillKernel,
     Segment,
     context_slots,
-    decode_by_gather,
-    prefill_by_gather,
 )
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
@@ -74,7 +73,7 @@ def test_generate_on_a_gpu_equals_transformers(
         reference.generate(stage.prompt(question)[0], question.images, question.count)
         for question in questions
     ]
-    graphs = stage.generator._graphs  # type: ignore[attr-defined]
+    graphs = stage.generator._captured  # type: ignore[attr-defined]
     assert graphs is not None, "no kernel that can be captured was right on this device"
     assert graphs._captured, "the capture failed: see the log"
 
@@ -149,7 +148,13 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
     )
     segment = Segment(
-        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
+        step.tables[0],
+        start=0,
+        first=first,
+        last=first + rows,
+        block_size=16,
+        device=DEVICE,
+        keeps_indices=True,
     )
     slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
@@ -160,12 +165,12 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
 
 
 def test_vision_attention_runs_in_one_call() -> None:
-    assert vision_attention._runs(DEVICE, torch.bfloat16)
+    assert vision_attention.runs(DEVICE, torch.bfloat16)
 
 
 def test_rows_are_right_when_copies_overlap_with_computing() -> None:
     """A buffer is not filled anew while it is read, whatever the device is busy with."""
-    copies = open_copies(DEVICE)
+    copies = RowCopies(DEVICE)
     source = np.random.default_rng(0).integers(0, 255, (4096, 4096), dtype=np.uint8)
     heavy = torch.randn(4096, 4096, device=DEVICE)
     found = []

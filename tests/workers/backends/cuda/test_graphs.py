@@ -10,37 +10,67 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.backends.cuda.lane import LateLane
+from tests.workers.backends.cuda.late_stream import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
 from tests.workers.test_language import crowd, outputs
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
-from vsched.worker.contract import Batch
+from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
+from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.graph_stream import row_counts
-from vsched_workers.batching.paged_attention import PagedStep, decode_by_gather
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.gather_attention import decode_by_gather
+from vsched_workers.batching.paged_attention import (
+    AttentionKernels,
+    KvCache,
+    PagedStep,
+)
 
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class CapturableGather:
-    """Attention by gather, passed off as a kernel that can be captured."""
+    """Attention by gather, passed off as a kernel that can be captured; on a CPU, all memory is the device's."""
 
     capturable = True
 
     def __call__(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
+        if step.on_device is not None:
+            tables, contexts = (each.numpy() for each in step.on_device)
+            step = dataclasses.replace(step, tables=tables, contexts=contexts)
         return decode_by_gather(query, layer, step, scaling)
+
+
+class CapturingBackend(ReferenceBackend):
+    """A host whose decode steps are captured, as a GPU's are."""
+
+    spare_blocks = 1
+
+    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        super().__init__(settings, dtype)
+        self.stream = LateStream()
+
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        return super().choose_attention(cache, heads)._replace(decode=CapturableGather())
+
+    def capture_steps(
+        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+    ) -> DecodeGraphs:
+        reserved = self.memory.reserved
+        return DecodeGraphs(self.stream, cache, attention, run, reserved=reserved)
 
 
 @dataclasses.dataclass
 class Captured:
-    """A stage whose decode steps are captured, and the lane that they run on."""
+    """A stage whose decode steps are captured, and the graph stream that they run on."""
 
     stage: Stage
-    lane: LateLane
+    stream: LateStream
 
     def build(self) -> None:
         self.stage.generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
@@ -51,13 +81,10 @@ def captured(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Captured]:
     def load(size: str) -> Captured:
+        monkeypatch.setattr(language, "choose_backend", CapturingBackend)
         stage = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
-        lane = LateLane()
-        monkeypatch.setattr(stage.generator, "_lane", lane)
-        monkeypatch.setattr(language, "choose_decode", lambda *_: CapturableGather())
-        found = Captured(stage, lane)
-        found.build()
-        return found
+        backend = stage.generator._backend  # type: ignore[attr-defined]
+        return Captured(stage, backend.stream)
 
     return load
 
@@ -80,7 +107,7 @@ def test_captured_steps_equal_eager_ones(
     questions = [dataclasses.replace(each, count=20) for each in crowd(GREEDY)]
     expected = outputs(run(stages(size), questions, **options))
     assert outputs(run(found.stage, questions, **options)) == expected
-    assert found.lane.starts > 0
+    assert found.stream.starts > 0
 
 
 def test_captured_steps_draw_what_eager_ones_draw(
@@ -90,7 +117,7 @@ def test_captured_steps_draw_what_eager_ones_draw(
     sampling = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
     questions = [*crowd(sampling)[:2], lone(12)]
     assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
-    assert found.lane.starts > 0
+    assert found.stream.starts > 0
 
 
 def test_steady_rows_need_no_input_from_the_host(
@@ -101,8 +128,8 @@ def test_steady_rows_need_no_input_from_the_host(
     question = lone(41)
     assert outputs(run(found.stage, [question])) == outputs(run(stages("nano25"), [question]))
     blocks = 40 // BLOCK_SIZE
-    assert 40 <= found.lane.starts <= 42
-    assert found.lane.uploads <= 2 * (blocks + 2)
+    assert 40 <= found.stream.starts <= 42
+    assert found.stream.uploads <= 2 * (blocks + 2)
 
 
 def test_steps_run_ahead_and_what_was_computed_is_used(
@@ -112,7 +139,7 @@ def test_steps_run_ahead_and_what_was_computed_is_used(
     found = captured("nano25")
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
     begun: list[Batch] = []
-    graphs = found.stage.generator._graphs  # type: ignore[attr-defined]
+    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
     begin = graphs._begin
 
     def noted(batch: Batch) -> object:
@@ -123,7 +150,7 @@ def test_steps_run_ahead_and_what_was_computed_is_used(
     assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
     steps = 29
     assert len(begun) < steps
-    assert found.lane.starts <= steps + 3
+    assert found.stream.starts <= steps + 3
 
 
 def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:
@@ -143,12 +170,12 @@ def test_capture_that_fails_leaves_eager_steps(
     stages: Stages, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = captured("nano25")
-    found.lane.failure = RuntimeError("operation not permitted when stream is capturing")
+    found.stream.failure = RuntimeError("operation not permitted when stream is capturing")
     found.build()
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
     assert got == outputs(run(stages("nano25"), [lone(12)]))
-    assert found.lane.starts == 0
+    assert found.stream.starts == 0
     assert [each.getMessage() for each in caplog.records] == [
         (
             "decode steps run without CUDA graphs, which is slower: "
@@ -160,7 +187,7 @@ def test_capture_that_fails_leaves_eager_steps(
 def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> None:
     """The KV cache is to be made smaller, not the steps slower."""
     found = captured("nano25")
-    found.lane.failure = torch.OutOfMemoryError("CUDA out of memory")
+    found.stream.failure = torch.OutOfMemoryError("CUDA out of memory")
     found.build()
     with pytest.raises(DeviceOutOfMemory, match="capturing decode steps"):
         run(found.stage, [lone(12)])
@@ -172,12 +199,12 @@ def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Capt
     generator = found.stage.generator
     first = outputs(run(found.stage, [lone(12)]))
     generator.drop_graphs()
-    assert found.lane.forgotten == 1
+    assert found.stream.forgotten == 1
     generator.drop_kv()
     found.build()
-    found.lane.starts = 0
+    found.stream.starts = 0
     assert outputs(run(found.stage, [lone(12)])) == first
-    assert found.lane.starts > 0
+    assert found.stream.starts > 0
 
 
 def test_row_counts_double_up_to_all_slots() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from tests.workers.backends.cuda.test_kernel_choice import varlen_on_cpu
+from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import vision_attention
 
 Stages = Callable[..., Stage]
@@ -36,8 +40,8 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
     counted.__signature__ = inspect.signature(varlen_on_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", counted)
     vision_attention.register()
-    monkeypatch.setattr(vision_attention, "choose_attention", lambda *_: vision_attention.FLASH)
     flash = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+    vision_attention.switch(flash.encoder._tower)  # type: ignore[attr-defined]
     question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])
     rows = []
     for stage in (plain, flash):
@@ -49,15 +53,20 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
     assert min(calls) >= 2, "both images, and where there are windows all of them, in one call"
 
 
-def test_flash_is_for_gpus_and_16_bit_types() -> None:
-    for settings, dtype in [
-        (WorkerSettings(), torch.bfloat16),
-        (WorkerSettings(device="cuda"), torch.float32),
-        (WorkerSettings(device="cuda", attention="exact"), torch.bfloat16),
+def test_flash_is_for_gpus_and_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_attention, "runs", lambda *_: True)
+    for settings, dtype, name in [
+        (WorkerSettings(), torch.bfloat16, "sdpa"),
+        (WorkerSettings(device="cuda"), torch.float32, "sdpa"),
+        (WorkerSettings(device="cuda", attention="exact"), torch.bfloat16, "sdpa"),
+        (WorkerSettings(device="cuda"), torch.bfloat16, vision_attention.FLASH),
     ]:
-        assert vision_attention.choose_attention(settings, dtype) == vision_attention.PLAIN
+        tower: Any = nn.Module()
+        tower.config, tower.blocks = SimpleNamespace(_attn_implementation="sdpa"), []
+        choose_backend(settings, dtype).prepare_tower(tower)
+        assert tower.config._attn_implementation == name
 
 
 def test_flash_is_not_taken_where_it_does_not_run() -> None:
     """Torch's own kernel, asked on a CPU, does not run; that is found by trying it."""
-    assert not vision_attention._runs("cpu", torch.bfloat16)
+    assert not vision_attention.runs("cpu", torch.bfloat16)

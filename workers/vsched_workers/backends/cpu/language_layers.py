@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 
+from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
 from vsched_workers.backends.cpu.kernels import activation, argmax, decode_attention, norm, rope
 from vsched_workers.backends.cpu.kernels.activation import swiglu
@@ -34,9 +35,9 @@ from vsched_workers.backends.cpu.kernels.rope import (
     heads_of,
     rope_prefill,
 )
-from vsched_workers.backends.cpu.modules import PackedLinear, Product, filled
 from vsched_workers.backends.cpu.rotary_angles import Angles
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
+from vsched_workers.backends.reference.packed_weights import PackedLinear, filled
 from vsched_workers.parallel.slicing import SummedLinear
 
 if TYPE_CHECKING:

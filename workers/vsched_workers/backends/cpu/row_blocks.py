@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from vsched_workers.backends.cpu.modules import FEW_ROWS, filled
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, filled
 
 
 class StepRows:

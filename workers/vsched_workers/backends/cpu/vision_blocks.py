@@ -23,8 +23,8 @@ from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, Norm, product_of
-from vsched_workers.backends.cpu.modules import MANY_ROWS
-from vsched_workers.backends.kernel_choice import choose_patches
+from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 
 BLOCK = MANY_ROWS[-1]

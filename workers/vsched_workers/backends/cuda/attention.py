@@ -1,7 +1,7 @@
 """Attention on CUDA over the paged cache.
 
 Not yet run on a GPU: the Triton kernels were checked in Triton's interpreter on the CPU, the calls of torch's own
-kernel against its documentation only. `kernel_choice` therefore tries each on the device before it is used.
+kernel against its documentation only. `attention_trials` therefore tries each on the device before it is used.
 
 The decode kernels can be captured in a CUDA graph: they wait for nothing, and what they allocate and start depends on
 the number of rows and on the width of the block tables, never on how long contexts are.
@@ -9,6 +9,7 @@ the number of rows and on the width of the block tables, never on how long conte
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 PARTS_MAX = 64
-"""Into so many parts a context is split at most; each takes memory, and time to be put together again."""
+"""Parts that a context is split into at most; each takes memory, and time to be put together again."""
+
+
+class KernelMissing(ImportError):
+    """A kernel is not installed, or this torch has an older one."""
 
 
 def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,14 +38,14 @@ def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
     """Return torch's kernel for sequences of any length, and the option for grouped heads where it wants one.
 
     Raises:
-        ImportError: When this torch has none, or one that does not take what is needed.
+        KernelMissing: When it does not take what is needed.
     """
     from torch.nn.attention import varlen
 
     known = inspect.signature(varlen.varlen_attn).parameters
     missing = [name for name in needed if name not in known]
     if missing:
-        raise ImportError(f"this torch's varlen_attn does not take {', '.join(missing)}")
+        raise KernelMissing(f"this torch's varlen_attn does not take {', '.join(missing)}")
     return varlen.varlen_attn, {"enable_gqa": True} if "enable_gqa" in known else {}
 
 
@@ -84,7 +89,13 @@ class TritonDecode:
     capturable = True
 
     def __init__(self, processors: int) -> None:
-        """Take the number of the GPU's processors, so that few rows can keep all of them busy."""
+        """Take the number of the GPU's processors, so that few rows can keep all of them busy.
+
+        Raises:
+            KernelMissing: When Triton is not installed.
+        """
+        if importlib.util.find_spec("triton") is None:
+            raise KernelMissing("triton is not installed")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
         self._decode: Any = decode_parts

@@ -22,12 +22,12 @@ BUFFERS = 2
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Allocate so many bytes of host memory that a GPU can read while the host goes on."""
+    """Allocate `size` bytes of host memory that a GPU can read while the host goes on."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass
-class _Buffer:
+class _PinnedBuffer:
     """Pinned memory, and the event after which nobody reads it."""
 
     memory: torch.Tensor
@@ -35,22 +35,22 @@ class _Buffer:
 
 
 class RowCopies:
-    """Copies rows to one device; without `cuda` it only gathers them."""
+    """Copies rows to one device."""
 
     def __init__(
         self,
         device: str,
         *,
-        cuda: Any = None,
+        cuda: Any = torch.cuda,
         allocate: Callable[[int], torch.Tensor] = pinned,
     ) -> None:
-        """Prepare for a device; `cuda` is `torch.cuda` or stands in for it, `allocate` gives pinned memory."""
+        """Prepare for a device; a test puts others in the place of `torch.cuda` and of pinned memory."""
         self._device = torch.device(device)
         self._cuda = cuda
         self._allocate = allocate
-        self._turn = 0
-        self._buffers = [] if cuda is None else [_Buffer(allocate(0)) for _ in range(BUFFERS)]
-        self._stream: Any = None if cuda is None else cuda.Stream(device=self._device)
+        self._next_buffer = 0
+        self._buffers = [_PinnedBuffer(allocate(0)) for _ in range(BUFFERS)]
+        self._stream: Any = cuda.Stream(device=self._device)
 
     def fetch(self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return the rows of `source` that are wanted, on the device, for the stream that is current.
@@ -59,8 +59,6 @@ class RowCopies:
 
         Blocks: until the copy before the last one is done.
         """
-        if self._stream is None:
-            return torch.from_numpy(source[wanted])
         staged, buffer = self._stage(source, wanted)
         current = self._cuda.current_stream(self._device)
         with self._cuda.stream(self._stream):
@@ -75,10 +73,10 @@ class RowCopies:
 
     def _stage(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, _Buffer]:
-        """Gather rows into the pinned buffer whose turn it is, once nobody reads it."""
-        buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
+    ) -> tuple[torch.Tensor, _PinnedBuffer]:
+        """Gather rows into the next pinned buffer, once nobody reads it."""
+        buffer = self._buffers[self._next_buffer]
+        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         if buffer.copied is not None:
             buffer.copied.synchronize()
         size = len(wanted) * source.shape[1]
@@ -88,8 +86,3 @@ class RowCopies:
         # Clipping: in any other mode numpy makes a copy of its own first. The indices are ours.
         np.take(source, wanted, axis=0, out=staged.numpy(), mode="clip")
         return staged, buffer
-
-
-def open_copies(device: str) -> RowCopies:
-    """Return what brings rows to a device named as torch names it."""
-    return RowCopies(device, cuda=None if device == "cpu" else torch.cuda)

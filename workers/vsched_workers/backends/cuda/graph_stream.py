@@ -1,10 +1,10 @@
-"""The lane of a GPU on which captured decode steps run: a stream of its own, beside everything else.
+"""The graph stream: a CUDA stream of its own on which captured decode steps run, beside everything else.
 
 Where one process serves both stages, images are encoded on the stream that is current, and a decode step that was
-started on this lane goes on meanwhile. Prefill reads and writes the same KV cache as decode, so the two wait for each
-other: `DecodeGraphs` says when.
+started on the graph stream goes on meanwhile. Prefill reads and writes the same KV cache as decode, so the two wait for
+each other: `DecodeGraphs` says when.
 
-Not yet run on a GPU. Tests put another lane in its place: one that runs things late, as a GPU may.
+Not yet run on a GPU. Tests put another stream in its place: one that runs things late, as a GPU may.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Run = Callable[[], torch.Tensor]
 Act = Callable[[], None]
 
 
-class DecodeLane(Protocol):
-    """Where captured steps run, in the order in which they are started; nothing here waits but what says so."""
+class GraphStream(Protocol):
+    """Runs captured steps in the order in which they are started; only methods that say so wait."""
 
     def host(self, *shape: int) -> torch.Tensor:
         """Return host memory, int32, that `upload` and `download` may use."""
@@ -57,7 +57,7 @@ class DecodeLane(Protocol):
         ...
 
 
-class CudaLane:
+class CudaGraphStream:
     """A stream of high priority, CUDA graphs that share a pool of memory, copies that the host does not wait for."""
 
     def __init__(self, device: str) -> None:

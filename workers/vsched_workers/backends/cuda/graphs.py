@@ -35,26 +35,24 @@ import torch
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import Batch, Sampled, SequenceState
-from vsched_workers.backends.cuda.graph_stream import Act, DecodeLane, row_counts
-from vsched_workers.batching.paged_attention import DecodeKernel, KvCache, PagedStep, PrefillKernel
-from vsched_workers.batching.sampling import choose
+from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import special_rows
-from vsched_workers.memory.device_memory import typed_out_of_memory
+from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 STEADY_STEPS = 2
-"""After so many steps of nothing but decode, steps run ahead: while requests come and go, that would be in vain."""
+"""Steps of nothing but decode after which steps run ahead: while requests come and go, that would be in vain."""
 
 _TOKEN, _AT, _DELTA, _GROWS, _HEADER = 0, 1, 2, 3, 4
 _HOST_BUFFERS = 2
 
-Run = Callable[[torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
-"""Runs the model: token ids [rows], positions [4, 1, rows] and a step's attention give logits [rows, vocabulary]."""
-
 
 @dataclass
-class _Rows:
+class _GraphRows:
     """What a start of a captured step computes; `tokens` are its input, None until the host has read them."""
 
     slots: npt.NDArray[np.int32]
@@ -62,9 +60,9 @@ class _Rows:
     sequences: Sequence[SequenceState]
     tokens: npt.NDArray[np.int32] | None
 
-    def later(self) -> _Rows:
+    def later(self) -> _GraphRows:
         """Return the same rows, one token on."""
-        return _Rows(self.slots, self.positions + 1, self.sequences, None)
+        return _GraphRows(self.slots, self.positions + 1, self.sequences, None)
 
     def places(self, batch: Batch) -> npt.NDArray[np.int64] | None:
         """Return where each row of a batch is among these; None when one is not, or is not the same."""
@@ -83,11 +81,11 @@ class _Rows:
 
 
 @dataclass
-class _Flight:
+class _InFlightStep:
     """A step that was started: its rows, those of the step that would follow, and its results once `wait` is over."""
 
-    rows: _Rows
-    following: _Rows
+    rows: _GraphRows
+    following: _GraphRows
     logits: torch.Tensor
     tokens: torch.Tensor
     wait: Act
@@ -105,19 +103,17 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        lane: DecodeLane,
+        stream: GraphStream,
         cache: KvCache,
-        decode: DecodeKernel,
-        prefill: PrefillKernel,
-        run: Run,
+        attention: AttentionKernels,
+        run: RunModel,
         *,
         reserved: Callable[[], int],
     ) -> None:
         """Prepare; the cache has a spare block. `reserved` tells the memory that is taken, for the log."""
-        self._lane = lane
+        self._stream = stream
         self._cache = cache
-        self._decode = decode
-        self._prefill = prefill
+        self._attention = attention
         self._run = run
         self._reserved = reserved
         self._off = False
@@ -127,9 +123,9 @@ class DecodeGraphs:
         self._tokens: torch.Tensor
         self._host: list[tuple[torch.Tensor, torch.Tensor, list[Act]]] = []
         self._read: list[torch.Tensor] = []
-        self._turn = 0
-        self._next: _Rows | None = None
-        self._flight: _Flight | None = None
+        self._next_read = 0
+        self._next: _GraphRows | None = None
+        self._in_flight: _InFlightStep | None = None
         self._steady = 0
 
     def step(self, batch: Batch) -> Sampled | None:
@@ -143,28 +139,28 @@ class DecodeGraphs:
         if self._off or (not self._captured and not self._capture(*batch.block_tables.shape)):
             return None
         if not self._fits(batch):
-            self._settle()
+            self._yield_stream()
             return None
-        flight, self._flight = self._flight, None
-        picked = flight.rows.places(batch) if flight is not None and not batch.special else None
-        if flight is None or picked is None:
-            if flight is not None:
+        step, self._in_flight = self._in_flight, None
+        picked = step.rows.places(batch) if step is not None and not batch.special else None
+        if step is None or picked is None:
+            if step is not None:
                 self._steady = 0
-            flight, picked = self._begin(batch), None
+            step, picked = self._begin(batch), None
         self._steady += 1
-        if self._may_go_ahead(batch, flight):
-            self._flight = self._start(flight.following)
-        tokens = flight.read()
+        if self._may_go_ahead(batch, step):
+            self._in_flight = self._start(step.following)
+        tokens = step.read()
         if picked is not None:
             return Sampled(tokens=tokens[picked])
         # A copy: what the device has as its next input is the argmax, whatever is drawn here.
-        return choose(tokens.copy(), flight.logits, special_rows(batch))
+        return choose_tokens(tokens.copy(), step.logits, special_rows(batch))
 
     def drop(self) -> None:
         """Forget what was captured, and what it points to."""
-        self._flight = None
+        self._in_flight = None
         self._captured.clear()
-        self._lane.forget()
+        self._stream.forget()
 
     def _fits(self, batch: Batch) -> bool:
         rows, (rows_max, width) = len(batch.decode_slots), self._tables.shape
@@ -172,53 +168,53 @@ class DecodeGraphs:
             return False
         return bool(batch.decode_positions.max() < width * self._cache.block_size)
 
-    def _settle(self) -> None:
-        """Something else runs next: let it come after what is under way here."""
-        if self._flight is not None:
-            self._lane.let_others_wait()
-        self._flight = None
+    def _yield_stream(self) -> None:
+        """Let what runs elsewhere next come after the step that is under way here."""
+        if self._in_flight is not None:
+            self._stream.let_others_wait()
+        self._in_flight = None
         self._next = None
         self._steady = 0
 
     # --- steps ---
 
-    def _begin(self, batch: Batch) -> _Flight:
+    def _begin(self, batch: Batch) -> _InFlightStep:
         """Start the step of a batch, sending what the device does not have."""
-        self._lane.wait_for_others()
+        self._stream.wait_for_others()
         rows = self._next
         if rows is None or not self._goes_on(batch, rows):
             rows = self._upload(batch)
         return self._start(rows)
 
-    def _goes_on(self, batch: Batch, rows: _Rows) -> bool:
+    def _goes_on(self, batch: Batch, rows: _GraphRows) -> bool:
         """Return whether the device is prepared for this batch; a block that a row enters it does not know."""
         if len(rows.slots) != len(batch.decode_slots) or rows.places(batch) is None:
             return False
         return bool((batch.decode_positions % self._cache.block_size).all())
 
-    def _may_go_ahead(self, batch: Batch, flight: _Flight) -> bool:
+    def _may_go_ahead(self, batch: Batch, step: _InFlightStep) -> bool:
         if self._steady <= STEADY_STEPS or batch.special:
             return False
-        if len(flight.rows.slots) != len(batch.decode_slots):
+        if len(step.rows.slots) != len(batch.decode_slots):
             return False
-        return bool((flight.following.positions % self._cache.block_size).all())
+        return bool((step.following.positions % self._cache.block_size).all())
 
-    def _start(self, rows: _Rows) -> _Flight:
+    def _start(self, rows: _GraphRows) -> _InFlightStep:
         """Start the step that the device is prepared for, and have its tokens read back."""
         count = len(rows.slots)
         replay, logits = self._captured[self._bucket(count)]
-        self._lane.start(replay)
-        read = self._read[self._turn]
-        self._turn = (self._turn + 1) % len(self._read)
-        wait = self._lane.download(self._tokens, read)
-        flight = _Flight(rows, rows.later(), logits[:count], read, wait)
-        self._next = flight.following
-        return flight
+        self._stream.start(replay)
+        read = self._read[self._next_read]
+        self._next_read = (self._next_read + 1) % len(self._read)
+        wait = self._stream.download(self._tokens, read)
+        step = _InFlightStep(rows, rows.later(), logits[:count], read, wait)
+        self._next = step.following
+        return step
 
     def _bucket(self, count: int) -> int:
         return min(rows for rows in self._captured if rows >= count)
 
-    def _upload(self, batch: Batch) -> _Rows:
+    def _upload(self, batch: Batch) -> _GraphRows:
         """Send the rows of a batch, padded."""
         header, tables, pending = self._host[0]
         self._host.append(self._host.pop(0))
@@ -236,9 +232,9 @@ class DecodeGraphs:
         rows: Any = tables.numpy()
         rows[:count, :blocks] = batch.block_tables[batch.decode_slots, :blocks]
         rows[count:padded, 0] = self._cache.blocks
-        pending.append(self._lane.upload(header, self._header))
-        pending.append(self._lane.upload(tables[:padded], self._tables[:padded]))
-        return _Rows(
+        pending.append(self._stream.upload(header, self._header))
+        pending.append(self._stream.upload(tables[:padded], self._tables[:padded]))
+        return _GraphRows(
             batch.decode_slots.copy(),
             batch.decode_positions.copy(),
             list(batch.decode_sequences),
@@ -258,19 +254,19 @@ class DecodeGraphs:
                 self._tables = torch.full((slots, width), self._cache.blocks, **whole)
                 self._tokens = torch.zeros(slots, **whole)
                 self._host = [
-                    (self._lane.host(_HEADER, slots), self._lane.host(slots, width), [])
+                    (self._stream.host(_HEADER, slots), self._stream.host(slots, width), [])
                     for _ in range(_HOST_BUFFERS)
                 ]
-                self._read = [self._lane.host(slots) for _ in range(_HOST_BUFFERS)]
+                self._read = [self._stream.host(slots) for _ in range(_HOST_BUFFERS)]
                 captured = {
-                    rows: self._lane.capture(functools.partial(self._compute, rows))
+                    rows: self._stream.capture(functools.partial(self._compute, rows))
                     for rows in reversed(row_counts(slots))
                 }
         except DeviceOutOfMemory:
-            self._lane.forget()
+            self._stream.forget()
             raise
         except RuntimeError as error:
-            self._lane.forget()
+            self._stream.forget()
             self._off = True
             logger.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             return False
@@ -288,15 +284,14 @@ class DecodeGraphs:
         tables, index = self._tables[:rows], at.long()
         blocks = tables.gather(1, (index // size)[:, None])[:, 0].long()
         contexts = at + 1
-        on_cpu = tables.device.type == "cpu"
         step = PagedStep(
             cache=self._cache,
-            decode=self._decode,
-            prefill=self._prefill,
+            decode=self._attention.decode,
+            prefill=self._attention.prefill,
             slots=blocks * size + index % size,
             decode_rows=rows,
-            tables=tables.numpy() if on_cpu else _NO_TABLES,
-            contexts=contexts.numpy() if on_cpu else _NO_CONTEXTS,
+            tables=_NO_TABLES,
+            contexts=_NO_CONTEXTS,
             segments=[],
             on_device=(tables, contexts),
         )

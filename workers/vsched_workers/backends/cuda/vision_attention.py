@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
-PLAIN, FLASH = "sdpa", "vsched_vision_flash"
+FLASH = "vsched_vision_flash"
 
 _TRIAL_HEADS, _TRIAL_DIM, _TRIAL_LENGTHS = 2, 80, (64, 16, 200)
 _WITHIN = 4e-2
@@ -64,20 +64,19 @@ def _varlen(
     return out
 
 
-def choose_attention(settings: WorkerSettings, dtype: torch.dtype) -> str:
-    """Return the name of the tower's attention, known to transformers: `FLASH` where it gives the right answer."""
-    plain = settings.device == "cpu" or dtype == torch.float32 or settings.attention == "exact"
-    if plain or not _runs(settings.device, dtype):
-        return PLAIN
+def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) -> None:
+    """Have a tower attend with one call per layer, where the kernel gives the right answer on the device."""
+    if dtype == torch.float32 or settings.attention == "exact" or not runs(settings.device, dtype):
+        return
     register()
-    return FLASH
+    switch(tower)
 
 
-def use(tower: nn.Module, name: str) -> None:
-    """Have a tower, which was built with another, use the attention of this name from now on."""
+def switch(tower: nn.Module) -> None:
+    """Have a tower, which was built with another, use the attention of the name `FLASH` from now on."""
     # Only now: while it is built, transformers takes a name with `flash` in it for a package to be loaded.
     config: Any = tower.config
-    config._attn_implementation = name  # noqa: SLF001  # how transformers itself sets it
+    config._attn_implementation = FLASH  # noqa: SLF001  # how transformers itself sets it
 
 
 def register() -> None:
@@ -87,8 +86,8 @@ def register() -> None:
     AttentionInterface.register(FLASH, attend)
 
 
-def _runs(device: str, dtype: torch.dtype) -> bool:
-    """Try the kernel on the device."""
+def runs(device: str, dtype: torch.dtype) -> bool:
+    """Return whether the kernel gives the right answer on the device: it is tried."""
     chance = torch.Generator().manual_seed(0)
     shape = (3, sum(_TRIAL_LENGTHS), _TRIAL_HEADS, _TRIAL_DIM)
     inputs: Any = torch.randn(shape, generator=chance).to(device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Modules that compute on the CPU what transformers' modules compute, faster.
+"""Weights in the layout that oneDNN multiplies with: the result of transformers' modules to the bit, sooner.
 
 oneDNN lays a bfloat16 weight out anew at every call unless it was told the layout before. Packing it once makes the few
 rows of a decode step up to twice as fast, and the result is the same to the bit. float32 is left alone: for the small
@@ -7,7 +7,7 @@ layers packing loses, and the result is not the same to the bit.
 oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
 lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
 numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows, or all where that
-is faster, have a product of our own where there can be one (`products.py`), which takes any number.
+is faster, have a product of our own where a backend makes one (`backends/cpu/products.py`), which takes any number.
 
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
@@ -28,9 +28,6 @@ FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 25
 
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
-
-
-Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OwnProduct(Protocol):
@@ -56,7 +53,7 @@ MakeOwn = Callable[[torch.Tensor, torch.Tensor | None], OwnProduct | None]
 
 
 def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
-    """Return the number of rows that so many are filled up to: blocks, and a rest of one of the sizes.
+    """Return the number of rows that `rows` are filled up to: blocks, and a rest of one of the sizes.
 
     A rest of at most `own`, the rows that a product of our own takes, stays as it is.
     """
@@ -148,12 +145,11 @@ class PackedLinear(nn.Module):
 class FlatPatches(nn.Module):
     """The patch embedding as a matrix product, in place of a convolution."""
 
-    def __init__(self, convolution: nn.Conv3d, make_own: MakeOwn | None) -> None:
+    def __init__(self, convolution: nn.Conv3d, make_own: MakeOwn | None, *, pack: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
         self.bias = convolution.bias
-        here = packs(self.weight.device.type, self.weight.dtype)
-        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_own) if here else None
+        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_own) if pack else None
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
@@ -163,9 +159,9 @@ class FlatPatches(nn.Module):
         return functional.linear(flat, self.weight, self.bias)[:, :, None, None, None]
 
 
-def packs(device: str, dtype: torch.dtype) -> bool:
-    """Return whether packing helps on this device with this type."""
-    return device == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+def packs(dtype: torch.dtype) -> bool:
+    """Return whether packing helps with this type."""
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
 def pack_linears(
@@ -194,7 +190,7 @@ def warm_up(module: nn.Module, *others: PackedWeight) -> None:
         weight.warm_up()
 
 
-def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None) -> None:
+def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None, *, pack: bool) -> None:
     """Replace the patch embedding's convolution where it is nothing but a matrix product."""
     embedding: Any = getattr(tower, "patch_embed", None)
     convolution = getattr(embedding, "proj", None)
@@ -204,4 +200,4 @@ def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None) -> None:
         and convolution.groups == 1
         and not any(convolution.padding)
     ):
-        embedding.proj = FlatPatches(convolution, make_own)
+        embedding.proj = FlatPatches(convolution, make_own, pack=pack)

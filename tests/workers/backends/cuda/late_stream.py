@@ -1,4 +1,4 @@
-"""A lane for decode steps that stands in for a GPU's: what is started runs late, when somebody waits for it."""
+"""A graph stream that stands in for a GPU's: what is started runs late, when somebody waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vsched_workers.backends.cuda.graph_stream import Act, Run
 
 
-class LateLane:
+class LateStream:
     """Runs what was started in its order, but only when there is a wait for it or for something after it.
 
     So whoever overwrites what a copy still has to read, or reads what it has not written yet, gets it wrong here.

@@ -1,4 +1,4 @@
-"""Lets code pause that knows nothing of it: transformers' forward of a vision tower, between two of its blocks.
+"""Runs code in time slices that has no notion of them: transformers' forward of a vision tower, layer by layer.
 
 The code runs in a greenlet, which has a stack of its own on the same thread. A thread of its own would have other pools
 of threads in torch and numba, which would fight for the cores with those that run the steps in between.
@@ -12,22 +12,22 @@ import torch
 from greenlet import getcurrent, greenlet
 
 
-class PausingRun:
+class SlicedRun:
     """Work that stops after a number of layers until it is asked to go on."""
 
     def __init__(self) -> None:
         self._run: greenlet | None = None
-        self._left = 0
+        self._layers_left = 0
 
     def begin(self, work: Callable[[], None]) -> None:
         """Take work without beginning it; what was not finished is dropped."""
         self._run = greenlet(work)
 
     def advance(self, layers: int) -> bool:
-        """Run for `layers` layers, 0 for the rest; return whether the work is done. It raises what the work raises."""
+        """Run `layers` layers, 0 for the rest; return whether the work is done. It raises what the work raises."""
         run = self._run
         assert run is not None, "nothing was begun"
-        self._left = layers
+        self._layers_left = layers
         try:
             run.switch()
         finally:
@@ -35,13 +35,13 @@ class PausingRun:
                 self._run = None
         return run.dead
 
-    def part_done(self, *_: object) -> None:
-        """Pause if this was the last part for now; whoever runs outside of `advance` goes on."""
+    def layer_done(self, *_: object) -> None:
+        """End the time slice if this was its last layer; code that runs outside of `advance` goes on."""
         run = self._run
         if run is None or getcurrent() is not run:
             return
-        self._left -= 1
-        if self._left == 0:
+        self._layers_left -= 1
+        if self._layers_left == 0:
             caller = run.parent
             assert caller is not None
             del run  # a run whose own stack refers to it would never be dropped

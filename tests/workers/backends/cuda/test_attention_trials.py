@@ -13,14 +13,14 @@ import torch
 from tests.workers.backends.paged import filled_cache
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
-from vsched_workers.backends.kernel_choice import Trial, _load_kernel, fastest
+from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     KvCache,
     PagedStep,
     Segment,
-    decode_by_gather,
-    prefill_by_gather,
 )
 
 
@@ -55,7 +55,13 @@ class Greedy(Right):
 
 def small_cache() -> KvCache:
     cache = KvCache(
-        layers=2, blocks=9, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32, device="cpu"
+        layers=2,
+        blocks=9,
+        block_size=4,
+        kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        allocate=torch.zeros,
     )
     assert not cache.keys[0].any()
     return cache
@@ -69,7 +75,7 @@ def choose(kernels: Sequence[Right], times: Mapping[str, float]) -> object:
         run()
         return left.pop(0)
 
-    with Trial.over(small_cache(), 4) as trial:
+    with AttentionTrial.over(small_cache(), 4) as trial:
         candidates: Sequence[Any] = kernels
         return fastest("decode", candidates, decode_by_gather, trial.decode, timer)
 
@@ -100,7 +106,7 @@ def test_fastest_tells_out_of_memory() -> None:
 
 def test_trial_leaves_the_cache_as_it_was() -> None:
     cache = small_cache()
-    with Trial.over(cache, 4) as trial:
+    with AttentionTrial.over(cache, 4) as trial:
         assert trial.decode(decode_by_gather).abs().sum() > 0
         assert trial.prefill(prefill_by_gather).shape == (4, 18, 8)
     assert not any(each.any() for each in (*cache.keys, *cache.values))
@@ -195,4 +201,4 @@ def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_varlen_wants_a_16_bit_type() -> None:
     with pytest.raises(ConfigError, match="'varlen' runs with 16-bit types only, not with float32"):
-        _load_kernel("varlen", WorkerSettings(device="cuda"), torch.float32)
+        choose_backend(WorkerSettings(device="cuda", attention="varlen"), torch.float32)

@@ -1,85 +1,22 @@
-"""The memory of the devices that torch computes on, behind one contract.
-
-Nothing above this file knows an allocator: out-of-memory of every kind becomes `DeviceOutOfMemory` here, and sizes are
-asked for here.
-"""
+"""The memory of the host, behind the contract for the memory of a device."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from vsched.errors import DeviceOutOfMemory, limit_message
-from vsched.worker.memory import (
-    DeviceMemory,
-    host_available,
-    host_total,
-    process_limit,
-    status_bytes,
-)
+from vsched.worker.memory import host_available, host_total, process_limit, status_bytes
+from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 _PEAK_RESET = Path("/proc/self/clear_refs")
-
-_OUT_OF_MEMORY = re.compile(
-    "not enough memory|can't allocate memory|cannot allocate memory|out of memory|bad_alloc|bad allocation"
-    "|could not create a (memory|primitive|scratchpad)|could not (execute|run) a primitive",
-    re.IGNORECASE,
-)
-"""How errors without a type of their own say it: torch's CPU allocator, oneDNN, the C++ library."""
-
-
-def open_device_memory(device: str) -> DeviceMemory:
-    """Return the memory of a device named as torch names it."""
-    return CudaMemory(device) if device.startswith("cuda") else HostMemory(device)
-
-
-@contextmanager
-def typed_out_of_memory(doing: str) -> Iterator[None]:
-    """Turn every kind of out-of-memory into the one error that the rest of the system knows."""
-    import torch
-
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise DeviceOutOfMemory(_message(doing)) from error
-    except (RuntimeError, OSError) as error:
-        if _OUT_OF_MEMORY.search(str(error)):
-            raise DeviceOutOfMemory(_message(doing)) from error
-        raise
-
-
-def _message(doing: str) -> str:
-    return (
-        f"memory ran out while {doing}. Remedy: make the KV cache smaller (generate.memory), or lower the token "
-        "budgets of a step (encode.admission.max_tokens, generate.max_batch_tokens)."
-    )
-
-
-def require_available(memory: DeviceMemory, size: int, what: str) -> None:
-    """Check that something will fit before it is allocated.
-
-    A host hands out more memory than it has and kills somebody later; so the failure is made here, where it has a name.
-
-    Raises:
-        DeviceOutOfMemory: When it does not fit.
-    """
-    available = memory.available()
-    if size > available:
-        raise DeviceOutOfMemory(
-            limit_message(
-                f"{what} does not fit on {memory.name} (bytes)",
-                value=size,
-                limit=available,
-                remedy="make it smaller (generate.memory), or free memory on the device",
-            )
-        )
 
 
 class HostMemory:
@@ -153,7 +90,7 @@ class HostMemory:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Map so many bytes and touch each page of them."""
+        """Map `size` bytes and touch each page of them."""
         if not size:
             yield
             return
@@ -170,73 +107,35 @@ class HostMemory:
         return limit if limit is not None and limit <= host_total() else None
 
 
-class CudaMemory:
-    """The memory of a CUDA device: torch's caching allocator and the driver. Not yet run on a GPU."""
-
-    def __init__(self, name: str) -> None:
-        import torch
-
-        self.name = name
-        self._device = torch.device(name)
-
-    @property
-    def pool(self) -> str:
-        import torch
-
-        return f"cuda:GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-
-    def total(self) -> int:
-        import torch
-
-        return int(torch.cuda.mem_get_info(self._device)[1])
-
-    def available(self) -> int:
-        import torch
-
-        return int(torch.cuda.mem_get_info(self._device)[0])
-
-    def reserved(self) -> int:
-        import torch
-
-        return int(torch.cuda.memory_reserved(self._device))
-
-    def allocated(self) -> int:
-        import torch
-
-        return int(torch.cuda.memory_allocated(self._device))
-
-    def peak(self) -> int:
-        import torch
-
-        return int(torch.cuda.max_memory_reserved(self._device))
-
-    def reset_peak(self) -> None:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def release(self) -> None:
-        import torch
-
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-
-    @contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        """Allocate so many bytes; once freed, the allocator keeps them for this process until `release`."""
-        import torch
-
-        with typed_out_of_memory("holding memory back"):
-            held = torch.empty(size, dtype=torch.uint8, device=self._device)
-        try:
-            yield
-        finally:
-            del held
-
-
 def map_private(size: int, *, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
     """Return a mapping of its own, which goes back to the host as soon as nobody refers to it."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=access)
+
+
+def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
+    """Return `size` bytes that read as zeros.
+
+    The host hands out pages on first touch. With `touch` that is done now, so that no step waits for pages or is the
+    first to find that there are none. The memory is a mapping of its own, so that it goes back to the host with its
+    last user, of huge pages: walking a block table over small ones costs three times as much.
+    """
+    mapped = map_private(size)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(mapped, dtype=np.uint8)
+    if touch:
+        _touch(array)
+    return array
+
+
+def _touch(array: npt.NDArray[np.uint8]) -> None:
+    """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with ThreadPoolExecutor(cores) as pool:
+            for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
+                pass
+    except RuntimeError:  # near a limit there may be no room for a thread's stack
+        array.fill(0)
 
 
 def _resident_files() -> int:

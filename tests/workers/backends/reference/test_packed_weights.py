@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vsched_workers.backends.cpu.modules import (
+from vsched_workers.backends.reference.packed_weights import (
     FEW_ROWS,
     MANY_ROWS,
     PackedLinear,
@@ -18,9 +18,7 @@ from vsched_workers.backends.cpu.modules import (
     warm_up,
 )
 
-pytestmark = pytest.mark.skipif(
-    not packs("cpu", torch.bfloat16), reason="torch is built without oneDNN"
-)
+pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
 
 Multiply = Callable[..., torch.Tensor]
 

@@ -1,0 +1,95 @@
+"""The memory contract on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.patience import PATIENCE_S
+from vsched_workers.backends.reference.host_memory import HostMemory
+
+
+def test_host_memory_sees_an_allocation_and_its_peak() -> None:
+    memory = HostMemory()
+    memory.release()
+    memory.reset_peak()
+    before = memory.allocated()
+    held = np.ones(64 << 20, dtype=np.uint8)
+    assert memory.reserved() - before > 48 << 20
+    del held
+    assert memory.allocated() - before < 32 << 20
+    assert memory.peak() - before > 48 << 20
+    assert 0 < memory.available() <= memory.total()
+    assert memory.pool == "cpu"
+
+
+def test_host_memory_holds_for_real() -> None:
+    """Pages are touched, so that the host has given them."""
+    memory = HostMemory()
+    before = memory.allocated()
+    with memory.hold(64 << 20):
+        assert memory.reserved() - before > 60 << 20
+    assert memory.allocated() - before < 8 << 20
+    with memory.hold(0):
+        pass
+
+
+UNDER_A_LIMIT = """
+from vsched.worker.memory import limit_process_memory
+limit_process_memory(900 << 20)
+import numpy as np
+import torch
+from vsched.errors import DeviceOutOfMemory
+from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.memory.out_of_memory import typed_out_of_memory
+MIB = 1 << 20
+memory = HostMemory()
+assert memory.pool.startswith("cpu limit of ")
+assert memory.total() == 900 * MIB
+assert memory.available() == memory.total() - memory.reserved(), "peers are nobody"
+old = torch.ones(200 * MIB, dtype=torch.uint8)
+del old
+memory.reset_peak()
+before = memory.reserved()
+assert memory.peak() - before < MIB, "an older peak is forgotten"
+held = torch.ones(50 * MIB, dtype=torch.uint8)
+untouched = np.zeros(30 * MIB, np.uint8)
+assert 80 * MIB <= memory.reserved() - before < 81 * MIB, "the limit counts what nobody touched"
+del held, untouched
+assert memory.reserved() - before < MIB, "freed memory stops counting"
+assert 80 * MIB <= memory.peak() - before < 81 * MIB
+with memory.hold(300 * MIB):
+    assert memory.reserved() - before >= 300 * MIB
+try:
+    with memory.hold(900 * MIB):
+        pass
+except DeviceOutOfMemory:
+    print("refused")
+for allocate in (
+    lambda: torch.empty(900 * MIB, dtype=torch.uint8),
+    lambda: np.empty(900 * MIB, np.uint8),
+    lambda: bytearray(900 * MIB),
+):
+    try:
+        with typed_out_of_memory("testing"):
+            allocate()
+    except DeviceOutOfMemory:
+        print("typed")
+"""
+
+
+@pytest.mark.slow
+def test_host_memory_counts_what_the_limit_counts() -> None:
+    """Total, available, reserved and peak add up under a real limit, and failures have the one type."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    assert done.stdout.split() == ["refused", "typed", "typed", "typed"]

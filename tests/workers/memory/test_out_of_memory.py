@@ -1,0 +1,58 @@
+"""The one type of out-of-memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vsched.errors import DeviceOutOfMemory
+from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError("numpy"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError(
+            "unable to mmap 9 bytes from file <model.safetensors>: Cannot allocate memory"
+        ),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
+    """Whatever the allocator calls it, policies see one type."""
+    with (
+        pytest.raises(DeviceOutOfMemory, match="while testing. Remedy"),
+        typed_out_of_memory("testing"),
+    ):
+        raise error
+
+
+def test_typed_out_of_memory_comes_from_a_real_failure() -> None:
+    """A true allocation failure, not a mock."""
+    with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
+        np.empty(1 << 60, dtype=np.uint8)
+
+
+def test_typed_out_of_memory_lets_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"), typed_out_of_memory("testing"):
+        raise RuntimeError("size mismatch")
+
+
+def test_require_available_gives_value_limit_and_remedy() -> None:
+    """The message gives what did not fit, the limit, and what helps."""
+    memory = HostMemory()
+    require_available(memory, 1, "a byte")
+    with pytest.raises(
+        DeviceOutOfMemory, match=r"a lot does not fit on cpu.*value \d+, limit \d+\. Remedy"
+    ):
+        require_available(memory, 1 << 60, "a lot")

@@ -1,0 +1,182 @@
+"""What a backend owns: everything about running a model that depends on the device.
+
+`LanguageWorker` and `VisionWorker` know models, batches and ranks, and speak to one `Backend`; `choice.choose_backend`
+picks it once per worker. Three exist: `reference` is torch alone, `cpu` adds fused layers and compiled kernels, `cuda`
+adds attention kernels, captured decode steps and copies that overlap with computing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import Batch, Sampled, WorkerSettings
+from vsched.worker.memory import DeviceMemory
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.parallel.rank_group import Collectives
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vsched_workers.batching.packed_step import Images
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Multiplies rows [..., in] by a weight; returns [..., out]."""
+
+RunModel = Callable[[torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
+"""Runs a step of decode rows: token ids [rows] and positions [4, 1, rows] give logits [rows, vocabulary]."""
+
+
+class LanguageLayers(Protocol):
+    """Runs the layers of a language model over one packed row."""
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        wanted: npt.NDArray[np.int64],
+        /,
+    ) -> torch.Tensor:
+        """Return the normed hidden states of the wanted rows.
+
+        Shape: token ids int64 [rows]; positions int64 [4, 1, rows], of the text and on three axes; `wanted` ascending
+        row numbers, all decode rows among them. Returns [wanted or more, hidden]: rows beyond the wanted ones are
+        filling, and come last.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableLanguage:
+    """A language model as a backend runs it.
+
+    Attributes:
+        layers: From token ids to hidden states.
+        head: From hidden states [rows, hidden] to logits [rows, vocabulary]; a rank's part of the vocabulary where
+            ranks share it.
+        weights_bytes: Bytes of the weights on the device; tied weights count once.
+    """
+
+    layers: LanguageLayers
+    head: Product
+    weights_bytes: int
+
+
+class CapturedSteps(Protocol):
+    """Decode steps over one KV cache that were captured, and are started again as a whole."""
+
+    def step(self, batch: Batch) -> Sampled | None:
+        """Run a step and sample; None for a batch that has to be run layer by layer, which may be done at once."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what was captured: it points into the KV cache."""
+        ...
+
+
+class Backend(ABC):
+    """One device, and how the models of a rank run on it.
+
+    Attributes:
+        device: As torch names it.
+        memory: The memory of the device.
+        collectives: How ranks on devices of this kind talk with each other.
+        synchronous: Whether a call of a module returns when the device is done, so that a layer can be timed and
+            paused after.
+        compiles: Whether kernels are compiled while a model is prepared, which takes a while the first time.
+        layers_reuse_memory: Whether a layer takes no more memory than the one before it gave back.
+        keeps_indices: Whether the layers of a step share the slots and the mask of a chunk.
+        spare_blocks: Blocks that a KV cache needs beyond its own, for the padding of captured steps.
+    """
+
+    synchronous: ClassVar[bool]
+    layers_reuse_memory: ClassVar[bool]
+    compiles: bool
+    keeps_indices: bool
+    spare_blocks: int
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        dtype: torch.dtype,
+        *,
+        memory: DeviceMemory,
+        collectives: Collectives,
+    ) -> None:
+        self.settings = settings
+        self.dtype = dtype
+        self.device = settings.device
+        self.memory = memory
+        self.collectives = collectives
+
+    # --- products and layers ---
+
+    @abstractmethod
+    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
+        """Lay a loaded language model out for this device; its linear layers may be replaced.
+
+        Shape: `head` [vocabulary, hidden], the embedding itself where the two are tied.
+        """
+
+    @abstractmethod
+    def prepare_tower(self, tower: nn.Module) -> None:
+        """Lay a loaded vision tower out for this device; its layers may be replaced."""
+
+    @abstractmethod
+    def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        """Return the place of the largest logit of each row, the first of equal ones; logits [rows, vocabulary]."""
+
+    # --- attention and captured steps ---
+
+    @abstractmethod
+    def load_attention(self) -> None:
+        """Load, and compile where that needs no cache, the configured attention kernels of a language model.
+
+        Raises:
+            ConfigError: When the kernel that the configuration names is not installed.
+        """
+
+    @abstractmethod
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        """Return the kernels for a cache that was just built; `heads` are this rank's query heads.
+
+        Raises:
+            DeviceOutOfMemory: When trying kernels out took more memory than there is.
+        """
+
+    @abstractmethod
+    def capture_steps(
+        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+    ) -> CapturedSteps | None:
+        """Return what captures decode steps over a cache; None where steps are not captured."""
+
+    # --- memory and copies ---
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
+        """Allocate memory of the device that reads as zeros; with `touch`, the host hands all of it out now."""
+
+    @abstractmethod
+    def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return a small array on the device; the host waits for nothing that the device has to do first."""
+
+    @abstractmethod
+    def fetch_rows(
+        self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Return rows of host memory on the device.
+
+        Shape: source uint8 [rows, bytes], wanted int64 [n]; returns uint8 [n, bytes].
+        """
+
+    @abstractmethod
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+        """Return the pixels of several images, [patches, patch values] each, one after the other on the device."""

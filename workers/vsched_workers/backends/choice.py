@@ -1,0 +1,91 @@
+"""The one place where device names are read: whether a device is there, and which backend runs it."""
+
+from __future__ import annotations
+
+import torch
+
+from vsched.errors import ConfigError, limit_message
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.base import Backend
+from vsched_workers.backends.reference.backend import ReferenceBackend
+
+KERNELS = ("auto", "exact", "numba", "triton", "varlen")
+"""What `generate.attention` may name."""
+
+_CUDA_KERNELS = ("triton", "varlen")
+
+
+def check_device(device: str, *, key: str) -> None:
+    """Refuse a device that a rank could not use; `key` is the path of the configuration key that names it.
+
+    Raises:
+        ConfigError: With value, limit and remedy.
+    """
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return
+    what, limit, remedy = f"{key}: not a device", "cpu, cuda or cuda:N", f"set {key} to cpu"
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if torch.version.cuda is None and torch.version.hip is None:
+            what = f"{key}: this build of torch ({torch.__version__}) cannot use a GPU"
+            limit = "cpu"
+            remedy = f"set {key} to cpu, or install a build of torch with CUDA"
+        elif count == 0:
+            what, limit = f"{key}: torch finds no GPU", "cpu"
+            remedy = f"set {key} to cpu, or see whether `nvidia-smi` lists a GPU, and CUDA_VISIBLE_DEVICES allows it"
+        elif int(number or 0) >= count:
+            what, limit = f"{key}: no such GPU; every rank takes one", f"cuda:{count - 1}"
+            remedy = f"lower {key}, replicas or tensor_parallel"
+        else:
+            return
+    raise ConfigError(limit_message(what, value=device, limit=limit, remedy=remedy))
+
+
+def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
+    """Return the backend for a device, a type of weights and the attention that the configuration asks for.
+
+    Raises:
+        ConfigError: When there is no such attention, or it cannot run with this device and type.
+    """
+    on_cuda = settings.device.startswith("cuda")
+    _check_attention(settings, dtype, on_cuda=on_cuda)
+    if on_cuda:
+        from vsched_workers.backends.cuda.backend import CudaBackend
+
+        return CudaBackend(settings, dtype)
+    if settings.attention == "exact" or dtype not in {torch.float32, torch.bfloat16}:
+        return ReferenceBackend(settings, dtype)
+    try:
+        from vsched_workers.backends.cpu.backend import CpuBackend
+    except ImportError as error:
+        if settings.attention != "auto":
+            raise ConfigError(
+                f"generate.attention: {settings.attention!r} is not installed. "
+                "Remedy: install it, or use `auto`."
+            ) from error
+        return ReferenceBackend(settings, dtype)
+    return CpuBackend(settings, dtype)
+
+
+def _check_attention(settings: WorkerSettings, dtype: torch.dtype, *, on_cuda: bool) -> None:
+    kernel, name = settings.attention, str(dtype).removeprefix("torch.")
+    if kernel not in KERNELS:
+        raise ConfigError(
+            f"generate.attention: unknown kernel {kernel!r}. Known: {', '.join(KERNELS)}."
+        )
+    if kernel in _CUDA_KERNELS and not on_cuda:
+        raise ConfigError(
+            f"generate.attention: {kernel!r} runs on cuda only, not on {settings.device}. "
+            "Remedy: use `auto`."
+        )
+    if kernel == "numba" and (on_cuda or dtype not in {torch.float32, torch.bfloat16}):
+        raise ConfigError(
+            f"generate.attention: 'numba' runs on cpu with float32 or bfloat16 only, not on "
+            f"{settings.device} with {name}. Remedy: use `auto`."
+        )
+    if kernel == "varlen" and dtype == torch.float32:
+        raise ConfigError(
+            f"generate.attention: 'varlen' runs with 16-bit types only, not with {name}. "
+            "Remedy: use `auto`."
+        )

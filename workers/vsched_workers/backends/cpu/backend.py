@@ -1,0 +1,68 @@
+"""The host with kernels that numba compiles: fused layers, decode attention over the paged cache, products, argmax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.base import RunnableLanguage
+from vsched_workers.backends.cpu.decode_attention import NumbaDecode
+from vsched_workers.backends.cpu.kernels.argmax import argmax
+from vsched_workers.backends.cpu.language_layers import FusedLanguage, fuse
+from vsched_workers.backends.cpu.prefill_choice import choose_prefill
+from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.gather_attention import prefill_by_gather
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class CpuBackend(ReferenceBackend):
+    """The host with compiled kernels, for float32 and bfloat16."""
+
+    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        super().__init__(settings, dtype)
+        self.compiles = True
+        self._threads = settings.threads
+        self._make_product = functools.partial(panel_product, threads=settings.threads)
+        self._attention: AttentionKernels | None = None
+
+    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
+        is_fused = self._packs and fuse(model)
+        packed = super().prepare_language(model, head)
+        if not is_fused:
+            return packed
+        return dataclasses.replace(packed, layers=FusedLanguage(model, self._threads))
+
+    def prepare_tower(self, tower: nn.Module) -> None:
+        super().prepare_tower(tower)
+        if self._packs:
+            fuse_blocks(tower, self._threads)
+
+    def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        if logits.dtype != torch.bfloat16 or not logits.is_contiguous():
+            return super().argmax(logits)
+        found = np.empty(len(logits), dtype=np.int32)
+        argmax(logits.data_ptr(), *logits.shape, found)
+        return found
+
+    def load_attention(self) -> None:
+        prefill = (
+            choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
+        )
+        self._attention = AttentionKernels(NumbaDecode(self.dtype, self._threads), prefill)
+
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        if self._attention is None:
+            self.load_attention()
+        assert self._attention is not None
+        return self._attention

@@ -1,0 +1,232 @@
+"""Attention kernels of a GPU, tried out over the KV cache that was just built.
+
+Importing a kernel does not tell whether it runs: that depends on the device, the type, the heads and the size of a
+block. So `auto` tries each on the device, compares it with attention by gather, and times it.
+
+Not yet run on a GPU; trying and choosing was tested with kernels on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+
+from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cuda.attention import (
+    FlashPrefill,
+    KernelMissing,
+    TritonDecode,
+    VarlenDecode,
+)
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.paged_attention import (
+    AttentionKernels,
+    DecodeKernel,
+    KvCache,
+    PagedStep,
+    PrefillKernel,
+    Segment,
+)
+from vsched_workers.memory.out_of_memory import typed_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+TRIAL_ROWS, TRIAL_CONTEXT = 8, 1024
+"""Sequences that a kernel is tried on, and tokens of each; fewer tokens where the cache holds fewer."""
+
+TRIAL_RUNS = 10
+_WITHIN = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel)
+Timer = Callable[[Callable[[], object]], float]
+"""Runs something and returns the seconds that the device took."""
+
+
+def load_decode(settings: WorkerSettings) -> DecodeKernel:
+    """Return the decode kernel that the configuration names.
+
+    Raises:
+        ConfigError: When it is not installed.
+    """
+    try:
+        if settings.attention == "triton":
+            return _triton_decode(settings.device)
+        if settings.attention == "varlen":
+            return VarlenDecode()
+    except KernelMissing as error:
+        raise ConfigError(
+            f"generate.attention: {settings.attention!r} is not installed. "
+            "Remedy: install it, or use `auto`."
+        ) from error
+    assert settings.attention == "exact", f"{settings.attention} is to be tried"
+    return decode_by_gather
+
+
+def _triton_decode(device: str) -> DecodeKernel:
+    return TritonDecode(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def try_kernels(
+    settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int
+) -> AttentionKernels:
+    """Return the kernels that the configuration names; `auto` takes the fastest that gives the right answer.
+
+    They are tried over the cache, whose first blocks are zeros afterwards.
+
+    Raises:
+        ConfigError: When the configuration names a kernel that is not installed.
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    if settings.attention == "exact":
+        return AttentionKernels(decode_by_gather, prefill_by_gather)
+    has_halves = dtype != torch.float32
+    decodes: list[DecodeKernel] = []
+    if settings.attention == "auto":
+        loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
+        decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
+    prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
+    with AttentionTrial.over(cache, heads) as trial:
+        if settings.attention == "auto":
+            decode = fastest("decode", decodes, decode_by_gather, trial.decode, cuda_seconds)
+        else:
+            decode = load_decode(settings)
+        prefill = fastest("prefill", prefills, prefill_by_gather, trial.prefill, cuda_seconds)
+    return AttentionKernels(decode, prefill)
+
+
+def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
+    found = []
+    for load in loaders:
+        try:
+            found.append(load())
+        except KernelMissing as error:
+            logger.info("an attention kernel is not to be had: %s", error)
+    return found
+
+
+def fastest(
+    what: str,
+    candidates: Sequence[Kernel],
+    plain: Kernel,
+    run: Callable[[Kernel], torch.Tensor],
+    timer: Timer,
+) -> Kernel:
+    """Return the fastest of the candidates that give what `plain` gives; `plain` itself where none does.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    expected = run(plain)
+    best, least_s = plain, float("inf")
+    for kernel in candidates:
+        name = type(kernel).__name__
+        try:
+            with typed_out_of_memory(f"trying {name}"):
+                differs = float((run(kernel).float() - expected.float()).abs().max())
+                # Written so that a result that is no number is turned down, too.
+                if not differs <= _WITHIN[expected.dtype]:
+                    logger.warning("%s: %s is wrong by %g here; not used", what, name, differs)
+                    continue
+                spent_s = timer(functools.partial(run, kernel))
+        except DeviceOutOfMemory:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
+            logger.info("%s: %s does not run here: %s", what, name, error)
+            continue
+        logger.info("%s: %s takes %.0f us", what, name, spent_s * 1e6)
+        if spent_s < least_s:
+            best, least_s = kernel, spent_s
+    if best is plain and candidates:
+        logger.warning("%s: attention by gather is used, which is slow on a GPU", what)
+    return best
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds that a GPU takes for it, once it is warm."""
+    cuda = torch.cuda
+    run()
+    start, stop = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(TRIAL_RUNS):
+        run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3 / TRIAL_RUNS
+
+
+@dataclass
+class AttentionTrial:
+    """Random keys and values in the first blocks of a cache, and queries that see them."""
+
+    cache: KvCache
+    query: torch.Tensor
+    step: PagedStep
+    segment: Segment
+
+    @classmethod
+    def over(cls, cache: KvCache, heads: int) -> AttentionTrial:
+        """Fill the first blocks of the first layer, and have rows of decode and half a prompt see all of them."""
+        size = cache.block_size
+        blocks = min(-(-TRIAL_CONTEXT // size), cache.blocks)
+        context = blocks * size
+        keys, values = cache.keys[0], cache.values[0]
+        chance = torch.Generator().manual_seed(0)
+        for held in (keys, values):
+            held[:context].copy_(torch.randn(held[:context].shape, generator=chance))
+        table: np.ndarray = np.arange(blocks, dtype=np.int32)
+        step = PagedStep(
+            cache=cache,
+            decode=decode_by_gather,
+            prefill=prefill_by_gather,
+            slots=torch.empty(0, dtype=torch.int64),
+            decode_rows=TRIAL_ROWS,
+            tables=np.tile(table, (TRIAL_ROWS, 1)),
+            contexts=np.linspace(1, context, TRIAL_ROWS).astype(np.int32),
+            segments=[],
+        )
+        segment = Segment(
+            table,
+            start=0,
+            first=context // 2,
+            last=context,
+            block_size=size,
+            device=str(keys.device),
+        )
+        shape = (max(context - context // 2, TRIAL_ROWS), heads, keys.shape[2])
+        query = torch.randn(shape, generator=chance).to(device=keys.device, dtype=keys.dtype)
+        return cls(cache, query, step, segment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in (self.cache.keys[0], self.cache.values[0]):
+            held[: self.segment.context].zero_()
+
+    def decode(self, kernel: DecodeKernel) -> torch.Tensor:
+        """Attend for the decode rows."""
+        found: torch.Tensor = kernel(self.query[:TRIAL_ROWS], 0, self.step, self._scaling)
+        return found
+
+    def prefill(self, kernel: PrefillKernel) -> torch.Tensor:
+        """Attend for the second half of a prompt."""
+        first, last = self.segment.first, self.segment.context
+        own = [
+            held[first:last].transpose(0, 1) for held in (self.cache.keys[0], self.cache.values[0])
+        ]
+        query = self.query[: last - first].transpose(0, 1)
+        found: torch.Tensor = kernel(
+            query, own[0], own[1], 0, self.segment, self.step, self._scaling
+        )
+        return found
+
+    @property
+    def _scaling(self) -> float:
+        return float(self.query.shape[2] ** -0.5)

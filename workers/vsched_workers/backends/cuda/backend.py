@@ -1,0 +1,113 @@
+"""A GPU: attention kernels that are tried out, captured decode steps, and copies that overlap with computing.
+
+Not yet run on a GPU; docs/gpu.md tells how each part was tested without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
+from vsched_workers.backends.cuda import vision_attention
+from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
+from vsched_workers.backends.cuda.collectives import NcclCollectives
+from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.memory import CudaMemory
+from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class CudaBackend(Backend):
+    """One CUDA device; transformers' modules, with attention of our own."""
+
+    # When the launches of a layer are done, its work is not.
+    synchronous: ClassVar[bool] = False
+    layers_reuse_memory: ClassVar[bool] = False
+    compiles = False
+    keeps_indices = True
+
+    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        memory = CudaMemory(settings.device)
+        super().__init__(
+            settings, dtype, memory=memory, collectives=NcclCollectives(settings.device)
+        )
+        # Where ranks share a model they meet in every step, which is not captured.
+        self._captures = settings.ranks == 1
+        self.spare_blocks = 1 if self._captures else 0
+
+    @functools.cached_property
+    def _copies(self) -> RowCopies:
+        return RowCopies(self.device)
+
+    @functools.cached_property
+    def _graph_stream(self) -> CudaGraphStream:
+        return CudaGraphStream(self.device)
+
+    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
+        return RunnableLanguage(
+            layers=ModuleLayers(model, self.send),
+            head=functools.partial(functional.linear, weight=head),
+            weights_bytes=stored_bytes(head, *model.parameters()),
+        )
+
+    def prepare_tower(self, tower: nn.Module) -> None:
+        vision_attention.use_flash(tower, self.settings, self.dtype)
+
+    def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
+
+    def load_attention(self) -> None:
+        if not self._captures:
+            logger.info(
+                "decode steps run without CUDA graphs: %d ranks share the model",
+                self.settings.ranks,
+            )
+        elif torch.device(self.device).index is not None:
+            # Triton starts kernels on the device that is current, wherever its tensors are.
+            torch.cuda.set_device(self.device)
+        if self.settings.attention != "auto":
+            load_decode(self.settings)
+
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        return try_kernels(self.settings, self.dtype, cache, heads)
+
+    def capture_steps(
+        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+    ) -> CapturedSteps | None:
+        if not self._captures or not getattr(attention.decode, "capturable", False):
+            return None
+        stream, reserved = self._graph_stream, self.memory.reserved
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def fetch_rows(
+        self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        return self._copies.fetch(source, wanted)
+
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+        shape = (sum(len(part) for part in parts), parts[0].shape[1])
+        pixels = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        np.concatenate(parts, out=pixels.numpy())
+        return pixels.to(device=self.device, non_blocking=True)

@@ -1,0 +1,27 @@
+"""How the ranks of a group talk on GPUs: by NCCL. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+_DISTRIBUTED: Any = torch.distributed
+
+
+class NcclCollectives:
+    """See `Collectives`. A closed connection wakes nobody here: another rank has to abort its own group."""
+
+    exchanges = False
+    wakes_peers = False
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+        torch.cuda.set_device(self._device)
+        nccl = _DISTRIBUTED.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        return nccl(store, rank, size, options)

@@ -1,0 +1,1 @@
+"""The reference backend: transformers' layers as they are, on torch alone."""

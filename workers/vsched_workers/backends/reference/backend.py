@@ -1,0 +1,95 @@
+"""Torch alone, on the host: transformers' layers as they are, and attention by gather."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
+from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.host_memory import HostMemory, zeroed_pages
+from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
+from vsched_workers.backends.reference.packed_weights import (
+    MANY_ROWS,
+    MakeOwn,
+    PackedWeight,
+    flatten_patches,
+    pack_linears,
+    packs,
+    warm_up,
+)
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ReferenceBackend(Backend):
+    """The host with torch alone. What it computes is transformers' to the bit: bfloat16 weights are packed, no more."""
+
+    synchronous: ClassVar[bool] = True
+    layers_reuse_memory: ClassVar[bool] = True
+    keeps_indices = False
+    spare_blocks = 0
+    _make_product: MakeOwn | None = None
+
+    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        memory = HostMemory(settings.device)
+        super().__init__(settings, dtype, memory=memory, collectives=GlooCollectives())
+        self.compiles = self._packs = packs(dtype)
+
+    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
+        layers = ModuleLayers(model, self.send)
+        if not self._packs:
+            product = functools.partial(functional.linear, weight=head)
+            return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
+        # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
+        packed_head = PackedWeight(head, None, make_own=self._make_product)
+        size = pack_linears(model, make_own=self._make_product) + packed_head.size_bytes
+        warm_up(model, packed_head)
+        return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
+
+    def prepare_tower(self, tower: nn.Module) -> None:
+        flatten_patches(tower, self._make_product, pack=self._packs)
+        if self._packs:
+            pack_linears(tower, MANY_ROWS, self._make_product)
+            warm_up(tower)
+
+    def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        return logits.argmax(dim=-1).numpy().astype(np.int32)
+
+    def load_attention(self) -> None:
+        """Attention by gather is always there."""
+
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        return AttentionKernels(decode_by_gather, prefill_by_gather)
+
+    def capture_steps(
+        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+    ) -> CapturedSteps | None:
+        return None
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
+        pages = zeroed_pages(math.prod(shape) * dtype.itemsize, touch=touch)
+        return torch.from_numpy(pages).view(dtype).reshape(shape)
+
+    def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def fetch_rows(
+        self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        return torch.from_numpy(source[wanted])
+
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+        # The copy also gives torch memory that it may call its own: the arena's view is read-only.
+        return torch.from_numpy(np.concatenate(parts))

@@ -1,0 +1,57 @@
+"""The layers of a language model as transformers' modules run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched_workers.batching.packed_step import Images
+from vsched_workers.batching.paged_attention import PagedStep
+
+
+class ModuleLayers:
+    """Runs transformers' model over a packed row; see `LanguageLayers`."""
+
+    def __init__(self, model: Any, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
+        """Take the model; `send` brings row numbers to its device."""
+        self._model = model
+        self._send = send
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        wanted: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return the normed hidden states of the wanted rows, [wanted, hidden]."""
+        embeds = self._model.embed_tokens(token_ids)
+        options: dict[str, Any] = {}
+        if images is not None:
+            rows = self._send(images.rows)
+            embeds[rows] = images.levels[0]
+            if len(images.levels) > 1:
+                mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=embeds.device)
+                mask[0, rows] = True
+                options["visual_pos_masks"] = mask
+                options["deepstack_visual_embeds"] = list(images.levels[1:])
+        out = self._model(
+            inputs_embeds=embeds[None],
+            position_ids=positions,
+            use_cache=False,
+            paged_step=step,
+            **options,
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden[self._send(wanted)] if len(wanted) < len(hidden) else hidden
+
+
+def stored_bytes(*tensors: torch.Tensor) -> int:
+    """Return the bytes of the memory that tensors lie in; what two of them share, as tied weights do, counts once."""
+    kept = {each.untyped_storage().data_ptr(): each for each in tensors}
+    return sum(each.untyped_storage().nbytes() for each in kept.values())
