@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e.command_line import run_vsched
 from tests.patience import PATIENCE_S
+from vsched.config import LoadedConfig, load_config
 from vsched_workers.plugin import TransformersPlugin
 
 TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
 
 
-def run_demo(folder: Path, *words: str) -> str:
-    """Run the demo in a folder; return what it printed."""
-    program = "from vsched.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "demo", *words],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+def load_small(load: Callable[..., LoadedConfig], path: None, **options: Any) -> LoadedConfig:
+    """Load a configuration whose memory is sized for requests of a thousand tokens."""
+    options["sets"] = [*options["sets"], "generate.context_tokens=1024"]
+    return load(path, **options)
 
 
 @pytest.mark.slow
-def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
-    output = run_demo(tmp_path, "--random-weights", "--max-tokens", "5")
+def test_demo_shows_answer_timeline_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = functools.partial(load_small, load_config)
+    monkeypatch.setattr("vsched.config.load_config", small)
+    output = run_vsched("demo", "--random-weights", "--max-tokens", "5", columns=100)
+    assert "Traceback" not in output + capfd.readouterr().err
     assert (tmp_path / ".demo" / "picture.png").exists()
     for wanted in (
         "5.3 M random parameters",
@@ -52,8 +52,18 @@ def test_demo_shows_answer_timeline_and_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
     """The checkpoint of the repository sees: every answer is right, and a turn encodes its own picture alone."""
-    output = run_demo(tmp_path)
-    lines = output.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-c", "from vsched.cli.main import main; main()", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stdout.splitlines()
     assert "(right)" in next(line for line in lines if line.startswith("assistant"))
     turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     turns = [cells for cells in turns if len(cells) == 6 and cells[0].isdigit()]
@@ -62,7 +72,7 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
     assert [cells[-1] for cells in turns] == ["right"] * 3
     for name in ("picture", "turn-1", "turn-2", "turn-3"):
         assert (tmp_path / ".demo" / f"{name}.png").exists()
-    assert "Stopped" in output
+    assert "Stopped" in done.stdout
 
 
 def test_trained_checkpoint_is_found_and_small() -> None:

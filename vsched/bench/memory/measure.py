@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -67,15 +68,16 @@ async def measure_memory(
     overrides: Sequence[str],
     limit_bytes: int,
     seconds: float,
+    answers_min: int = 0,
     advanced: Callable[[float], None],
 ) -> MemoryRun:
-    """Start an engine with a memory policy under the limit, load it, and see what is left of it."""
+    """Start an engine with a memory policy under the limit, load it, and see what is left of it.
+
+    The load ends after `seconds`, and not before `answers_min` requests have got an answer, whatever it is.
+    """
     sets = [*settings, f"generate.memory_limit={limit_bytes}", *overrides]
     started_s = time.perf_counter()
     engine = Engine(load_config(None, sets=sets, environ={}).config)
-    outcomes: Counter[str] = Counter()
-    lost: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
     samples: list[MemorySample] = []
     try:
         async with engine:
@@ -84,15 +86,15 @@ async def measure_memory(
                 engine.statistics()["generate"]["blocks_total"] * engine.config.generate.block_size
             )
             async with _sampled(engine, samples) as pids:
-                await _load(engine, seconds, outcomes, lost, refusals, advanced)
+                outcomes = await _load(engine, seconds, answers_min, advanced)
             return MemoryRun(
                 policy=policy,
                 limit_bytes=limit_bytes,
                 kv_tokens=kv_tokens,
                 start_s=round(start_s, 2),
-                served=outcomes["served"],
-                refusals=dict(refusals),
-                lost=dict(lost),
+                served=outcomes.served,
+                refusals=dict(outcomes.refusals),
+                lost=dict(outcomes.lost),
                 losses=len(pids) - len(engine.rank_pids),
                 samples=samples,
             )
@@ -122,23 +124,35 @@ async def find_largest(
     return low
 
 
+@dataclass
+class _Outcomes:
+    """How requests have ended: served, refused at once, or lost later."""
+
+    served: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def answers(self) -> int:
+        return self.served + self.refusals.total() + self.lost.total()
+
+
 async def _load(
-    engine: Engine,
-    seconds: float,
-    outcomes: Counter[str],
-    lost: Counter[str],
-    refusals: Counter[str],
-    advanced: Callable[[float], None],
-) -> None:
-    """Keep every slot busy with the largest requests there are until the time is over."""
+    engine: Engine, seconds: float, answers_min: int, advanced: Callable[[float], None]
+) -> _Outcomes:
+    """Keep every slot busy with the largest requests there are until there was enough of it."""
     images = _largest_images(engine)
     ends_s = time.perf_counter() + seconds
     slots = engine.config.generate.slots
+    outcomes = _Outcomes()
+
+    def is_over() -> bool:
+        return time.perf_counter() >= ends_s and outcomes.answers >= answers_min
 
     async def client(number: int) -> None:
         rng = random.Random(number)  # noqa: S311 - a load, not a secret
         turn = 0
-        while time.perf_counter() < ends_s:
+        while not is_over():
             prompt, pictures, tokens = _request(engine, images, rng, kind=(number + turn) % 4)
             turn += 1
             try:
@@ -153,17 +167,18 @@ async def _load(
                         pass
                 finally:
                     generation.abort()  # of no effect on one that has ended
-                outcomes["served"] += 1
+                outcomes.served += 1
             except RequestRefused as error:
-                refusals[error.code] += 1
+                outcomes.refusals[error.code] += 1
                 await asyncio.sleep(0.05)
             except RequestFailed as error:
-                lost[error.code] += 1
+                outcomes.lost[error.code] += 1
 
     async def tell() -> None:
-        while (left_s := ends_s - time.perf_counter()) > 0:
+        while not is_over():
+            left_s = max(ends_s - time.perf_counter(), 0.0)
             advanced(seconds - left_s)
-            await asyncio.sleep(min(0.5, left_s))
+            await asyncio.sleep(min(0.5, left_s or 0.1))
 
     clients = [asyncio.create_task(client(number)) for number in range(slots + slots // 4)]
     await tell()
@@ -172,6 +187,7 @@ async def _load(
     for outcome in await asyncio.gather(*clients, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome
+    return outcomes
 
 
 def _largest_images(engine: Engine) -> list[str]:

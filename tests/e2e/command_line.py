@@ -1,0 +1,15 @@
+"""The `vsched` command in the process of the tests, so that its ranks start as theirs do."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from vsched.cli import app, main
+
+
+def run_vsched(*words: str, columns: int = 120) -> str:
+    """Run a command, which must succeed; return what it printed."""
+    assert main.COMMANDS, "importing the module is what adds the commands"
+    done = CliRunner().invoke(app, words, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    assert done.exit_code == 0, done.output
+    return done.output
