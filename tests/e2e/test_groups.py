@@ -22,8 +22,8 @@ import pytest_asyncio
 from tests.e2e import faulty_plugin
 from tests.e2e.asking import TEXTS, Answer, Ask, begin, crowd, drawn_image
 from tests.e2e.conftest import assert_idle
-from tests.e2e.traces import is_alive, parent, running
 from tests.patience import PATIENCE_S, patience, until
+from tests.traces import is_alive, parent, running
 from vsched import Config, Engine, SamplingParams
 from vsched.aio.streams.stream import TokenStream
 from vsched.errors import RequestFailed, VschedError

@@ -19,16 +19,13 @@ import pytest
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.traces import is_alive, parent, running, traces
 from tests.patience import PATIENCE_S, until
+from tests.traces import is_alive, left_behind, parent, running, traces
 from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.usefixtures("cold_ranks"),
-]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 Checkpoints = Callable[[str], Path]
 Configure = Callable[..., Config]
@@ -44,7 +41,7 @@ def temporary(
     monkeypatch.setenv("TMPDIR", str(folder))
     before = traces(folder)
     yield folder
-    assert traces(folder) == before
+    assert not left_behind(folder, before)
 
 
 @pytest.fixture
@@ -159,6 +156,7 @@ async def test_unknown_key_is_an_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_ranks")
 async def test_drained_and_stopped_engine_leaves_nothing(
     configure: Configure, temporary: Path
 ) -> None:

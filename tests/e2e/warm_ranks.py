@@ -62,17 +62,12 @@ class WarmRanks:
     PIPE = subprocess.PIPE
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._orders: socket.socket | None = None
-
-    def _start(self) -> socket.socket:
         self._orders, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(number)], pass_fds=(number,)
             )
-        return self._orders
 
     def Popen(  # noqa: N802  # the name that it stands in for
         self,
@@ -83,22 +78,20 @@ class WarmRanks:
         **_others: Any,
     ) -> WarmProcess:
         """Start a rank; `command` is an interpreter, `-m`, a module and its arguments."""
-        orders = self._orders or self._start()
         adopt_orphans(True)
         theirs, stdin = os.pipe()
         numbers = [0, 2, *pass_fds]
         order = {"words": command[2:], "environment": dict(env), "numbers": numbers}
-        socket.send_fds(orders, [json.dumps(order).encode()], [theirs, 2, *pass_fds])
+        socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs, 2, *pass_fds])
         os.close(theirs)
-        pid = int.from_bytes(orders.recv(4), "little")
+        pid = int.from_bytes(self._orders.recv(4), "little")
         adopt_orphans(False)
         assert pid, "the process with the modules is gone"
         return WarmProcess(pid, stdin)
 
     def close(self) -> None:
-        if self._orders is not None and self._process is not None:
-            self._orders.close()
-            self._process.wait()
+        self._orders.close()
+        self._process.wait()
 
 
 def adopt_orphans(whether: bool) -> None:

@@ -13,7 +13,7 @@ SHARED_MEMORY = ("vsched", "psm_", "torch_", "sem.")
 
 @dataclass(frozen=True)
 class Traces:
-    """Child processes, shared memory, open arenas and temporary files, at one moment."""
+    """Child processes, abandoned shared memory, open arenas and temporary files, at one moment."""
 
     children: frozenset[int]
     shared_memory: frozenset[str]
@@ -26,12 +26,43 @@ def traces(temporary: Path) -> Traces:
     gc.collect()  # a caught exception holds on to its frames, and they to what was stopped
     return Traces(
         children=frozenset(pid for pid in running() if parent(pid) == os.getpid()),
-        shared_memory=frozenset(
-            path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(SHARED_MEMORY)
-        ),
+        shared_memory=abandoned_memory(),
         arenas=sum("vsched-arena" in link for link in open_files()),
         files=frozenset(str(path) for path in temporary.rglob("*")),
     )
+
+
+def left_behind(temporary: Path, before: Traces) -> dict[str, object]:
+    """Return what there is now and was not before, by name."""
+    now = traces(temporary)
+    found = {
+        "children": now.children - before.children,
+        "shared memory": now.shared_memory - before.shared_memory,
+        "arenas": now.arenas - before.arenas,
+        "files": now.files - before.files,
+    }
+    return {name: each for name, each in found.items() if each}
+
+
+def abandoned_memory() -> frozenset[str]:
+    """Return the shared memory of our kind that is left behind: no process maps it.
+
+    What one of them maps is its own business: other tests run beside this one.
+    """
+    shared = Path("/dev/shm")
+    names = {path.name for path in shared.iterdir() if path.name.startswith(SHARED_MEMORY)}
+    mapped = "".join(maps(pid) for pid in running()) if names else ""
+    return frozenset(
+        name for name in names if f"{shared / name}\n" not in mapped and (shared / name).exists()
+    )
+
+
+def maps(pid: int) -> str:
+    """Return what a process has mapped, nothing once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def running() -> list[int]:
