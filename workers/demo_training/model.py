@@ -51,10 +51,10 @@ VISION = {
 
 @dataclass(frozen=True)
 class Groups:
-    """EncodeSlices of patches that see each other, those of one length together.
+    """Runs of patches that see each other, those of one length together.
 
     Attributes:
-        indexes: For each length, which rows: [time slices, length].
+        indexes: For each length, which rows: [runs, length].
         back: Where each row is in the groups' concatenation.
     """
 

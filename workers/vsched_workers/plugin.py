@@ -43,7 +43,7 @@ class TransformersPlugin:
         return inspect_checkpoint(path, dtype=dtype, item_tokens_max=item_tokens_max)
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Check that a stage, `encode` or `generate`, can be shared by so many ranks."""
+        """Check that a stage, `encode` or `generate`, can be shared by this number of ranks."""
         from vsched_workers.checkpoint.facts import check_parallel
 
         check_parallel(info, stage=stage, ranks=ranks)

@@ -22,7 +22,7 @@ from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
-from vsched_workers.families.qwen_image import PixelLimits as ResizedLimits
+from vsched_workers.families.qwen_image import ResizeLimits
 
 LIMITS = DecodeLimits(image=10**8, webp=10**8)
 PATCH_VALUES = 1176
@@ -80,7 +80,7 @@ def preprocessor(tokens_max: int) -> QwenPreprocessor:
     made = QwenPreprocessor.__new__(QwenPreprocessor)
     made.info = model_info(item_tokens_max=tokens_max)
     made._patch, made._merge, made._temporal = 14, 2, 2
-    made._limits = ResizedLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28)
+    made._limits = ResizeLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28)
     made._resample = Image.Resampling.BICUBIC
     made._levels = np.zeros((3, 256), np.float32)
     return made

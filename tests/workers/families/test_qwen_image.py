@@ -11,7 +11,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import ConfigError
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
-    PixelLimits,
+    ResizeLimits,
     clamp_limits,
     clamp_settings,
     minimum_tokens_for,
@@ -40,7 +40,7 @@ def test_resized_agrees_with_the_processor(
     assume(legal(height, width))
     minimum, maximum = low * AREA, high * AREA + odd
     assert resized(
-        height, width, factor=FACTOR, limits=PixelLimits(minimum, maximum)
+        height, width, factor=FACTOR, limits=ResizeLimits(minimum, maximum)
     ) == smart_resize(height, width, FACTOR, minimum, maximum)
 
 
@@ -61,7 +61,9 @@ def test_clamped_images_stay_within_the_budget_or_are_strips(
     """
     assume(legal(height, width))
     limits = clamp_limits(
-        PixelLimits(low * AREA, None if high is None else high * AREA), tokens=budget, factor=FACTOR
+        ResizeLimits(low * AREA, None if high is None else high * AREA),
+        tokens=budget,
+        factor=FACTOR,
     )
     rows, columns = resized(height, width, factor=FACTOR, limits=limits)
     tokens = rows * columns // AREA
@@ -79,14 +81,14 @@ def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
     least = minimum_tokens_for(budget)
     assert 1 <= least <= budget
     for width in (1, 50, 100, 150, 199, 200):
-        rows, columns = resized(1, width, factor=FACTOR, limits=PixelLimits(least * AREA, None))
+        rows, columns = resized(1, width, factor=FACTOR, limits=ResizeLimits(least * AREA, None))
         if least > 1:
             assert rows * columns <= budget * AREA
 
 
 def test_minimum_is_untouched_by_a_wide_budget() -> None:
     """The published minimum of 64 tokens survives every budget from 179 on."""
-    limits = PixelLimits(64 * AREA, 16384 * AREA)
+    limits = ResizeLimits(64 * AREA, 16384 * AREA)
     assert clamp_limits(limits, tokens=179, factor=FACTOR).minimum == 64 * AREA
     assert clamp_limits(limits, tokens=64, factor=FACTOR).minimum < 64 * AREA
 
@@ -104,14 +106,14 @@ def test_minimum_is_untouched_by_a_wide_budget() -> None:
 )
 def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: int) -> None:
     """Allowed pixels = tokens x (patch x merge)^2; no limit is looser than any budget."""
-    found = clamp_limits(PixelLimits(1, maximum), tokens=tokens, factor=FACTOR)
+    found = clamp_limits(ResizeLimits(1, maximum), tokens=tokens, factor=FACTOR)
     assert found.maximum == expected
 
 
 def test_clamp_refuses_a_negative_budget() -> None:
     """A budget below 1 is an error (0 is the explicit opt-out)."""
     with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
-        clamp_limits(PixelLimits(1, None), tokens=-1, factor=FACTOR)
+        clamp_limits(ResizeLimits(1, None), tokens=-1, factor=FACTOR)
     with pytest.raises(ConfigError, match="below 1"):
         clamp_settings({}, tokens=-1, factor=FACTOR)
 
@@ -160,19 +162,19 @@ def test_clamp_settings_and_clamp_limits_agree(
         "size": {"shortest_edge": (low + 1) * AREA, "longest_edge": (high + 1) * AREA},
     }
     chosen = {key: value for key, value in everything.items() if key in which}
-    default = PixelLimits(1, AREA)
+    default = ResizeLimits(1, AREA)
     of_settings = pixel_limits(clamp_settings(chosen, tokens=budget, factor=FACTOR), default)
     of_limits = clamp_limits(pixel_limits(chosen, default), tokens=budget, factor=FACTOR)
     assert of_settings == of_limits
 
 
 def test_worst_tokens_is_unknown_without_a_maximum() -> None:
-    assert worst_tokens(PixelLimits(1, None), factor=FACTOR) is None
+    assert worst_tokens(ResizeLimits(1, None), factor=FACTOR) is None
 
 
 def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
     """At 64 tokens a strip of 1:200 has 113."""
-    limits = PixelLimits(AREA, 64 * AREA)
+    limits = ResizeLimits(AREA, 64 * AREA)
     rows, columns = resized(100, 20_000, factor=FACTOR, limits=limits)
     assert rows * columns // AREA == 113
     assert worst_tokens(limits, factor=FACTOR) == 113

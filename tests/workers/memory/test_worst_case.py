@@ -15,7 +15,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.worker.contract import ImagePlan
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
-    PixelLimits,
+    ResizeLimits,
     clamp_limits,
     resized,
 )
@@ -25,7 +25,7 @@ from vsched_workers.plugin import plugin
 
 
 def every_unit(
-    limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
 ) -> dict[int, int]:
     """Try every legal image."""
     found: dict[int, int] = {}
@@ -51,7 +51,7 @@ def test_largest_units_equal_trying_every_image(
     factor: int, pixels_max: int, budget: int, capped: bool, minimum: int, maximum: int | None
 ) -> None:
     """Exactly what legal images reach under all caps together, neither more nor less."""
-    limits = PixelLimits(minimum=minimum * factor, maximum=maximum)
+    limits = ResizeLimits(minimum=minimum * factor, maximum=maximum)
     limits = clamp_limits(limits, tokens=budget, factor=factor)
     tokens_max = budget if capped else 0
     found = largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
@@ -61,7 +61,7 @@ def test_largest_units_equal_trying_every_image(
 
 def test_largest_units_find_the_strip_that_guesses_miss() -> None:
     """At 3,686,400 pixels, patch 14, merge 2: a square has 4,761 tokens, 154 x 23937 pixels have 5,130."""
-    found = largest_units(PixelLimits(3136, None), factor=28, tokens_max=0, pixels_max=3_686_400)
+    found = largest_units(ResizeLimits(3136, None), factor=28, tokens_max=0, pixels_max=3_686_400)
     assert max(few * many for few, many in found.items()) >= 5130
     assert found[6] == 855
 
@@ -69,7 +69,7 @@ def test_largest_units_find_the_strip_that_guesses_miss() -> None:
 @pytest.mark.parametrize("pixels_max", [997, 7919, 104_729, 1_299_709])
 def test_largest_units_of_a_prime_are_legal(pixels_max: int) -> None:
     """Each is the grid of an image that the processor takes."""
-    limits = PixelLimits(1, None)
+    limits = ResizeLimits(1, None)
     for few, many in largest_units(limits, factor=28, tokens_max=0, pixels_max=pixels_max).items():
         # Rounding lifts a side by half a factor at most, so the sides before it were within the ratio.
         assert (many - 0.5) / (few + 0.5) < ASPECT_RATIO_MAX

@@ -13,7 +13,7 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import Family, family_of
 from vsched_workers.families.qwen_image import (
-    PixelLimits,
+    ResizeLimits,
     clamp_limits,
     pixel_limits,
     worst_tokens,
@@ -26,7 +26,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 RANKS_MAX = 64
 """Ranks that a message names at most."""
 
-PROCESSOR_DEFAULT_LIMITS = PixelLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
+PROCESSOR_DEFAULT_LIMITS = ResizeLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
 """What the Qwen-VL image processors assume where the settings say nothing."""
 
 
@@ -81,7 +81,7 @@ def image_factor(family: Family, config: Mapping[str, Any]) -> int:
 
 def image_limits(
     family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], item_tokens_max: int
-) -> PixelLimits:
+) -> ResizeLimits:
     """Return the area limits of one image, clamped to the budget."""
     limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
     return clamp_limits(limits, tokens=item_tokens_max, factor=image_factor(family, config))

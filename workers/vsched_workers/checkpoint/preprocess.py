@@ -31,7 +31,7 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
-    PixelLimits,
+    ResizeLimits,
     clamp_settings,
     resized,
 )
@@ -48,7 +48,7 @@ class QwenPreprocessor:
         info: ModelInfo,
         tokenizer: Any,
         settings: Mapping[str, Any],
-        limits: PixelLimits,
+        limits: ResizeLimits,
         levels: npt.NDArray[np.float32],
     ) -> None:
         self.info = info
@@ -250,7 +250,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: PixelLimits) -> bytes:
+def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
     """Digest what the pixels depend on besides the image: equal in every process and on every host."""
     parts = (
         b"vsched.pixels.1",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vsched_workers.families.qwen_image import PixelLimits
+    from vsched_workers.families.qwen_image import ResizeLimits
 
 Grid = tuple[int, int, int]
 Items = Sequence[tuple[int, int, Grid]]
@@ -61,7 +61,7 @@ class Family(ABC):
         name: The `model_type` of its `config.json`.
         language_prefixes: Where its language model's tensors lie in a checkpoint, newest layout first.
         vision_prefixes: The same for its vision tower.
-        text_defaults: SchedulerLimits that a `config.json` may leave out of its text part.
+        text_defaults: Entries that a `config.json` may leave out of its text part.
         vision_defaults: The same for its vision part.
         language_sharing: How ranks share the language model, its head aside.
         flips: Patterns of tensors of the language model that may lie in a file with their last dimensions swapped.
@@ -131,7 +131,7 @@ class Family(ABC):
 
     @abstractmethod
     def largest_units(
-        self, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+        self, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
     ) -> dict[int, int]:
         """Return the largest images: for each number of tokens along the short side the most along the long one.
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.families.base import Family, Items, Sharing, Split
-from vsched_workers.families.qwen_image import PixelLimits
+from vsched_workers.families.qwen_image import ResizeLimits
 from vsched_workers.families.qwen_positions import rope_positions
 from vsched_workers.families.qwen_worst import largest_units
 
@@ -98,7 +98,7 @@ class Qwen3Vl(Family):
         return torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
 
     def largest_units(
-        self, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+        self, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
     ) -> dict[int, int]:
         return largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
 

@@ -30,14 +30,14 @@ _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
 
 
 @dataclass(frozen=True, slots=True)
-class PixelLimits:
+class ResizeLimits:
     """The area that a resized image may have; `maximum` is None where the processor sets none."""
 
     minimum: int
     maximum: int | None
 
 
-def resized(height: int, width: int, *, factor: int, limits: PixelLimits) -> tuple[int, int]:
+def resized(height: int, width: int, *, factor: int, limits: ResizeLimits) -> tuple[int, int]:
     """Return the height and width that the processor resizes an image to.
 
     The arithmetic follows the processor's to the last rounding, since the two must agree on every size.
@@ -55,7 +55,7 @@ def resized(height: int, width: int, *, factor: int, limits: PixelLimits) -> tup
     return rows, columns
 
 
-def pixel_limits(settings: Mapping[str, Any], default: PixelLimits) -> PixelLimits:
+def pixel_limits(settings: Mapping[str, Any], default: ResizeLimits) -> ResizeLimits:
     """Read the limits from processor settings: `min_pixels` and `max_pixels` win over `size`."""
     size = settings.get("size")
     minimum: int | None = default.minimum
@@ -67,7 +67,7 @@ def pixel_limits(settings: Mapping[str, Any], default: PixelLimits) -> PixelLimi
         minimum = settings["min_pixels"]
     if settings.get("max_pixels") is not None:
         maximum = settings["max_pixels"]
-    return PixelLimits(
+    return ResizeLimits(
         minimum=int(minimum) if minimum else 1, maximum=int(maximum) if maximum else None
     )
 
@@ -79,7 +79,7 @@ def minimum_tokens_for(tokens: int) -> int:
     return max(1, math.floor(root * root))
 
 
-def clamp_limits(limits: PixelLimits, *, tokens: int, factor: int) -> PixelLimits:
+def clamp_limits(limits: ResizeLimits, *, tokens: int, factor: int) -> ResizeLimits:
     """Bound the limits to a budget of tokens an image; 0 is no budget.
 
     Raises:
@@ -100,7 +100,7 @@ def clamp_limits(limits: PixelLimits, *, tokens: int, factor: int) -> PixelLimit
     allowed = tokens * area
     maximum = allowed if limits.maximum is None else min(limits.maximum, allowed)
     minimum = min(limits.minimum, minimum_tokens_for(tokens) * area)
-    return PixelLimits(minimum=minimum, maximum=maximum)
+    return ResizeLimits(minimum=minimum, maximum=maximum)
 
 
 def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> dict[str, Any]:
@@ -112,17 +112,17 @@ def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> 
     if tokens == 0:
         return clamped
 
-    def bounded(limits: PixelLimits) -> PixelLimits:
+    def bounded(limits: ResizeLimits) -> ResizeLimits:
         return clamp_limits(limits, tokens=tokens, factor=factor)
 
     def bound(table: dict[str, Any], low: str, high: str) -> None:
         if high in table:
             value = table[high]
-            table[high] = bounded(PixelLimits(1, None if value is None else int(value))).maximum
+            table[high] = bounded(ResizeLimits(1, None if value is None else int(value))).maximum
         if table.get(low) is not None:
-            table[low] = bounded(PixelLimits(int(table[low]), None)).minimum
+            table[low] = bounded(ResizeLimits(int(table[low]), None)).minimum
 
-    bounded(PixelLimits(1, None))
+    bounded(ResizeLimits(1, None))
     bound(clamped, "min_pixels", "max_pixels")
     if isinstance(clamped.get("size"), Mapping):
         size = dict(clamped["size"])
@@ -131,7 +131,7 @@ def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> 
     return clamped
 
 
-def worst_tokens(limits: PixelLimits, *, factor: int) -> int | None:
+def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
     """Return a bound on the tokens of any image within these limits; None where there is no maximum."""
     if limits.maximum is None:
         return None

@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, PixelLimits, resized
+from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, ResizeLimits, resized
 
 SHORT_SIDES_MAX = 1 << 15
 """Short sides tried at most: an image of 2**30 pixels has no more."""
 
 
 def largest_units(
-    limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
 ) -> dict[int, int]:
     """Return for each number of tokens along the short side the most that may lie along the long side.
 
@@ -42,7 +42,7 @@ def largest_units(
 
 
 def _long_sides(
-    short: int, limits: PixelLimits, *, factor: int, tokens_max: int, pixels_max: int
+    short: int, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
 ) -> Iterator[int]:
     """Yield the long sides beside a short one at which the number of tokens may be at a peak."""
     longest = min(ASPECT_RATIO_MAX * short, pixels_max // short)
@@ -56,7 +56,7 @@ def _long_sides(
 def _peaks(
     short: int,
     longest: int,
-    limits: PixelLimits,
+    limits: ResizeLimits,
     factor: int,
     tokens_max: int,
     pixels_max: int,

@@ -97,7 +97,7 @@ def _filled(
 
 
 def _within(units: Mapping[int, int], tokens: int, least: int) -> tuple[int, int] | None:
-    """Return the sides of the largest image of at most so many tokens; None when there is none."""
+    """Return the sides of the largest image of at most `tokens` tokens; None when there is none."""
     fitting = [
         (few, min(many, tokens // few))
         for few, many in units.items()

@@ -28,7 +28,7 @@ INTERVAL_S = 600.0
 """How often the experts are placed anew while there are steps."""
 
 GAIN_MIN = 1.2
-"""They are placed anew before that when the busiest ranks have so many times the rows that they might have."""
+"""How many times the rows that they might have the busiest ranks have before experts are placed anew at once."""
 
 ROWS_MIN = 4096
 """Rows, summed over the layers, between two looks at whether that is so."""

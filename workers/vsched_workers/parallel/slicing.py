@@ -54,7 +54,7 @@ class Cut:
 
 
 def cut_of(size: int, *, ranks: int, rank: int, dimension: int = 0, parts: int = 1) -> Cut:
-    """Return a rank's part of a dimension that holds so many equal parts, each of which is shared."""
+    """Return a rank's part of a dimension that holds `parts` equal parts, each of which is shared."""
     share, rest = divmod(size, parts * ranks)
     assert not rest, f"{size} entries in {parts} parts do not divide by {ranks} ranks"
     starts = [part * share * ranks + rank * share for part in range(parts)]
