@@ -15,7 +15,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 import torch
 from safetensors.torch import load, save
 
-from demo_training.batches import Batch
+from demo_training.batches import TrainingBatch
 from vsched.errors import VschedError
 
 DEADLINE_S = 300.0
@@ -32,7 +32,7 @@ class DrawnAhead:
         start: Called in that process, once: returns what makes a step's batch. It is one of a module's functions.
     """
 
-    def __init__(self, start: Callable[[], Callable[[int], Batch]]) -> None:
+    def __init__(self, start: Callable[[], Callable[[int], TrainingBatch]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # A daemon, so that nothing waits for it when this process ends; it ends when the pipe does.
@@ -41,7 +41,7 @@ class DrawnAhead:
         theirs.close()
         self._asked: int | None = None
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int) -> TrainingBatch:
         """Return the batch of a step.
 
         Raises:
@@ -80,7 +80,7 @@ class DrawnAhead:
         self._process.join(END_S)
 
 
-def _draw(pipe: Any, start: Callable[[], Callable[[int], Batch]]) -> None:
+def _draw(pipe: Any, start: Callable[[], Callable[[int], TrainingBatch]]) -> None:
     """Answer the number of each step with its batch, until the pipe ends."""
     torch.set_num_threads(1)
     make = start()
@@ -92,14 +92,14 @@ def _draw(pipe: Any, start: Callable[[], Callable[[int], Batch]]) -> None:
         pipe.send_bytes(encode_batch(make(step)))
 
 
-def encode_batch(batch: Batch) -> bytes:
+def encode_batch(batch: TrainingBatch) -> bytes:
     """Write a batch as safetensors; a tensor's name is its way through the fields."""
     return save({name: tensor.contiguous() for name, tensor in _tensors("", batch)})
 
 
-def decode_batch(content: bytes) -> Batch:
+def decode_batch(content: bytes) -> TrainingBatch:
     """Read what `encode_batch` wrote."""
-    batch: Batch = _made(Batch, "", load(content))
+    batch: TrainingBatch = _made(TrainingBatch, "", load(content))
     return batch
 
 

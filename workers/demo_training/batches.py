@@ -13,14 +13,14 @@ import torch
 
 from demo_training.drawing import LOOSE, OBJECT, Mark
 from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
-from demo_training.samples import Sample
+from demo_training.samples import Conversation
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 
 _UNIT = MERGE * MERGE
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """Conversations of similar length, padded to the longest.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """A batch: its images, its conversations in buckets, and what its images show.
 
     Attributes:
@@ -53,7 +53,7 @@ class Batch:
     """
 
     vision: VisionBatch
-    buckets: tuple[Rows, ...]
+    buckets: tuple[TrainingRows, ...]
     marks: torch.Tensor
     counts: torch.Tensor
     loose: torch.Tensor
@@ -69,7 +69,9 @@ class _Line:
     turns: list[int]
 
 
-def make_batch(samples: Sequence[Sample], front: QwenPreprocessor, *, buckets: int = 2) -> Batch:
+def make_batch(
+    samples: Sequence[Conversation], front: QwenPreprocessor, *, buckets: int = 2
+) -> TrainingBatch:
     """Make a batch; `turns` numbers the turns of all conversations in order."""
     pixels: list[npt.NDArray[np.float32]] = []
     grids: list[tuple[int, int]] = []
@@ -98,7 +100,7 @@ def make_batch(samples: Sequence[Sample], front: QwenPreprocessor, *, buckets: i
     rows = tuple(_rows(lines[at : at + size]) for at in range(0, len(lines), size))
     vision = _vision_batch(pixels, grids)
     found = torch.tensor(marks, dtype=torch.long).view(-1, 5)
-    return Batch(vision, rows, found, torch.tensor(counts), torch.tensor(loose))
+    return TrainingBatch(vision, rows, found, torch.tensor(counts), torch.tensor(loose))
 
 
 def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
@@ -114,7 +116,7 @@ def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
 
 
 def _line(
-    sample: Sample,
+    sample: Conversation,
     front: QwenPreprocessor,
     grids: Sequence[tuple[int, int]],
     end: int,
@@ -158,7 +160,7 @@ def _line(
     return _Line(ids, np.concatenate(positions, axis=1), places, rows, asked, turns)
 
 
-def _rows(lines: Sequence[_Line]) -> Rows:
+def _rows(lines: Sequence[_Line]) -> TrainingRows:
     length = max(len(line.ids) for line in lines)
     ids = np.zeros((len(lines), length), dtype=np.int64)
     positions = np.zeros((3, len(lines), length), dtype=np.int64)
@@ -172,7 +174,7 @@ def _rows(lines: Sequence[_Line]) -> Rows:
         flat["turns"] += line.turns
     asked = torch.tensor(flat["asked"])
     known = torch.from_numpy(ids)
-    return Rows(
+    return TrainingRows(
         ids=known,
         positions=torch.from_numpy(positions),
         image_places=torch.tensor(flat["places"], dtype=torch.long),

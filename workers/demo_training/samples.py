@@ -73,7 +73,7 @@ PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SH
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DrawnTurn:
     """A question, the images shown before it, and its answer.
 
     Attributes:
@@ -87,11 +87,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Conversation:
     """A conversation of one task."""
 
     task: str
-    turns: tuple[Turn, ...]
+    turns: tuple[DrawnTurn, ...]
 
 
 _Asked: TypeAlias = dict[str, tuple[tuple[str, ...], str]]
@@ -107,7 +107,7 @@ class _Scene:
     words: dict[str, str] = field(default_factory=dict)
 
 
-def _shown(turn: Turn, pictures: Sequence[Picture]) -> Turn:
+def _shown(turn: DrawnTurn, pictures: Sequence[Picture]) -> DrawnTurn:
     """Return the turn with these pictures shown before its question."""
     images = tuple(picture.image for picture in pictures)
     return replace(turn, images=images, marks=tuple(picture.marks for picture in pictures))
@@ -163,40 +163,40 @@ class _Author:
         asked: _Asked = {"count": (COUNT, str(count))}
         return _Scene(picture, asked, {"shapes": PLURALS[shape], "shape": shape})
 
-    def turn(self, scene: _Scene, task: str, *, show: bool) -> Turn:
+    def turn(self, scene: _Scene, task: str, *, show: bool) -> DrawnTurn:
         wordings, answer = scene.asked[task]
         question = self.pick(wordings).format(**scene.words)
-        return _shown(Turn((), question, answer), [scene.picture] if show else [])
+        return _shown(DrawnTurn((), question, answer), [scene.picture] if show else [])
 
-    def one_image(self, scene: _Scene, tasks: list[str]) -> Sample:
+    def one_image(self, scene: _Scene, tasks: list[str]) -> Conversation:
         turns = [self.turn(scene, task, show=index == 0) for index, task in enumerate(tasks)]
-        return Sample(tasks[0], tuple(turns))
+        return Conversation(tasks[0], tuple(turns))
 
-    def pair(self, *, turns: int) -> Sample:
+    def pair(self, *, turns: int) -> Conversation:
         """Write questions on the first or the second of two images; the opening one is on the second."""
         makers: list[Callable[[], _Scene]] = [self.thing, lambda: self.number(3)]
         kind = int(self.rng.integers(2))
         other = kind if self.rng.random() < 0.8 else 1 - kind
         scenes = [makers[other](), makers[kind]()]
         pictures = [scene.picture for scene in scenes]
-        written: list[Turn] = []
+        written: list[DrawnTurn] = []
         for index in range(turns):
             asked = self.which(scenes, 1 if index == 0 else int(self.rng.integers(2)))
             written.append(_shown(asked, pictures if index == 0 else []))
-        return Sample("second", tuple(written))
+        return Conversation("second", tuple(written))
 
-    def which(self, scenes: Sequence[_Scene], place: int) -> Turn:
+    def which(self, scenes: Sequence[_Scene], place: int) -> DrawnTurn:
         """Ask about the first or the second of the images so far."""
         scene = scenes[place]
         choices = {"number": WHICH_NUMBER, "colour": WHICH_COLOUR, "shape": WHICH_SHAPE}
         task = self.pick(tuple(name for name in choices if name in scene.asked))
         question = self.pick(choices[task]).format(which=("first", "second")[place])
-        return Turn((), question, scene.asked[task][1])
+        return DrawnTurn((), question, scene.asked[task][1])
 
-    def conversation(self, turns: int) -> Sample:
+    def conversation(self, turns: int) -> Conversation:
         """Write turns that bring an image each; a later one may ask about an earlier image instead."""
         scenes: list[_Scene] = []
-        written: list[Turn] = []
+        written: list[DrawnTurn] = []
         for _ in range(turns):
             kind = int(self.rng.integers(3))
             makers: list[Callable[[], _Scene]] = [lambda: self.number(3), self.thing, self.things]
@@ -214,14 +214,14 @@ class _Author:
             else:
                 task = ("number", self.pick(("colour", "shape")), "count")[kind]
                 written.append(self.turn(scene, task, show=True))
-        return Sample("conversation", tuple(written))
+        return Conversation("conversation", tuple(written))
 
     def shuffled(self, tasks: tuple[str, ...], count: int) -> list[str]:
         order = self.rng.permutation(len(tasks))[:count]
         return [tasks[index] for index in order]
 
 
-def train_sample(rng: np.random.Generator, difficulty: float) -> Sample:
+def train_sample(rng: np.random.Generator, difficulty: float) -> Conversation:
     """Write a conversation to train on; difficulty goes from 0 (short, large, plain) to 1, or a little above it."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     kind = rng.random()
@@ -241,25 +241,27 @@ def train_sample(rng: np.random.Generator, difficulty: float) -> Sample:
     return author.conversation(int(rng.integers(2, 4)))
 
 
-def looking_samples(rng: np.random.Generator, difficulty: float) -> list[Sample]:
+def looking_samples(rng: np.random.Generator, difficulty: float) -> list[Conversation]:
     """Draw pictures to look at without a question: pages of digits, and some numbers and objects."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     pictures = [draw_page(rng, author.fonts, difficulty) for _ in range(14)]
     pictures += [author.number(3).picture for _ in range(5)]
     pictures += [author.thing().picture for _ in range(2)]
     pictures += [author.things().picture for _ in range(3)]
-    return [Sample("looking", (_shown(Turn((), "", ""), [picture]),)) for picture in pictures]
+    return [
+        Conversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),)) for picture in pictures
+    ]
 
 
-def page_sample(rng: np.random.Generator, difficulty: float) -> Sample:
+def page_sample(rng: np.random.Generator, difficulty: float) -> Conversation:
     """Draw one page of digits, without a question."""
     picture = draw_page(rng, font_files(held_out=False), difficulty)
-    return Sample("looking", (_shown(Turn((), "", ""), [picture]),))
+    return Conversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),))
 
 
 def held_out(
     task: str, count: int, *, seed: int = 0, packages: tuple[str, ...] = (BUILT_IN_FONT,)
-) -> list[Sample]:
+) -> list[Conversation]:
     """Write questions of one task in fonts that are never trained on; the same arguments give the same samples.
 
     Args:

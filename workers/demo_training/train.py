@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from demo_training.batches import Batch, make_batch
+from demo_training.batches import TrainingBatch, make_batch
 from demo_training.drawing import COLOURS, DIGITS_MAX, OBJECT, OBJECTS_MAX, SHAPES
 from demo_training.model import (
     IMAGE_TOKENS,
@@ -34,7 +34,7 @@ from demo_training.model import (
     write_model,
 )
 from demo_training.plan import Plan
-from demo_training.samples import Sample, looking_samples, page_sample, train_sample
+from demo_training.samples import Conversation, looking_samples, page_sample, train_sample
 from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
@@ -72,11 +72,11 @@ class BatchMaker:
         self.plan = plan
         self._front = load_front(directory)
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int) -> TrainingBatch:
         """Draw and make ready the batch of a step."""
         return make_batch(self.samples(step), self._front)
 
-    def samples(self, step: int) -> list[Sample]:
+    def samples(self, step: int) -> list[Conversation]:
         """Draw the conversations of a step; what only looks has no questions."""
         plan = self.plan
         rng = np.random.default_rng([plan.seed, step])
@@ -136,7 +136,7 @@ class Trainer:
         else:
             self.save()
         self.front = load_front(directory)
-        self.batch_of: Callable[[int], Batch] = BatchMaker(plan, directory)
+        self.batch_of: Callable[[int], TrainingBatch] = BatchMaker(plan, directory)
 
     def step(self) -> float:
         """Learn from one batch; return the loss of the answers."""
@@ -172,7 +172,7 @@ class Trainer:
         cut = len("model.")
         return {n[cut:]: v for n, v in self._average.items() if n.startswith("model.")}
 
-    def measure(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, tuple[int, int]]:
+    def measure(self, batches: Mapping[str, Sequence[TrainingBatch]]) -> dict[str, tuple[int, int]]:
         """Return right answers and questions of each named set, with the averaged weights."""
         model = self.served()
         return {name: count_right(model, part) for name, part in batches.items()}
@@ -270,7 +270,7 @@ def load_front(directory: Path) -> QwenPreprocessor:
     return load_preprocessor(info)
 
 
-def answers_loss(model: Any, embeddings: torch.Tensor, batch: Batch) -> torch.Tensor:
+def answers_loss(model: Any, embeddings: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     """Return the loss of the answers, a mean over their tokens."""
     parts = [
         F.cross_entropy(logits, answers, reduction="sum")
@@ -280,7 +280,7 @@ def answers_loss(model: Any, embeddings: torch.Tensor, batch: Batch) -> torch.Te
 
 
 def answer_logits(
-    model: Any, embeddings: torch.Tensor, batch: Batch
+    model: Any, embeddings: torch.Tensor, batch: TrainingBatch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield, for each bucket, the logits where an answer's token is next, that token, and its turn."""
     weight = model.model.language_model.embed_tokens.weight
@@ -291,7 +291,7 @@ def answer_logits(
         yield model.lm_head(hidden.flatten(0, 1)[rows.asked]), rows.answers, rows.turns
 
 
-def marks_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+def marks_loss(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     """Ask of each image token which digits and objects have their centre in it, and how many objects there are."""
     slots, quarters, colours, shapes, counts = logits.split(_MARK_CLASSES, dim=1)
     tokens, none = len(logits), _DIGIT_CLASSES - 1
@@ -320,7 +320,7 @@ def marks_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def count_right(model: Any, batches: Sequence[Batch]) -> tuple[int, int]:
+def count_right(model: Any, batches: Sequence[TrainingBatch]) -> tuple[int, int]:
     """Return how many answers are right in every token, the stop included, and how many there are.
 
     Every token is predicted after the right ones before it. Greedy generation is right exactly where all of these are.
@@ -337,7 +337,7 @@ def count_right(model: Any, batches: Sequence[Batch]) -> tuple[int, int]:
 
 
 def held_out_batches(
-    samples: Sequence[Sample], front: QwenPreprocessor, *, size: int = 50
-) -> list[Batch]:
+    samples: Sequence[Conversation], front: QwenPreprocessor, *, size: int = 50
+) -> list[TrainingBatch]:
     """Make batches of samples to measure with."""
     return [make_batch(samples[at : at + size], front) for at in range(0, len(samples), size)]

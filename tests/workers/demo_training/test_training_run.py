@@ -21,7 +21,7 @@ from rich.console import Console  # noqa: E402
 from demo_training import model as small  # noqa: E402
 from demo_training import report, samples, train  # noqa: E402
 from demo_training.ahead import DrawnAhead  # noqa: E402
-from demo_training.batches import Batch, make_batch, placed  # noqa: E402
+from demo_training.batches import TrainingBatch, make_batch, placed  # noqa: E402
 from demo_training.drawing import Mark  # noqa: E402
 from demo_training.plan import Plan  # noqa: E402
 from demo_training.samples import held_out  # noqa: E402
@@ -255,11 +255,11 @@ def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) ->
     assert _bytes(trainer.batch_of(0)) != _bytes(trainer.batch_of(1))
 
 
-def _dies(step: int) -> Batch:
+def _dies(step: int) -> TrainingBatch:
     raise SystemExit(3)
 
 
-def _maker_that_dies() -> Callable[[int], Batch]:
+def _maker_that_dies() -> Callable[[int], TrainingBatch]:
     return _dies
 
 
