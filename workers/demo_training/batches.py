@@ -13,7 +13,7 @@ import torch
 
 from demo_training.drawing import LOOSE, OBJECT, Mark
 from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
-from demo_training.samples import Conversation
+from demo_training.samples import DrawnConversation
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 
 _UNIT = MERGE * MERGE
@@ -70,7 +70,7 @@ class _Line:
 
 
 def make_batch(
-    samples: Sequence[Conversation], front: QwenPreprocessor, *, buckets: int = 2
+    samples: Sequence[DrawnConversation], front: QwenPreprocessor, *, buckets: int = 2
 ) -> TrainingBatch:
     """Make a batch; `turns` numbers the turns of all conversations in order."""
     pixels: list[npt.NDArray[np.float32]] = []
@@ -116,7 +116,7 @@ def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
 
 
 def _line(
-    sample: Conversation,
+    sample: DrawnConversation,
     front: QwenPreprocessor,
     grids: Sequence[tuple[int, int]],
     end: int,

@@ -87,7 +87,7 @@ class DrawnTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class DrawnConversation:
     """A conversation of one task."""
 
     task: str
@@ -168,11 +168,11 @@ class _Author:
         question = self.pick(wordings).format(**scene.words)
         return _shown(DrawnTurn((), question, answer), [scene.picture] if show else [])
 
-    def one_image(self, scene: _Scene, tasks: list[str]) -> Conversation:
+    def one_image(self, scene: _Scene, tasks: list[str]) -> DrawnConversation:
         turns = [self.turn(scene, task, show=index == 0) for index, task in enumerate(tasks)]
-        return Conversation(tasks[0], tuple(turns))
+        return DrawnConversation(tasks[0], tuple(turns))
 
-    def pair(self, *, turns: int) -> Conversation:
+    def pair(self, *, turns: int) -> DrawnConversation:
         """Write questions on the first or the second of two images; the opening one is on the second."""
         makers: list[Callable[[], _Scene]] = [self.thing, lambda: self.number(3)]
         kind = int(self.rng.integers(2))
@@ -183,7 +183,7 @@ class _Author:
         for index in range(turns):
             asked = self.which(scenes, 1 if index == 0 else int(self.rng.integers(2)))
             written.append(_shown(asked, pictures if index == 0 else []))
-        return Conversation("second", tuple(written))
+        return DrawnConversation("second", tuple(written))
 
     def which(self, scenes: Sequence[_Scene], place: int) -> DrawnTurn:
         """Ask about the first or the second of the images so far."""
@@ -193,7 +193,7 @@ class _Author:
         question = self.pick(choices[task]).format(which=("first", "second")[place])
         return DrawnTurn((), question, scene.asked[task][1])
 
-    def conversation(self, turns: int) -> Conversation:
+    def conversation(self, turns: int) -> DrawnConversation:
         """Write turns that bring an image each; a later one may ask about an earlier image instead."""
         scenes: list[_Scene] = []
         written: list[DrawnTurn] = []
@@ -214,14 +214,14 @@ class _Author:
             else:
                 task = ("number", self.pick(("colour", "shape")), "count")[kind]
                 written.append(self.turn(scene, task, show=True))
-        return Conversation("conversation", tuple(written))
+        return DrawnConversation("conversation", tuple(written))
 
     def shuffled(self, tasks: tuple[str, ...], count: int) -> list[str]:
         order = self.rng.permutation(len(tasks))[:count]
         return [tasks[index] for index in order]
 
 
-def train_sample(rng: np.random.Generator, difficulty: float) -> Conversation:
+def train_sample(rng: np.random.Generator, difficulty: float) -> DrawnConversation:
     """Write a conversation to train on; difficulty goes from 0 (short, large, plain) to 1, or a little above it."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     kind = rng.random()
@@ -241,7 +241,7 @@ def train_sample(rng: np.random.Generator, difficulty: float) -> Conversation:
     return author.conversation(int(rng.integers(2, 4)))
 
 
-def looking_samples(rng: np.random.Generator, difficulty: float) -> list[Conversation]:
+def looking_samples(rng: np.random.Generator, difficulty: float) -> list[DrawnConversation]:
     """Draw pictures to look at without a question: pages of digits, and some numbers and objects."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     pictures = [draw_page(rng, author.fonts, difficulty) for _ in range(14)]
@@ -249,19 +249,20 @@ def looking_samples(rng: np.random.Generator, difficulty: float) -> list[Convers
     pictures += [author.thing().picture for _ in range(2)]
     pictures += [author.things().picture for _ in range(3)]
     return [
-        Conversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),)) for picture in pictures
+        DrawnConversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),))
+        for picture in pictures
     ]
 
 
-def page_sample(rng: np.random.Generator, difficulty: float) -> Conversation:
+def page_sample(rng: np.random.Generator, difficulty: float) -> DrawnConversation:
     """Draw one page of digits, without a question."""
     picture = draw_page(rng, font_files(held_out=False), difficulty)
-    return Conversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),))
+    return DrawnConversation("looking", (_shown(DrawnTurn((), "", ""), [picture]),))
 
 
 def held_out(
     task: str, count: int, *, seed: int = 0, packages: tuple[str, ...] = (BUILT_IN_FONT,)
-) -> list[Conversation]:
+) -> list[DrawnConversation]:
     """Write questions of one task in fonts that are never trained on; the same arguments give the same samples.
 
     Args:

@@ -34,7 +34,7 @@ from demo_training.model import (
     write_model,
 )
 from demo_training.plan import Plan
-from demo_training.samples import Conversation, looking_samples, page_sample, train_sample
+from demo_training.samples import DrawnConversation, looking_samples, page_sample, train_sample
 from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
@@ -76,7 +76,7 @@ class BatchMaker:
         """Draw and make ready the batch of a step."""
         return make_batch(self.samples(step), self._front)
 
-    def samples(self, step: int) -> list[Conversation]:
+    def samples(self, step: int) -> list[DrawnConversation]:
         """Draw the conversations of a step; what only looks has no questions."""
         plan = self.plan
         rng = np.random.default_rng([plan.seed, step])
@@ -337,7 +337,7 @@ def count_right(model: Any, batches: Sequence[TrainingBatch]) -> tuple[int, int]
 
 
 def held_out_batches(
-    samples: Sequence[Conversation], front: QwenPreprocessor, *, size: int = 50
+    samples: Sequence[DrawnConversation], front: QwenPreprocessor, *, size: int = 50
 ) -> list[TrainingBatch]:
     """Make batches of samples to measure with."""
     return [make_batch(samples[at : at + size], front) for at in range(0, len(samples), size)]

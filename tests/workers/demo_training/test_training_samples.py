@@ -9,7 +9,7 @@ import pytest
 
 from demo_training import drawing, samples
 from demo_training.drawing import COLOURS, SHAPES, Mark
-from demo_training.samples import TASKS, Conversation, DrawnTurn, held_out, train_sample
+from demo_training.samples import TASKS, DrawnConversation, DrawnTurn, held_out, train_sample
 from vsched.errors import ConfigError
 
 DRAWN = 40
@@ -21,7 +21,7 @@ def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
 
 
-def drawn(difficulty: float, count: int = DRAWN) -> list[Conversation]:
+def drawn(difficulty: float, count: int = DRAWN) -> list[DrawnConversation]:
     return [train_sample(np.random.default_rng([3, index]), difficulty) for index in range(count)]
 
 
@@ -54,7 +54,7 @@ def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
     return colour if "colour" in text else shape
 
 
-def check(sample: Conversation) -> int:
+def check(sample: DrawnConversation) -> int:
     seen: list[tuple[Mark, ...]] = []
     for turn in sample.turns:
         assert len(turn.images) == len(turn.marks)
@@ -81,9 +81,9 @@ def test_samples_held_out_answers_say_what_was_drawn(task: str) -> None:
 def test_samples_answer_check_can_fail() -> None:
     marks = ((Mark(0.2, 0.5, 0, 4), Mark(0.4, 0.5, 1, 2)),)
     image = drawing.draw_number(np.random.default_rng(0), "42", ("",), 0.0).image
-    check(Conversation("number", (DrawnTurn((image,), "Read the number.", "42", marks),)))
+    check(DrawnConversation("number", (DrawnTurn((image,), "Read the number.", "42", marks),)))
     with pytest.raises(AssertionError):
-        check(Conversation("number", (DrawnTurn((image,), "Read the number.", "24", marks),)))
+        check(DrawnConversation("number", (DrawnTurn((image,), "Read the number.", "24", marks),)))
 
 
 def test_samples_of_one_seed_are_the_same() -> None:
