@@ -286,7 +286,7 @@ def memory_limit(config: Config, plan: WorkerGroupPlan) -> int:
             continue
         if section.memory_limit != "auto":
             limits.append(size_bytes(section.memory_limit, path=path))
-        elif section.device != "cpu":
+        elif not section.on_cpu:
             limits.append(0)
         else:
             limits.append(default_limit(host_available(), ranks=config.ranks))

@@ -332,3 +332,25 @@ def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
         and ('from_pretrained("' in path.read_text() or ".cuda()" in path.read_text())
     ]
     assert not asking, "a name of a hub's model, or a call that only a GPU can serve"
+
+
+def test_tidy_class_names_stand_once() -> None:
+    """A name means one thing: only a protocol and the class that satisfies it may share theirs."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and "Protocol" not in map(ast.unparse, node.bases):
+                places.setdefault(node.name, []).append(f"{shown(path)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+FOLDER_FILES_MAX = 15
+FOLDERS_OF_MANY = {"tests/e2e"}
+"""Folders with more files than that: each file here is one story, and there is nothing to sort them by."""
+
+
+def test_tidy_folders_can_be_taken_in() -> None:
+    folders = {path.parent for path in [*sources(), *(ROOT / "tests").rglob("*.py")]}
+    counts = {shown(folder): len(list(folder.glob("[!_]*.py"))) for folder in folders}
+    crowded = {name: count for name, count in counts.items() if count > FOLDER_FILES_MAX}
+    assert not crowded.keys() - FOLDERS_OF_MANY, f"make rooms in these folders: {crowded}"

@@ -94,7 +94,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     encode_admission = built["encode.admission"]
     items_max = getattr(encode_admission, "max_items", None)
     if items_max is None:
-        items_max = ENCODE_ITEMS_MAX_CPU if config.encode.device == "cpu" else ENCODE_ITEMS_MAX
+        items_max = ENCODE_ITEMS_MAX_CPU if config.encode.on_cpu else ENCODE_ITEMS_MAX
     item_tokens_max = getattr(encode_admission, "max_tokens", 0)
     if item_tokens_max is None:
         item_tokens_max = config.generate.max_batch_tokens

@@ -162,6 +162,11 @@ class StageConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks compute on the host's processor, in the host's memory."""
+        return self.device == "cpu"
+
 
 class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     """The encode stage: images to embeddings."""

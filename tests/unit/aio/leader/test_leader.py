@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tests.patience import patience
-from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
+from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.leader import EARLY, Leader
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision

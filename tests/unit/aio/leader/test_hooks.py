@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
+from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.hooks import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.aio.leader_harness import LIMITS, LeaderHarness
+from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.leader import ProcessLiveness
 from vsched.failures import EncodeErrorKind
