@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.e2e.warm_ranks import PRELOADED
 from tests.patience import PATIENCE_S
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
@@ -27,7 +28,8 @@ class Ranks:
     """Runs a function as every rank of a group at once."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *PRELOADED])  # imported once, for all ranks
         self._folder = folder
         self._numbers = itertools.count()
         self._executors = [
