@@ -50,7 +50,7 @@ TWO_BY_TWO = (
         ),
     ],
 )
-def test_crews_follow_replicas_and_placement(
+def test_worker_groups_follow_replicas_and_placement(
     sets: tuple[str, ...], expected: list[tuple[list[str], int]]
 ) -> None:
     """Worker group i of two stages together serves encode-i and generate-i."""

@@ -37,7 +37,7 @@ def one_request() -> GenerateDecision:
     )
 
 
-async def test_crew_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -> None:
+async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -> None:
     """Every rank waits for the others while it loads; started one by one they would never be ready."""
     meet = tmp_path / "meet"
     meet.mkdir()
@@ -65,7 +65,7 @@ def process_names(pid: int) -> tuple[str, str]:
     return (folder / "comm").read_text().strip(), (folder / "cmdline").read_text().strip("\0 ")
 
 
-async def test_crew_ranks_are_known_by_name(place: Place) -> None:
+async def test_worker_group_ranks_are_known_by_name(place: Place) -> None:
     worker_group = place.worker_group(Heard().events, groups=["generate-0"], ranks=2)
     await worker_group.start()
     names = [process_names(pid) for pid in worker_group.pids]
@@ -76,7 +76,7 @@ async def test_crew_ranks_are_known_by_name(place: Place) -> None:
     ]
 
 
-async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
+async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     failing = Behaviour(load_error="CheckpointError")
     worker_group = place.worker_group(Heard().events, groups=["encode-1"], behaviour=failing)
     rank = await asyncio.create_subprocess_exec(
@@ -96,7 +96,7 @@ async def test_crew_rank_says_its_name_in_its_log(place: Place) -> None:
     )
 
 
-async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
+async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     """The deadline for readiness passes, and the message names the knob; nothing is left running."""
     heard = Heard()
     worker_group = place.worker_group(
@@ -114,7 +114,7 @@ async def test_crew_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     assert heard.lost == []
 
 
-async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(
+async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
@@ -149,7 +149,7 @@ async def test_crew_names_the_encoder_that_never_tells_what_it_reserves(
         ("RuntimeError", GroupLostError, "rank 0 stopped with RuntimeError: weights"),
     ],
 )
-async def test_crew_tells_why_a_rank_cannot_load(
+async def test_worker_group_tells_why_a_rank_cannot_load(
     place: Place, name: str, error: type[Exception], message: str
 ) -> None:
     """What the rank says reaches the caller as the same error, and does not wait for the deadline."""
@@ -162,7 +162,7 @@ async def test_crew_tells_why_a_rank_cannot_load(
     assert heard.lost == []
 
 
-async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
+async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
     """A group without one of its ranks does not linger until the deadline."""
     meet = tmp_path / "meet"
     meet.mkdir()
@@ -174,7 +174,7 @@ async def test_crew_one_failing_rank_stops_the_others(place: Place, tmp_path: Pa
     assert worker_group.pids == []
 
 
-async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
+async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
     """The loss is told once, with the reason; the next start is a fresh group under a new address."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
@@ -198,7 +198,7 @@ async def test_crew_tells_of_a_killed_rank_and_starts_again(place: Place) -> Non
     assert len(heard.lost) == 1
 
 
-async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
+async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     """`Stop` in the log ends every rank with code 0, and nobody waits for the grace to be over."""
     codes: list[int] = []
     worker_group = place.worker_group(Heard().events, ranks=2)
@@ -211,7 +211,7 @@ async def test_crew_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     assert codes == [0, 0]
 
 
-async def test_crew_rank_that_diverges_stops(place: Place) -> None:
+async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
     """A decision that does not fit what the rank holds ends the group; it is not computed on."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
@@ -225,7 +225,7 @@ async def test_crew_rank_that_diverges_stops(place: Place) -> None:
     await worker_group.stop(grace_s=0)
 
 
-async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> None:
+async def test_worker_group_rank_refuses_decisions_of_another_stage(place: Place) -> None:
     """A log of the wrong group is a divergence too."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
@@ -236,7 +236,7 @@ async def test_crew_rank_refuses_decisions_of_another_stage(place: Place) -> Non
     await worker_group.stop(grace_s=0)
 
 
-async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
+async def test_worker_group_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
     """The timeout runs from the first entry on; until all are ready the leader says nothing."""
     heard = Heard()
     worker_group = place.worker_group(
@@ -252,7 +252,7 @@ async def test_crew_rank_that_loads_longer_than_its_timeout_is_served(place: Pla
     await worker_group.stop()
 
 
-async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
+async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
     """A rank that hears nothing for its timeout stops with a clear error."""
     heard = Heard()
     worker_group = place.worker_group(
@@ -273,7 +273,7 @@ async def test_crew_rank_stops_when_the_leader_falls_silent(place: Place) -> Non
     await worker_group.stop(grace_s=0)
 
 
-async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> None:
+async def test_worker_group_together_serves_both_groups_in_one_process(place: Place) -> None:
     """One process with both roles: both groups are ready, both are led, and they are lost together."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, groups=("encode", "generate"))
@@ -294,7 +294,7 @@ async def test_crew_together_serves_both_groups_in_one_process(place: Place) -> 
     assert len(heard.lost) == 1
 
 
-async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
+async def test_worker_group_together_long_step_of_one_group_is_not_silence_in_the_other(
     place: Place,
 ) -> None:
     """One process answers both leaders, and a step may take up to `deadlines.step_s`."""
@@ -314,7 +314,7 @@ async def test_crew_together_long_step_of_one_group_is_not_silence_in_the_other(
         await worker_group.stop(grace_s=0)
 
 
-async def test_crew_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
+async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
     """Cancelling a start and then stopping leaves no process."""
     worker_group = place.worker_group(Heard().events, behaviour=Behaviour(load_s=60))
     starting = asyncio.ensure_future(worker_group.start())

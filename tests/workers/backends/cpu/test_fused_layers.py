@@ -29,7 +29,12 @@ from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.rotary_angles import Angles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
-from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedLinear, filled, packs
+from vsched_workers.backends.reference.packed_weights import (
+    FEW_ROWS,
+    PackedLinear,
+    packs,
+    padded_rows,
+)
 
 pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
 
@@ -166,12 +171,12 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of larger models lie in whole panels; rows are filled up no more. Images, too."""
+    """The weights of larger models lie in whole panels; rows are padded no more. Images, too."""
     monkeypatch.setattr(products, "operand", lambda: chosen)
     monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
-    assert fused.generator._layers._own >= BF16_ROWS_MAX  # type: ignore[attr-defined]
-    assert exact.generator._head._own is None  # type: ignore[attr-defined]
+    assert fused.generator._layers._custom >= BF16_ROWS_MAX  # type: ignore[attr-defined]
+    assert exact.generator._head._custom is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=300, seed=1).run(crowd(), arrivals=2)
@@ -225,7 +230,15 @@ def test_fused_layers_multiply_with_few_numbers_of_rows(
 
 
 def test_filled_adds_blocks_and_a_rest() -> None:
-    assert [filled(rows) for rows in (0, 1, 5, 256, 257, 520, 700)] == [0, 1, 6, 256, 257, 520, 704]
+    assert [padded_rows(rows) for rows in (0, 1, 5, 256, 257, 520, 700)] == [
+        0,
+        1,
+        6,
+        256,
+        257,
+        520,
+        704,
+    ]
 
 
 def test_last_layer_attends_for_rows_that_are_asked_for(
@@ -272,7 +285,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
             driver.step([driver.start(0, crowd()[1])])
     finally:
         layer.down = down
-    assert rows == [filled(30)]
+    assert rows == [padded_rows(30)]
 
 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:

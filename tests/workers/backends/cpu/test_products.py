@@ -15,7 +15,12 @@ from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX, INPUTS_MAX, panel_product
-from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight, filled, packs
+from vsched_workers.backends.reference.packed_weights import (
+    FEW_ROWS,
+    PackedWeight,
+    packs,
+    padded_rows,
+)
 
 pytestmark = [
     pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN"),
@@ -39,8 +44,8 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> O
 def _packed(
     weight: torch.Tensor, bias: torch.Tensor | None = None, threads: int = 1
 ) -> PackedWeight:
-    make_own = functools.partial(panel_product, threads=threads)
-    return PackedWeight(weight, bias, make_own=make_own)
+    make_custom = functools.partial(panel_product, threads=threads)
+    return PackedWeight(weight, bias, make_custom=make_custom)
 
 
 def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -59,7 +64,7 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
     for bias in (None, torch.randn(outputs).bfloat16()):
         weight = torch.randn(outputs, inputs).bfloat16()
         packed = _packed(weight, bias, threads)
-        assert packed.own_rows_max >= BF16_ROWS_MAX
+        assert packed.custom_rows_max >= BF16_ROWS_MAX
         for count in (*range(20), 23, 24, 25, 31, 36, 100, BF16_ROWS_MAX, 257):
             rows = torch.randn(count, inputs).bfloat16()
             found = packed(rows)
@@ -73,7 +78,7 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """What a request is answered does not depend, to the bit, on how many decode beside it."""
     torch.manual_seed(1)
     packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
-    assert packed.own_rows_max >= BF16_ROWS_MAX
+    assert packed.custom_rows_max >= BF16_ROWS_MAX
     rows = torch.randn(BF16_ROWS_MAX, 544).bfloat16()
     whole = packed(rows)
     for count in (1, 2, 5, 7, 13, 40):
@@ -85,7 +90,7 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
     packed = _packed(weight)
-    assert packed.own_rows_max >= BF16_ROWS_MAX
+    assert packed.custom_rows_max >= BF16_ROWS_MAX
     found = packed(rows)
     assert found.shape == (3, 5, 64)
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
@@ -96,7 +101,7 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
     weight = torch.randn(64, 32).bfloat16()
     packed = _packed(weight)
     seen: list[int] = []
-    own: Any = packed._own
+    own: Any = packed._custom
     assert own is not None
 
     def watch(rows: torch.Tensor) -> torch.Tensor:
@@ -104,21 +109,21 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
         found: torch.Tensor = own(rows)
         return found
 
-    packed._own = watch  # type: ignore[assignment]
+    packed._custom = watch  # type: ignore[assignment]
     block = FEW_ROWS[-1]
     rows = torch.randn(block + 5, 32).bfloat16()
     assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
     assert seen == ([5] if chosen is BF16 else [block, 5])
-    most = packed.own_rows_max
-    assert filled(block + 5, own=most) == block + 5
+    most = packed.custom_rows_max
+    assert padded_rows(block + 5, custom=most) == block + 5
     rest = BF16_ROWS_MAX + 1
-    assert filled(block + rest, own=most) == block + (160 if chosen is BF16 else rest)
+    assert padded_rows(block + rest, custom=most) == block + (160 if chosen is BF16 else rest)
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (64, 33), (64, INPUTS_MAX + 32)])
 def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> None:
     packed = _packed(torch.randn(*shape).bfloat16())
-    assert packed.own_rows_max == 0
+    assert packed.custom_rows_max == 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -130,7 +135,7 @@ def test_last_panel_is_filled_up_where_we_lay_the_weight_out(
     outputs, inputs = shape
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     packed = _packed(weight, bias, threads)
-    assert (packed.own_rows_max > 0) is (chosen is FLOAT32)
+    assert (packed.custom_rows_max > 0) is (chosen is FLOAT32)
     if chosen is FLOAT32:
         assert packed.size_bytes == -(-outputs // 64) * 64 * inputs * 2
     for count in (1, 7, 300):

@@ -37,7 +37,7 @@ from vsched_workers.backends.cpu.kernels.rope import (
 )
 from vsched_workers.backends.cpu.rotary_angles import Angles
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
-from vsched_workers.backends.reference.packed_weights import PackedLinear, filled
+from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
 from vsched_workers.parallel.slicing import SummedLinear
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class FusedLanguage:
         self._angles = Angles(model.rotary_emb)
         self._last = Norm.of(model.norm)
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
-        self._own = min((weight.own_rows_max for weight in packed), default=0)
+        self._custom = min((weight.custom_rows_max for weight in packed), default=0)
         use_threads(threads)
         for kernels in (norm, activation, rope):
             kernels.warm_up(threads=threads)
@@ -198,7 +198,7 @@ class FusedLanguage:
         Wanted are all decode rows, and the last rows of some chunks.
         """
         count = len(token_ids)
-        ids = functional.pad(token_ids, (0, filled(count, own=self._own) - count))
+        ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._custom) - count))
         hidden = functional.embedding(ids, self._model.embed_tokens.weight)
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
@@ -218,7 +218,7 @@ class FusedLanguage:
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
                 self._attend(layer, rows, attention_step, step, _ends(step, wanted))
-                rows, select = rows.only(select, self._own), None
+                rows, select = rows.only(select, self._custom), None
             else:
                 self._attend(layer, rows, attention_step, step, step.segments)
             self._feed_forward(layer, rows, following)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from vsched_workers.backends.reference.packed_weights import FEW_ROWS, filled
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, padded_rows
 
 
 class StepRows:
@@ -28,10 +28,10 @@ class StepRows:
             for start in range(0, len(hidden), size)
         ]
 
-    def only(self, wanted: torch.Tensor, own: int) -> StepRows:
+    def only(self, wanted: torch.Tensor, custom: int) -> StepRows:
         """Return some of the rows, and padding; their norms are lost."""
         count = len(wanted)
-        wanted = functional.pad(wanted, (0, filled(count, own=own) - count))
+        wanted = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
         return StepRows(self.hidden[wanted], self.attended[wanted], count)
 
 

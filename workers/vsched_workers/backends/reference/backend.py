@@ -20,7 +20,7 @@ from vsched_workers.backends.reference.host_memory import HostMemory, zeroed_pag
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
     MANY_ROWS,
-    MakeOwn,
+    MakeCustom,
     PackedWeight,
     flatten_patches,
     pack_linears,
@@ -40,7 +40,7 @@ class ReferenceBackend(Backend):
     layers_reuse_memory: ClassVar[bool] = True
     keeps_indices = False
     spare_blocks = 0
-    _make_product: MakeOwn | None = None
+    _make_product: MakeCustom | None = None
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
         memory = HostMemory(settings.device)
@@ -53,8 +53,8 @@ class ReferenceBackend(Backend):
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
         # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
-        packed_head = PackedWeight(head, None, make_own=self._make_product)
-        size = pack_linears(model, make_own=self._make_product) + packed_head.size_bytes
+        packed_head = PackedWeight(head, None, make_custom=self._make_product)
+        size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
         warm_up(model, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 

@@ -6,8 +6,8 @@ layers packing loses, and the result is not the same to the bit.
 
 oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
 lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
-numbers of rows only: blocks of the largest, and a rest that is filled up to the next one. Few rows, or all where that
-is faster, have a product of our own where a backend makes one (`backends/cpu/products.py`), which takes any number.
+numbers of rows only: blocks of the largest, and a rest that is padded to the next one. Few rows, or all where that
+is faster, have a custom product where a backend makes one (`backends/cpu/products.py`), which takes any number.
 
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
@@ -30,7 +30,7 @@ MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
 
-class OwnProduct(Protocol):
+class CustomProduct(Protocol):
     """A product that takes any number of rows.
 
     Attributes:
@@ -48,17 +48,17 @@ class OwnProduct(Protocol):
         ...
 
 
-MakeOwn = Callable[[torch.Tensor, torch.Tensor | None], OwnProduct | None]
+MakeCustom = Callable[[torch.Tensor, torch.Tensor | None], CustomProduct | None]
 """Makes a product from a weight and its bias, or None where there cannot be one."""
 
 
-def filled(rows: int, sizes: Sequence[int] = FEW_ROWS, own: int = 0) -> int:
-    """Return the number of rows that `rows` are filled up to: blocks, and a rest of one of the sizes.
+def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> int:
+    """Return the number of rows that `rows` are padded to: blocks, and a rest of one of the sizes.
 
-    A rest of at most `own`, the rows that a product of our own takes, stays as it is.
+    A rest of at most `custom`, the most rows of a custom product, stays as it is.
     """
     whole, rest = divmod(rows, sizes[-1])
-    if rest > own:
+    if rest > custom:
         rest = sizes[bisect.bisect_left(sizes, rest)]
     return whole * sizes[-1] + rest
 
@@ -71,19 +71,19 @@ class PackedWeight:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         sizes: Sequence[int] = FEW_ROWS,
-        make_own: MakeOwn | None = None,
+        make_custom: MakeCustom | None = None,
     ) -> None:
         operations: Any = torch.ops.mkldnn
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
         self._bias = bias
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
-        self._own = make_own(weight, bias) if make_own is not None else None
-        if self._own is None:
+        self._custom = make_custom(weight, bias) if make_custom is not None else None
+        if self._custom is None:
             self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
-            self.own_rows_max, self.size_bytes = 0, weight.nbytes
+            self.custom_rows_max, self.size_bytes = 0, weight.nbytes
         else:
-            self._packed = self._own.packed
-            self.own_rows_max, self.size_bytes = self._own.rows_max, self._own.size_bytes
+            self._packed = self._custom.packed
+            self.custom_rows_max, self.size_bytes = self._custom.rows_max, self._custom.size_bytes
         self._type = weight.dtype
         self._sizes = sizes
         self._exact = frozenset(sizes)
@@ -91,8 +91,8 @@ class PackedWeight:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         count, block = rows.numel() // self.shape[1], self._sizes[-1]
-        if self._own is not None and count <= min(self.own_rows_max, block):
-            return self._own(rows)
+        if self._custom is not None and count <= min(self.custom_rows_max, block):
+            return self._custom(rows)
         if count in self._exact:
             exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
             return exact
@@ -108,9 +108,9 @@ class PackedWeight:
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply at most a block of rows."""
         count = len(rows)
-        if self._own is not None and count <= self.own_rows_max:
-            return self._own(rows)
-        wanted = filled(count, self._sizes)
+        if self._custom is not None and count <= self.custom_rows_max:
+            return self._custom(rows)
+        wanted = padded_rows(count, self._sizes)
         if wanted > count:
             rows = functional.pad(rows, (0, 0, 0, wanted - count))
         result: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
@@ -118,9 +118,9 @@ class PackedWeight:
 
     def warm_up(self) -> None:
         """Compile all that will ever be needed."""
-        # A product of our own is one kernel for any number of rows.
-        counts = [size for size in self._sizes if size > self.own_rows_max]
-        for count in [1, *counts] if self.own_rows_max else counts:
+        # A custom product is one kernel for any number of rows.
+        counts = [size for size in self._sizes if size > self.custom_rows_max]
+        for count in [1, *counts] if self.custom_rows_max else counts:
             self._product(torch.zeros(count, self.shape[1], dtype=self._type))
 
 
@@ -131,12 +131,12 @@ class PackedLinear(nn.Module):
         self,
         linear: nn.Linear,
         sizes: Sequence[int] = FEW_ROWS,
-        make_own: MakeOwn | None = None,
+        make_custom: MakeCustom | None = None,
     ) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_own)
+        self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_custom)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -145,11 +145,13 @@ class PackedLinear(nn.Module):
 class FlatPatches(nn.Module):
     """The patch embedding as a matrix product, in place of a convolution."""
 
-    def __init__(self, convolution: nn.Conv3d, make_own: MakeOwn | None, *, pack: bool) -> None:
+    def __init__(
+        self, convolution: nn.Conv3d, make_custom: MakeCustom | None, *, pack: bool
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
         self.bias = convolution.bias
-        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_own) if pack else None
+        self.packed = PackedWeight(self.weight, self.bias, MANY_ROWS, make_custom) if pack else None
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
@@ -165,14 +167,14 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(
-    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_own: MakeOwn | None = None
+    module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_custom: MakeCustom | None = None
 ) -> int:
     """Pack every linear layer below a module; return the bytes of the packed weights."""
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
             if isinstance(linear, nn.Linear):
-                packed = PackedLinear(linear, sizes, make_own)
+                packed = PackedLinear(linear, sizes, make_custom)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size
@@ -190,7 +192,7 @@ def warm_up(module: nn.Module, *others: PackedWeight) -> None:
         weight.warm_up()
 
 
-def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None, *, pack: bool) -> None:
+def flatten_patches(tower: nn.Module, make_custom: MakeCustom | None = None, *, pack: bool) -> None:
     """Replace the patch embedding's convolution where it is nothing but a matrix product."""
     embedding: Any = getattr(tower, "patch_embed", None)
     convolution = getattr(embedding, "proj", None)
@@ -200,4 +202,4 @@ def flatten_patches(tower: nn.Module, make_own: MakeOwn | None = None, *, pack: 
         and convolution.groups == 1
         and not any(convolution.padding)
     ):
-        embedding.proj = FlatPatches(convolution, make_own, pack=pack)
+        embedding.proj = FlatPatches(convolution, make_custom, pack=pack)
