@@ -39,7 +39,7 @@ def loading_progress(console: Console) -> Iterator[Callable[[str, str, float], N
 
 
 class LoadingLines:
-    """Writes progress as log lines: one when a group begins something, then one every few seconds."""
+    """Writes progress as log lines: one when a group begins something, then its share every few seconds."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -51,5 +51,7 @@ class LoadingLines:
         last = self._last.get(group)
         if last is not None and last[0] == what and now_s - last[1] < LINE_S:
             return
+        begins = last is None or last[0] != what
         self._last[group] = (what, now_s)
-        logger.info("%s: %s%s", group, what, f" {fraction:.0%}" if 0 < fraction < 1 else "")
+        share = "" if begins or not 0 < fraction < 1 else f" {fraction:.0%}"
+        logger.info("%s: %s%s", group, what, share)

@@ -23,7 +23,7 @@ def test_loading_is_told_line_by_line_without_a_terminal(caplog: pytest.LogCaptu
         report("encode", "language model", 1.0)
     assert caplog.messages == [
         "generate-0: starting",
-        "generate-0: language model 1%",
+        "generate-0: language model",
         "generate-0: language model 51%",
         "encode: language model",
     ]

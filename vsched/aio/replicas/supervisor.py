@@ -120,7 +120,7 @@ class Supervisor:
                 failure = failure_of(error, groups)
                 continue
             self.restarts += 1
-            logger.warning("%s: back", self.names)
+            logger.warning("%s: up again", self.names)
             self._finish()
             self._on_back()
             return
