@@ -92,8 +92,8 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
             limit=_EXPECTED.sub("", text).replace("`", ""),
             remedy="send a value within the limit",
         )
-    where = f"`{path}`: " if path else ""
-    message = f"{where}{text}. Remedy: correct this parameter."
+    where = f"`{path}`: " if path else "the body: "
+    message = f"{where}{text}. Remedy: correct this {'parameter' if path else 'object'}."
     return ParameterRefused(message, param=path or None)
 
 

@@ -74,11 +74,9 @@ def parse(reference: str, settings: MediaSettings) -> Target:
         RequestRefused: When it is malformed or its host and port are not configured.
     """
     if not settings.hosts:
-        message = limit_message(
-            "remote images are switched off",
-            value="an http(s): URL",
-            limit="no allowed hosts",
-            remedy="send the image as a data: URL or configure media.hosts",
+        message = (
+            "remote images are switched off: media.hosts is empty. "
+            "Remedy: send the image as a data: URL or add its host to media.hosts."
         )
         raise _refuse(message)
     malformed = _refuse("the image URL is malformed. Remedy: send a plain http(s)://host/path URL.")

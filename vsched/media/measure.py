@@ -182,11 +182,9 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaSetting
         return
     for index, reference in enumerate(references):
         if isinstance(reference, EmbeddedImage):
-            message = limit_message(
-                "embeddings in requests are switched off",
-                value="image_embeds",
-                limit="image_url",
-                remedy="send the image itself or set media.allow_embeddings = true",
+            message = (
+                "embeddings in requests are switched off: media.allow_embeddings is false. "
+                "Remedy: send the image itself or set media.allow_embeddings = true."
             )
             raise blame(RequestRefused(message, code="embeddings_disabled"), index)
 

@@ -171,11 +171,9 @@ def _file_refused() -> RequestRefused:
 
 def _read_file(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
     if not settings.directory:
-        message = limit_message(
-            "file: references are switched off",
-            value="file:",
-            limit="no media directory",
-            remedy="send the image as a data: URL or configure media.directory",
+        message = (
+            "file: references are switched off: media.directory is empty. "
+            "Remedy: send the image as a data: URL or set media.directory."
         )
         raise RequestRefused(message, code="image_file_refused")
     try:
