@@ -119,7 +119,7 @@ class World:
         return next(self._pids)
 
     def accept(self, number: int, items: tuple[MediaItem, ...]) -> None:
-        """Take down what a request holds."""
+        """Note what a request holds."""
         self.items[number] = items
         self.cached[number] = keyed_by_set(items) if self.by_set else items
         for item, cached in zip(items, self.cached[number], strict=True):

@@ -154,9 +154,9 @@ def heap(limits: StepLimits, budget: int) -> list[int]:
 
 def beside_decodes(limits: StepLimits) -> list[int]:
     """Return the chunk lengths of a step in which all other slots decode."""
-    for seats in range(1, limits.slots):
-        left = limits.batch_tokens - (limits.slots - seats)
-        if left <= seats * limits.chunk_max:
+    for prefilling in range(1, limits.slots):
+        left = limits.batch_tokens - (limits.slots - prefilling)
+        if left <= prefilling * limits.chunk_max:
             return heap(limits, left)
     return heap(limits, limits.batch_tokens)
 
@@ -178,7 +178,7 @@ class _Rehearsal:
         self._image = image
         self._step = 0
         self._number = 0
-        self._seated: dict[int, int] = {}
+        self._slot_requests: dict[int, int] = {}
         self._blocks = [
             index % blocks for index in range(-(-limits.length_max // limits.block_size))
         ]
@@ -202,8 +202,8 @@ class _Rehearsal:
         few, beside = heap(self._limits, self._limits.batch_tokens), beside_decodes(self._limits)
         if few[0] > beside[0]:
             yield self._prefill(few, long=1)
-        seats, _ = self._prefill([1] * self._limits.slots, long=self._limits.slots)
-        yield seats, 0
+        joining, _ = self._prefill([1] * self._limits.slots, long=self._limits.slots)
+        yield joining, 0
         yield self._decode()
         yield self._prefill(beside, long=1)
 
@@ -218,10 +218,10 @@ class _Rehearsal:
         """
         left, joined, chunks = [], [], []
         for slot, length in enumerate(lengths):
-            if slot in self._seated:
-                left.append(Leave(self._seated[slot], slot, keep=False))
+            if slot in self._slot_requests:
+                left.append(Leave(self._slot_requests[slot], slot, keep=False))
             self._number += 1
-            self._seated[slot] = self._number
+            self._slot_requests[slot] = self._number
             stop = self._limits.prompt_tokens if slot < long else length
             data = self._request(stop)
             joined.append(Join(self._number, slot, stop - length, stop, self._blocks, data))

@@ -7,16 +7,16 @@ from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
 class Priority(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits strictly by level, the larger first; within a level in order of arrival.
+    """Admits by priority, the larger first; within a priority in order of arrival.
 
-    An entry rises by a level for every `ageing_s` that it has waited, so that nothing waits for ever. Nothing passes a
-    more urgent entry that does not fit yet. Within its order it is `token-budget`.
+    The priority of an entry rises by one for every `ageing_s` that it has waited, so that nothing waits for ever.
+    Nothing passes a more urgent entry that does not fit yet. Within its order it is `token-budget`.
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
         max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
             free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
-        ageing_s: Waiting time that is worth a level; 0 for no ageing, which lets a low level starve.
+        ageing_s: Waiting time that raises the priority by one; 0 for no ageing, which lets a low priority starve.
     """
 
     max_tokens: Count | None = None
@@ -27,7 +27,7 @@ class Priority(AdmissionPolicy, frozen=True, kw_only=True):
         """Return the most urgent entries, up to the budget."""
         ageing_ns = int(self.ageing_s * SECOND_NS)
 
-        def level(index: int) -> int:
+        def aged_priority(index: int) -> int:
             entry = view.waiting[index]
             aged = (view.now_ns - entry.arrived_ns) // ageing_ns if ageing_ns else 0
             return entry.priority + aged
@@ -35,7 +35,7 @@ class Priority(AdmissionPolicy, frozen=True, kw_only=True):
         order = range(len(view.waiting))
         chosen = pack(
             view,
-            order=sorted(order, key=lambda index: -level(index)),
+            order=sorted(order, key=lambda index: -aged_priority(index)),
             tokens_max=budget(self.max_tokens, view.default_tokens),
             items_max=self.max_items,
         )

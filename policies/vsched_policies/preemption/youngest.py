@@ -6,7 +6,7 @@ from vsched.policy import PreemptionPolicy, PreemptionView
 
 
 class Youngest(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request that joined last: the least work is lost, and the oldest always gets done."""
+    """Preempts the request that joined last, so that those before it get done."""
 
     def victim(self, view: PreemptionView) -> int:
         """Return the last of the running requests."""

@@ -1,6 +1,6 @@
 """The oracles notice a kernel that is broken: each fails when what it guards is broken.
 
-The kernel's own checks are switched off here, so that it is the simulator's books that notice.
+The kernel's own checks are switched off here, so that it is the oracles that notice.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class StageExecutor:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
-    """The first rank says how long each stretch took, and at the end all of them; the others speak at the end."""
+    """The first rank says how long each time slice took, and at the end all of them; the others speak at the end."""
     side = StageExecutor(
         (5, Paused(1, 1, 0)),
         (7, Paused(1, 2, 0)),

@@ -80,9 +80,9 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
     worker = FrugalGenerator(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=3, block_size=16)
     run_profile(worker, model_info(), LOAD, blocks=3, image=IMAGE)
-    seats, decode, mixed = worker.batches
+    joining, decode, mixed = worker.batches
     assert worker.events[1:] == ["layers 0", "layers 2", "layers 2"]
-    assert len(seats[2]) == LOAD.slots
+    assert len(joining[2]) == LOAD.slots
     assert decode[:2] == (LOAD.slots, LOAD.context_tokens - 2)
     assert mixed[0] + sum(stop - start for start, stop, _ in mixed[2]) == LOAD.batch_tokens
     assert mixed[2][0][:2] == (LOAD.context_tokens - 3 - 16, LOAD.context_tokens - 3)

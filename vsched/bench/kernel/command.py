@@ -20,7 +20,7 @@ def kernel(
         Path | None, typer.Option(help="JSON file to write.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure microseconds a decode step, a one-image request, and an arrival, with the configured policies."""
+    """Measure the microseconds of a decode step, a one-image request and an arrival, with the configured policies."""
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table

@@ -56,7 +56,7 @@ class EngineObserver:
         self._ids: dict[str, bytes] = {}
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Take down an event."""
+        """Note an event."""
         self.events += 1
         self._digest.update(self._words(event, now_ns, commands))
         self._follow(event, now_ns, commands)
@@ -64,7 +64,7 @@ class EngineObserver:
             try:
                 self._oracles.see(now_ns, event, commands, self.kernel)
             except AssertionError as error:
-                self._broken = True  # the books are wrong from here on
+                self._broken = True  # what the oracles know is wrong from here on
                 self._world.violate(f"after {type(event).__name__}: {error}")
         self.on_event()
 

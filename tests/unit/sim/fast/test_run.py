@@ -138,7 +138,7 @@ def test_run_stages_that_share_a_process_take_turns() -> None:
 
 
 def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
-    """Nobody waits much longer for a token than a stretch and a step; the work is the same."""
+    """Nobody waits much longer for a token than a time slice and a step; the work is the same."""
     arrivals = [
         arrival(1, 0, Text(1, 20), outputs=30),
         arrival(2, 20, Image("a", 1500), Text(2, 5), outputs=1),
