@@ -66,7 +66,7 @@ class Ask:
         return preprocessor.expand(token_ids, [plan.tokens for plan in plans])[0]
 
 
-def crowd() -> list[Ask]:
+def mixed_asks() -> list[Ask]:
     """Return 24 questions with 0 to 4 images of mixed sizes; some share a beginning, some an image."""
     asks = []
     for number in range(24):

@@ -17,7 +17,7 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.asking import Ask, crowd, held, in_flight  # noqa: E402
+from tests.e2e.asking import Ask, held, in_flight, mixed_asks  # noqa: E402
 from tests.e2e.warm_ranks import WarmRanks  # noqa: E402
 from tests.patience import until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
@@ -118,8 +118,8 @@ def generated(
 def expected(
     generated: Callable[[str, Sequence[Ask]], list[list[int]]],
 ) -> Callable[[str], list[list[int]]]:
-    """Return what transformers' `generate` answers to the crowd."""
-    return functools.cache(lambda size: generated(size, crowd()))
+    """Return what transformers' `generate` answers to each of them."""
+    return functools.cache(lambda size: generated(size, mixed_asks()))
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from tests.e2e.asking import Ask, answers, crowd, data_url
+from tests.e2e.asking import Ask, answers, data_url, mixed_asks
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
 from vsched.aio.leader.encode_slices import EncodeSlices
@@ -53,7 +53,7 @@ async def test_engine_equals_generate(
 ) -> None:
     """24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
     before = served.statistics()["generate"]
-    found = await answers(served, crowd(), at_once=8)
+    found = await answers(served, mixed_asks(), at_once=8)
     statistics = served.statistics()
     after, encode = statistics["generate"], statistics["encode"]
     wanted = expected(served.model_name)
@@ -83,9 +83,9 @@ async def test_engine_equals_generate_where_encoding_pauses(
     monkeypatch.setattr(EncodeSlices, "go_on", go_on)
     sets = ("placement=together", "generate.step_target_ms=0.1", "generate.step_target_ratio=1.5")
     async with Engine(configure("nano3", *sets)) as engine:
-        found = await answers(engine, crowd(), at_once=8)
+        found = await answers(engine, mixed_asks(), at_once=8)
         assert [each.token_ids for each in found] == expected(engine.model_name)
-        assert len(pauses) > len(crowd())
+        assert len(pauses) > len(mixed_asks())
         assert all(paused.busy_ns > 0 for paused in pauses)
         await assert_idle(engine)
 
@@ -105,7 +105,7 @@ async def test_preparation_equals_transformers(
     tokenizer = AutoTokenizer.from_pretrained(path)
     processor = AutoImageProcessor.from_pretrained(path, backend="pil")
     image_token = json.loads((path / "config.json").read_text())["image_token_id"]
-    asks: list[Ask] = [ask for ask in crowd() if ask.images][:8]
+    asks: list[Ask] = [ask for ask in mixed_asks() if ask.images][:8]
     assert engine._running is not None
     media, arena = engine._running.media, engine._running.arena
     for ask in asks:

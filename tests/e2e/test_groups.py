@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e import faulty_plugin
-from tests.e2e.asking import TEXTS, Answer, Ask, begin, crowd, drawn_image
+from tests.e2e.asking import TEXTS, Answer, Ask, begin, drawn_image, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import is_alive, parent, running
@@ -87,8 +87,8 @@ async def read(generation: TokenStream) -> Answer:
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def questions(configure: Callable[..., Config]) -> list[Question]:
     """Return 24 greedy questions and some that draw, with the answers of a single undisturbed rank."""
-    asked: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in crowd()]
-    for number, ask in enumerate(crowd()[:DRAWN]):
+    asked: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
+    for number, ask in enumerate(mixed_asks()[:DRAWN]):
         asked.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
     async with Engine(configure(SIZE, "placement=together")) as alone:
         found = [await read(await begin(alone, ask, sampling)) for ask, sampling in asked]

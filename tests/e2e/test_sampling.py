@@ -1,4 +1,4 @@
-"""A seeded request draws the same tokens alone, in a crowd, and after it was preempted."""
+"""A seeded request draws the same tokens alone, in a batch, and after it was preempted."""
 
 from __future__ import annotations
 

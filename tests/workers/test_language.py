@@ -21,7 +21,7 @@ Stages = Callable[..., Stage]
 References = Callable[[str], Reference]
 
 
-def crowd(sampling: SamplingParams | None = None) -> list[Question]:
+def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
     """Return questions of none to three images of different sizes."""
     chosen = sampling or SamplingParams(temperature=0.0)
     return [
@@ -55,7 +55,7 @@ def test_step_equals_generate(
 ) -> None:
     """Chunks that split images, packed and mixed with decode, give the tokens of `generate`."""
     stage = stages(size, attention)
-    questions = crowd()
+    questions = mixed_questions()
     found = Driver(stage, chunk=chunk, seed=chunk).run(questions, arrivals=2)
     assert outputs(found) == expected(stage, references(size), questions)
 
@@ -66,7 +66,7 @@ def test_step_equals_generate_after_preemption(
 ) -> None:
     """A request that is computed again from its tokens, output included, goes on as if nothing had happened."""
     stage = stages(size)
-    questions = crowd()
+    questions = mixed_questions()
     found = Driver(stage, chunk=40).run(questions, preempts=5)
     assert outputs(found) == expected(stage, references(size), questions)
 
@@ -92,7 +92,7 @@ def test_step_samples_the_same_alone_and_in_a_crowd(
 ) -> None:
     """A seeded request draws the same tokens whatever runs beside it, preemption included."""
     stage = stages(size)
-    questions = crowd(sampling)
+    questions = mixed_questions(sampling)
     together = Driver(stage, chunk=40, seed=3).run(questions, arrivals=1, preempts=6)
     alone = [Driver(stage, chunk=1000).run([question])[0] for question in questions]
     assert outputs(together) == outputs(alone)
@@ -101,7 +101,8 @@ def test_step_samples_the_same_alone_and_in_a_crowd(
 def test_step_draws_differ_by_seed(stages: Stages) -> None:
     stage = stages("nano25")
     questions = [
-        dataclasses.replace(crowd()[1], sampling=SamplingParams(seed=seed)) for seed in range(3)
+        dataclasses.replace(mixed_questions()[1], sampling=SamplingParams(seed=seed))
+        for seed in range(3)
     ]
     found = outputs(Driver(stage, chunk=64).run(questions))
     assert len({tuple(each) for each in found}) == 3
@@ -113,7 +114,7 @@ def test_step_repetition_penalty_equals_generate(
 ) -> None:
     stage = stages(size)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.4)
-    questions = crowd(sampling)
+    questions = mixed_questions(sampling)
     found = Driver(stage, chunk=40).run(questions)
     reference = references(size)
     assert outputs(found) == [
@@ -127,7 +128,7 @@ def test_step_repetition_penalty_equals_generate(
 def test_step_reports_logprobs_for_the_rows_that_ask(stages: Stages) -> None:
     stage = stages("nano25")
     asking = SamplingParams(temperature=0.0, logprobs=3)
-    questions = [crowd()[1], dataclasses.replace(crowd()[0], sampling=asking)]
+    questions = [mixed_questions()[1], dataclasses.replace(mixed_questions()[0], sampling=asking)]
     plain, reporting = Driver(stage, chunk=64).run(questions)
     assert plain.logprobs == []
     assert len(reporting.logprobs) == len(reporting.output)
@@ -141,7 +142,7 @@ def test_step_reports_logprobs_for_the_rows_that_ask(stages: Stages) -> None:
 def test_step_without_a_sampling_chunk_returns_no_tokens(stages: Stages) -> None:
     stage = stages("nano25")
     driver = Driver(stage, chunk=4)
-    running = driver.start(0, crowd()[1])
+    running = driver.start(0, mixed_questions()[1])
     driver.step([running])
     assert running.output == []
     assert running.computed == 4
@@ -150,7 +151,7 @@ def test_step_without_a_sampling_chunk_returns_no_tokens(stages: Stages) -> None
 @pytest.mark.parametrize("attention", ["exact", "numba"])
 def test_step_runs_in_bfloat16(stages: Stages, size: str, attention: str) -> None:
     stage = stages(size, attention, "bfloat16")
-    found = Driver(stage, chunk=48).run(crowd())
+    found = Driver(stage, chunk=48).run(mixed_questions())
     assert [len(each.output) for each in found] == [12] * 4
 
 
@@ -229,7 +230,7 @@ def test_positions_equal_those_of_the_model(
 ) -> None:
     """The stand-in gives what the whole model gives, for several images of different sizes."""
     stage = stages(size)
-    running = Driver(stage, chunk=64).start(0, crowd()[2])
+    running = Driver(stage, chunk=64).start(0, mixed_questions()[2])
     sequence = running.sequence
     ids = torch.from_numpy(sequence.tokens[: sequence.prompt_length][None].astype(np.int64))
     grids = torch.tensor([grid for _, _, grid in sequence.items])

@@ -19,7 +19,7 @@ from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
-from vsched.api.schema import ChatRequest, CompletionRequest, SamplingFields
+from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference

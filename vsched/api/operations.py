@@ -16,8 +16,8 @@ from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ParameterRefused, envelope, unsupported
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
+from vsched.api.request_schema import GroupRequest, TokenizeRequest
 from vsched.api.responses import GroupAction, Model, ModelList, Tokens
-from vsched.api.schema import GroupRequest, TokenizeRequest
 
 ACTIONS = ("drain", "restart", "resume")
 

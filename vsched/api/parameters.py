@@ -11,7 +11,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, unsupported
-from vsched.api.schema import (
+from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
     ImageEmbedsPart,

@@ -119,16 +119,16 @@ def run_profile(
         DeviceOutOfMemory: From the worker.
     """
     frugal = worker if isinstance(worker, FrugalSteps) and worker.frugal else None
-    rehearsal = _Rehearsal(info, limits, blocks=blocks, image=image)
+    writer = _DecisionWriter(info, limits, blocks=blocks, image=image)
     rank = GenerateRank(
         worker,
-        rehearsal.embeddings,
+        writer.embeddings,
         slots=limits.slots,
         context_tokens=limits.length_max,
         block_size=limits.block_size,
     )
     steps = 0
-    for decision, layers in rehearsal.frugal() if frugal else rehearsal.whole():
+    for decision, layers in writer.frugal() if frugal else writer.whole():
         with frugal.first_layers(layers) if frugal else nullcontext():
             rank.apply(decision)
         steps += 1
@@ -167,8 +167,8 @@ Step = tuple[GenerateDecision, int]
 _LAYERS = 2
 
 
-class _Rehearsal:
-    """Words the decisions."""
+class _DecisionWriter:
+    """Writes the decisions of a profiling run, as a kernel would."""
 
     def __init__(
         self, info: ModelInfo, limits: StepLimits, *, blocks: int, image: ImagePlan | None

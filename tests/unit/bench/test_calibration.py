@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vsched.bench.fidelity.calibration import (
-    CROWD_DECODES,
+    CONTENTION_DECODES,
     ROUND_COST_MIN,
     CalibrationLimits,
     CalibrationTrial,
@@ -84,7 +84,7 @@ def test_cost_of_a_trial_counts_images_and_steps() -> None:
     )
     assert image.cost > text.cost + 200
     assert CalibrationTrial((PlannedRequest(100, outputs=10),)).cost > text.cost
-    assert len(CROWD_DECODES) == 2
+    assert len(CONTENTION_DECODES) == 2
 
 
 def test_machine_is_described() -> None:

@@ -18,7 +18,7 @@ from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.reference import Reference
-from tests.workers.test_language import crowd, expected, outputs
+from tests.workers.test_language import expected, mixed_questions, outputs
 from vsched.errors import CheckpointError
 from vsched.worker.capabilities import PeriodicWork
 from vsched.worker.contract import WorkerSettings
@@ -74,8 +74,8 @@ def test_step_equals_generate(
 ) -> None:
     """Chunks, images and decode together, dense layers between: the tokens of transformers' `generate`."""
     stage = stages(SIZE)
-    found = Driver(stage, chunk=40).run(crowd(), arrivals=2, preempts=7)
-    assert outputs(found) == expected(stage, references(SIZE), crowd())
+    found = Driver(stage, chunk=40).run(mixed_questions(), arrivals=2, preempts=7)
+    assert outputs(found) == expected(stage, references(SIZE), mixed_questions())
 
 
 @pytest.mark.slow

@@ -69,10 +69,10 @@ def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
     assert all(each == found[0] for each in found)
 
 
-def attempts(settings: WorkerSettings, culprit: int, kind: str) -> list[str]:
-    """Fail three times, at the culprit, and succeed after each; return what happened."""
+def attempts(settings: WorkerSettings, failing: int, kind: str) -> list[str]:
+    """Fail three times, on the failing rank, and succeed after each; return what happened."""
     group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=NEVER_S)
-    here = settings.rank == culprit
+    here = settings.rank == failing
     error = DeviceOutOfMemory("own") if kind == "memory" else ValueError("own")
     seen = []
 
@@ -91,7 +91,7 @@ def attempts(settings: WorkerSettings, culprit: int, kind: str) -> list[str]:
         seen.append(outcome(lambda fault=fault: attempt(**{fault: True})))  # type: ignore[misc]
         seen.append(outcome(attempt))
     for alone in (lambda: prepare(group, error), lambda: abort_twice(group)):
-        # The culprit fails by itself; the others notice in what they do together next, where it takes no part.
+        # The failing rank fails by itself; the others notice in what they do together next, where it takes no part.
         seen.append(outcome(alone if here else attempt))
         seen.append(outcome(attempt))
     return seen
@@ -107,14 +107,14 @@ def prepare(group: RankGroup, error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (4, 2)])
-def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, culprit: int) -> None:
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (4, 2)])
+def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, failing: int) -> None:
     """No rank goes on or retries alone, wherever another one failed; the next attempt works on all."""
-    found = ranks.run(attempts, culprit, "memory", size=size)
-    other = f"DeviceOutOfMemory: another rank of the group, {culprit}, ran out of memory."
+    found = ranks.run(attempts, failing, "memory", size=size)
+    other = f"DeviceOutOfMemory: another rank of the group, {failing}, ran out of memory."
     own = "DeviceOutOfMemory: own"
     for rank, seen in enumerate(found):
-        if rank == culprit:
+        if rank == failing:
             assert seen == [own, ""] * 4 + ["", ""]
         else:
             assert seen == [other, ""] * 5
@@ -171,7 +171,7 @@ def test_group_meets_at_one_step_only(ranks: Ranks) -> None:
 
 
 def generate_with_faults(
-    settings: WorkerSettings, path: str, culprit: int
+    settings: WorkerSettings, path: str, failing: int
 ) -> tuple[list[str], list[int]]:
     """Fail one step at each place of a step, and run it again each time, to the end of a request."""
     stage = on_rank.load(settings, path)
@@ -188,7 +188,7 @@ def generate_with_faults(
     seen = []
     for owner, name in faults:
         with pytest.MonkeyPatch.context() as patch:
-            if settings.rank == culprit:
+            if settings.rank == failing:
                 patch.setattr(owner, name, Once(getattr(owner, name), OUT_OF_MEMORY))
             seen.append(outcome(lambda: driver.step([running])))
         driver.step([running])
@@ -197,16 +197,16 @@ def generate_with_faults(
     return seen, running.output
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 def test_step_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], culprit: int
+    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], failing: int
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are the same as ever."""
-    found = ranks.run(generate_with_faults, str(checkpoints("nano25")), culprit)
+    found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
     wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
     for rank, (seen, tokens) in enumerate(found):
         assert tokens == wanted
-        words = "memory ran out while running a step" if rank == culprit else f"{culprit}, ran out"
+        words = "memory ran out while running a step" if rank == failing else f"{failing}, ran out"
         assert len(seen) == 4
         assert all(each.startswith("DeviceOutOfMemory") and words in each for each in seen), seen
 

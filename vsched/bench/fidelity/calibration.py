@@ -42,9 +42,9 @@ BATCHES = ((2, 64), (4, 64), (8, 16), (3, 256))
 """How many images of how many tokens a request has that fills a batch."""
 KV_SHARE = 0.75
 """So much of the KV cache is used: nothing is to be preempted."""
-CROWD_TOKENS_MIN = 64
+CONTENTION_TOKENS_MIN = 64
 """Smaller images are encoded too fast to be in anybody's way."""
-CROWD_DECODES = (1, 8)
+CONTENTION_DECODES = (1, 8)
 QUESTION = 8
 """Tokens of text beside an image."""
 STEP_TOKENS = 30
@@ -161,25 +161,25 @@ def plan_round(limits: CalibrationLimits, cost_max: float) -> list[CalibrationTr
             if spent > max(cost_max, ROUND_COST_MIN):
                 break
             chosen.append(trial)
-    return chosen + _plan_crowds(limits, chosen)
+    return chosen + _plan_contention(limits, chosen)
 
 
-def _plan_crowds(
+def _plan_contention(
     limits: CalibrationLimits, chosen: Sequence[CalibrationTrial]
 ) -> list[CalibrationTrial]:
     """Return trials in which all images that the others have are prepared and encoded while requests decode."""
     images = {ask.images for trial in chosen for ask in trial.asks if len(ask.images) == 1}
     asks = tuple(
-        PlannedRequest(QUESTION, one) for one in sorted(images) if one[0] >= CROWD_TOKENS_MIN
+        PlannedRequest(QUESTION, one) for one in sorted(images) if one[0] >= CONTENTION_TOKENS_MIN
     )
     most = min(limits.context_tokens, limits.kv_tokens // 2)
-    crowds = []
-    for count in CROWD_DECODES:
+    trials = []
+    for count in CONTENTION_DECODES:
         beside = (PlannedRequest(QUESTION, outputs=most // count - 2 * QUESTION),) * count
-        crowds += [
+        trials += [
             CalibrationTrial(asks, at_once=at_once, beside=beside) for at_once in (False, True)
         ]
-    return [crowd for crowd in crowds if crowd.asks and limits.fit((*crowd.asks, *crowd.beside))]
+    return [one for one in trials if one.asks and limits.fit((*one.asks, *one.beside))]
 
 
 class CalibrationDriver:

@@ -184,7 +184,7 @@ def test_calibrate_finds_what_company_costs() -> None:
 
 
 def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
-    """What two cost on one core is not fitted: a crowd of known ways shares it."""
+    """What two cost on one core is not fitted: known contention shares it."""
     scene = Scene(noise=0.02)
     for _ in range(2):
         scene.round()

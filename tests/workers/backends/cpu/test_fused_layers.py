@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
-from tests.workers.test_language import crowd
+from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
 from vsched_workers.backends.cpu import prefill_attention, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
@@ -161,7 +161,9 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
-    Driver(stage, chunk=chunk, seed=chunk).run(crowd(), arrivals=2, preempts=7 * (chunk > 5))
+    Driver(stage, chunk=chunk, seed=chunk).run(
+        mixed_questions(), arrivals=2, preempts=7 * (chunk > 5)
+    )
     twins.check()
 
 
@@ -179,7 +181,7 @@ def test_fused_layers_equal_the_modules_with_our_own_product(
     assert exact.generator._head._custom is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
-    Driver(stage, chunk=300, seed=1).run(crowd(), arrivals=2)
+    Driver(stage, chunk=300, seed=1).run(mixed_questions(), arrivals=2)
     twins.check()
     _check_images(exact, fused, [(90, 60), (448, 448)])
 
@@ -194,7 +196,7 @@ def test_fused_layers_equal_the_modules_on_two_ranks(
     checkpoints: Callable[[str], Path], ranks: Ranks, size: str
 ) -> None:
     """Each rank merges its own heads' products, and what the ranks add up is the same on both."""
-    first, second = ranks.run(run_twins, str(checkpoints(size)), crowd())
+    first, second = ranks.run(run_twins, str(checkpoints(size)), mixed_questions())
     assert first == second
     assert len(first) > 40
 
@@ -224,7 +226,7 @@ def test_fused_layers_multiply_with_few_numbers_of_rows(
                 return product
 
             monkeypatch.setattr(module.packed, "_multiply", watch)
-    Driver(stage, chunk=37).run(crowd(), arrivals=2)
+    Driver(stage, chunk=37).run(mixed_questions(), arrivals=2)
     assert len(seen) > 2
     assert seen <= {*FEW_ROWS}
 
@@ -257,7 +259,7 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
         return rows
 
     monkeypatch.setattr(generator, "_attention", kernels._replace(prefill=watch))
-    Driver(stage, chunk=9).run(crowd()[:1])
+    Driver(stage, chunk=9).run(mixed_questions()[:1])
     last = max(attended)
     assert last > 0
     prompt = sum(attended[0])
@@ -282,7 +284,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
     layer.down = watch
     try:
         with generator.first_layers(1):
-            driver.step([driver.start(0, crowd()[1])])
+            driver.step([driver.start(0, mixed_questions()[1])])
     finally:
         layer.down = down
     assert rows == [padded_rows(30)]

@@ -16,7 +16,7 @@ import torch
 from tests.workers.backends.paged import filled_cache, written_out
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
 from tests.workers.reference import Reference
-from tests.workers.test_language import crowd, outputs
+from tests.workers.test_language import mixed_questions, outputs
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.copies import RowCopies
@@ -66,7 +66,10 @@ def test_generate_on_a_gpu_equals_transformers(
     load: Callable[[str], Stage], tiny: Path, chunk: int
 ) -> None:
     """Images, chunks that split them, captured decode steps: the tokens of transformers' own generate on a CPU."""
-    stage, questions = load("float32"), [dataclasses.replace(each, count=24) for each in crowd()]
+    stage, questions = (
+        load("float32"),
+        [dataclasses.replace(each, count=24) for each in mixed_questions()],
+    )
     found = Driver(stage, chunk=chunk, seed=chunk).run(questions, arrivals=2)
     reference = Reference(tiny)
     assert outputs(found) == [
@@ -83,7 +86,10 @@ def test_captured_steps_equal_eager_ones(
     load: Callable[[str], Stage], options: dict[str, int]
 ) -> None:
     """The same worker with its graphs taken away; float32, so that padding changes no token."""
-    stage, questions = load("float32"), [dataclasses.replace(each, count=40) for each in crowd()]
+    stage, questions = (
+        load("float32"),
+        [dataclasses.replace(each, count=40) for each in mixed_questions()],
+    )
     captured = outputs(Driver(stage, chunk=48, seed=1).run(questions, **options))
     stage.generator.drop_graphs()
     assert outputs(Driver(stage, chunk=48, seed=1).run(questions, **options)) == captured
@@ -93,14 +99,14 @@ def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
     """What was captured holds on to neither the cache nor memory of its own."""
     stage = load("bfloat16")
     generator, memory = stage.generator, stage.generator.device_memory()
-    Driver(stage, chunk=48).run(crowd())
+    Driver(stage, chunk=48).run(mixed_questions())
     generator.drop_graphs()
     generator.drop_kv()
     memory.release()
     before = memory.allocated(), memory.reserved()
     for _ in range(3):
         generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
-        Driver(stage, chunk=48).run(crowd())
+        Driver(stage, chunk=48).run(mixed_questions())
         generator.drop_graphs()
         generator.drop_kv()
         memory.release()

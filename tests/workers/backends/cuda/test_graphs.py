@@ -12,7 +12,7 @@ import torch
 
 from tests.workers.backends.cuda.late_stream import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
-from tests.workers.test_language import crowd, outputs
+from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
@@ -104,7 +104,7 @@ def test_captured_steps_equal_eager_ones(
 ) -> None:
     """Padded rows, mixed with steps that carry chunks: the tokens are those of eager steps."""
     found = captured(size)
-    questions = [dataclasses.replace(each, count=20) for each in crowd(GREEDY)]
+    questions = [dataclasses.replace(each, count=20) for each in mixed_questions(GREEDY)]
     expected = outputs(run(stages(size), questions, **options))
     assert outputs(run(found.stage, questions, **options)) == expected
     assert found.stream.starts > 0
@@ -115,7 +115,7 @@ def test_captured_steps_draw_what_eager_ones_draw(
 ) -> None:
     found = captured("nano25")
     sampling = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
-    questions = [*crowd(sampling)[:2], lone(12)]
+    questions = [*mixed_questions(sampling)[:2], lone(12)]
     assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
     assert found.stream.starts > 0
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from vsched_workers.backends.cpu.kernels import decode_attention, simd
 from vsched_workers.backends.cpu.kernels.decode_attention import attend_widened, score_tag
-from vsched_workers.backends.cpu.kernels.decode_bf16 import attend_bf16
-from vsched_workers.backends.cpu.kernels.decode_float import RowContext
+from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import attend_bf16
+from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
 pytestmark = pytest.mark.slow

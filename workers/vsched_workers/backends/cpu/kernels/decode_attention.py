@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, copy, narrow, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
-from vsched_workers.backends.cpu.kernels.decode_bf16 import COLUMNS, KEYS, attend_bf16
-from vsched_workers.backends.cpu.kernels.decode_float import RowContext, attend_float
+from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import COLUMNS, KEYS, attend_bf16
+from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext, attend_float
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, no_rows, rope_head
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
