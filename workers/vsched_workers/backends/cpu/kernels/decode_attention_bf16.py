@@ -1,6 +1,7 @@
 """Decode attention of one row by the dot product of bfloat16 (VDPBF16PS, `simd.py`), over a paged bfloat16 cache.
 
-It computes what `decode_attention_float.py` does, with the same rounding: products of bfloat16 are exact, and sums are float32.
+It computes what `decode_attention_float.py` does, with the same rounding: products of bfloat16 are exact, and sums are
+float32.
 
 Sixteen keys are scored at a time: the sums of all sixteen stay in registers, and are added across lanes together, which
 by itself costs more than the products. Values are added for up to four heads at a time, which share them.
