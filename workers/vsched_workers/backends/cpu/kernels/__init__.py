@@ -5,7 +5,7 @@
 | `norm.py` | residual sum and RMS norm |
 | `gemm.py` | rows times a weight in panels |
 | `rope.py` | norms and rotary embedding of heads, and their writing into the KV cache |
-| `decode_attention.py` | attention of decode rows over the paged cache, by one of two files: `…_bf16.py`, `…_float.py` |
+| `decode_attention.py` | attention of decode rows over the paged cache, by `…_bf16.py` or `…_float.py` |
 | `prefill_attention.py` | attention of chunks and of images |
 | `softmax.py` | the online softmax of attention in tiles (`tiled_attention.py`) |
 | `activation.py` | SwiGLU |
