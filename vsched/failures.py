@@ -7,6 +7,7 @@ into words where somebody reads it, by `str()`, and nothing reads the words agai
 from __future__ import annotations
 
 import enum
+import signal
 
 import msgspec
 
@@ -57,13 +58,15 @@ class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProcessExited(_GroupFailure, frozen=True):
-    """A rank's process ended by itself."""
+    """A rank's process ended by itself; a negative code is the signal that killed it."""
 
     rank: int
     code: int
 
     @property
     def words(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
         return f"rank {self.rank} exited with code {self.code}"
 
 

@@ -106,7 +106,7 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     await played.ranks.until(lambda: played.shell.healthy)
     row = played.shell.groups()[2]
     assert row["restarts"] == 1
-    assert row["last_loss"]["reason"] == "generate-1: rank 1 exited with code -9"
+    assert row["last_loss"]["reason"] == "generate-1: rank 1 was killed by SIGKILL"
     assert played.shell.groups()[1]["restarts"] == 0
 
 
@@ -227,7 +227,7 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: She
         await asyncio.sleep(0)
     assert not starting.done(), "generate-1 has not loaded"
     ranks.of("encode").exit(-9)
-    with pytest.raises(GroupLostError, match="^encode: rank 0 exited with code -9$"):
+    with pytest.raises(GroupLostError, match="^encode: rank 0 was killed by SIGKILL$"):
         async with patience():
             await starting
     assert all(rank.ended for rank in ranks.made)

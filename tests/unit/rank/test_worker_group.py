@@ -182,7 +182,7 @@ async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place
     (pid,) = worker_group.pids
     os.kill(pid, signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [(["generate"], "generate: rank 0 exited with code -9")]
+    assert heard.lost == [(["generate"], "generate: rank 0 was killed by SIGKILL")]
     worker_group.leader("generate").decide(one_request())  # a group that is being lost drops it
     await worker_group.stop(grace_s=0)
     await worker_group.start()
@@ -288,7 +288,7 @@ async def test_worker_group_together_serves_both_groups_in_one_process(place: Pl
     os.kill(worker_group.pids[0], signal.SIGKILL)
     await heard.wait_until(lambda: heard.lost)
     assert heard.lost == [
-        (["encode", "generate"], "encode and generate: rank 0 exited with code -9")
+        (["encode", "generate"], "encode and generate: rank 0 was killed by SIGKILL")
     ]
     await worker_group.stop(grace_s=0)
     assert len(heard.lost) == 1
