@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from vsched.kernel.decisions import ItemPlace, RequestData
-from vsched.kernel.generate.blocks import chain_hashes, root_hash
+from vsched.kernel.prefix_hashes import chain_hashes, root_hash
 from vsched.types import MediaItem, Request
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.bench.records import Key, Run
-from vsched.bench.report.summary import Figures
+from vsched.bench.load.figures import Figures
 
 Read = Callable[[Figures], float | None]
 

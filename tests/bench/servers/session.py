@@ -21,9 +21,9 @@ from tests.bench.servers import processes
 from tests.bench.servers.server import IDLE_CORES_MAX, Server, ServerError, Spec, serving
 from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
+from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import DrawnLoad, LoadPlan, draw, run
 from vsched.bench.report.machine import OtherLoad
-from vsched.bench.report.summary import Figures
 
 SETTLE_S = 1.0
 """Between a server's going on and its first request."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.servers.server import HOST, Spec
-from vsched.bench.report.run import fixed_length_fields
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.errors import ConfigError, limit_message
 
 ROOT = Path(__file__).parents[3]

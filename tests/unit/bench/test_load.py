@@ -10,10 +10,10 @@ import pytest
 
 from vsched.bench.load.cases import draw_image, draw_session
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
+from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise, table, times
 from vsched.bench.load.generator import LoadPlan, draw, run, sessions_for
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape, shape_of
-from vsched.bench.report.run import fixed_length_fields
-from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, summarise, table, times
 from vsched.errors import ConfigError
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.settings import MediaSettings

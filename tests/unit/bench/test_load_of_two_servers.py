@@ -12,11 +12,11 @@ import pytest
 
 from tests.bench.servers.server import Spec
 from vsched.bench.load.client import BenchClient
+from vsched.bench.load.figures import NOT_ASKED, Figures
 from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw
 from vsched.bench.load.generator import run as load
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape
-from vsched.bench.report.run import fixed_length_fields
-from vsched.bench.report.summary import NOT_ASKED, Figures
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -20,10 +20,10 @@ from tests.bench.records import Key, Run, Store
 from tests.bench.servers import processes, setup, sides
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
+from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import LoadPlan, draw
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape
-from vsched.bench.report.run import fixed_length_fields
-from vsched.bench.report.summary import Figures
 from vsched.errors import ConfigError
 
 FIGURES = Figures(

@@ -13,7 +13,7 @@ from tests.bench.records import Key, Run, SchedulerRow, Started
 from tests.bench.report import page, tables
 from tests.bench.report.ratios import best_budgets, rows
 from vsched.bench.load.client import Sample
-from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
+from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tests.unit.bench import idle_plugin
+from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.shapes import Case
 from vsched.bench.profile.floors import LoadWork, MachineRates, floors
-from vsched.bench.profile.load_process import LoadOrder
 from vsched.bench.profile.measure import Profile, ProfileRow, profile
 from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, read_cells
 from vsched.config import load_config

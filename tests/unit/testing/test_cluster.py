@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from vsched.kernel import request
+from vsched.kernel import prefix_hashes, request
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
-from vsched.kernel.generate import blocks
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.request import RequestState
@@ -25,7 +24,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def hash_without_items(patch: pytest.MonkeyPatch) -> None:
-    real = blocks.chain_hashes
+    real = prefix_hashes.chain_hashes
 
     def broken(tokens: array[int], items: Sequence[MediaItem], **rest: Any) -> list[bytes]:
         return real(tokens, [], **rest)

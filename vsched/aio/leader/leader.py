@@ -26,7 +26,7 @@ from vsched.aio.leader.failure_detector import (
     ResultComparison,
 )
 from vsched.aio.leader.hooks import HookTimes
-from vsched.aio.replicas.launcher import LeaderEnd
+from vsched.aio.leader.link import LeaderEnd
 from vsched.failures import (
     ErrorKind,
     GroupFailure,

@@ -9,28 +9,13 @@ from typing import Protocol
 
 import zmq
 
+from vsched.aio.leader.link import LeaderEnd
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess, rank_environment
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.worker.spec import RankSpec
 
 OnExit = Callable[[int], None]
 """Called once, on the event loop, with the exit code of a rank that has ended."""
-
-
-class LeaderEnd(Protocol):
-    """The leader's end of the links to the ranks of one group; see `vsched.transport.zmq_link.LeaderLink`."""
-
-    def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
-        ...
-
-    def read(self) -> None:
-        """Take everything that has come."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening and drop what is queued."""
-        ...
 
 
 class LaunchedRank(Protocol):

@@ -1,4 +1,4 @@
-"""Clients in a process of their own, started by the process that serves them; see `profile/load_process.py`."""
+"""Clients in a process of their own, started by the process that serves them; see `client_process_main.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from vsched.bench.load.client import BenchError
-from vsched.bench.profile.load_process import LoadOrder
-from vsched.bench.report.summary import Figures
+from vsched.bench.load.client_process_main import LoadOrder
+from vsched.bench.load.figures import Figures
 
 CLIENTS_S = 1800.0
 """How long warming up, or a run, may take at most."""
@@ -25,7 +25,12 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
         BenchError: When they could not warm up.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "vsched.bench.profile.load_process", msgspec.json.encode(order)),
+        *(
+            sys.executable,
+            "-m",
+            "vsched.bench.load.client_process_main",
+            msgspec.json.encode(order),
+        ),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

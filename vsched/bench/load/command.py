@@ -47,7 +47,7 @@ def serve(
 
     from vsched.bench.load.client import BenchClient
     from vsched.bench.load.generator import LoadPlan, sessions_for
-    from vsched.bench.report.run import measure, write_report
+    from vsched.bench.load.measure import measure, write_report
 
     levels = _levels(concurrency)
     sizes = {"words": words, "output_tokens": output_tokens}

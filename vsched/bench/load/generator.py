@@ -18,8 +18,8 @@ from typing import Any
 
 from vsched.bench.load.cases import draw_session, draw_text
 from vsched.bench.load.client import BenchClient, Sample
+from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise
 from vsched.bench.load.shapes import Case, Shape
-from vsched.bench.report.summary import NOT_ASKED, Answers, Figures, summarise
 from vsched.errors import ConfigError, limit_message
 
 WARMUP = 2

@@ -49,7 +49,7 @@ def profile(
     from rich.console import Console
 
     from vsched.api.server import forgo_models
-    from vsched.bench.profile.load_process import LoadOrder
+    from vsched.bench.load.client_process_main import LoadOrder
     from vsched.bench.profile.measure import profile as measure
     from vsched.terminal.progress import loading_progress
 

@@ -26,14 +26,14 @@ from vsched.aio.streams.table import StreamTable
 from vsched.api.completions import CompletionEndpoint
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.server import running_server
+from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
+from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import draw
 from vsched.bench.profile import rank as profile_rank
 from vsched.bench.profile.floors import LoadWork, MachineRates, floors, measure_machine
-from vsched.bench.profile.load_process import LoadOrder
 from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, TimeSpent, read_cells
 from vsched.bench.report.machine import TICK_S, OtherLoad
-from vsched.bench.report.summary import Figures
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.kernel import Scheduler

@@ -11,57 +11,12 @@ so a request that finds the block reads it in a later step.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from operator import eq
-from struct import Struct
 
 import msgspec
 
 from vsched.kernel.policy_calls import GuardedOrder, OrderState
-from vsched.types import MediaItem
-
-_HASHER = blake2b(digest_size=16)
-_PLACE = Struct("<qq")
-
-
-def chain_hashes(
-    tokens: array[int],
-    items: Sequence[MediaItem],
-    *,
-    block_size: int,
-    parent: bytes,
-    start_block: int = 0,
-) -> list[bytes]:
-    """Return the hashes of the full blocks of `tokens` from `start_block` on.
-
-    `parent` is the hash of the block before, or the tenant's salt. A block that an item begins in covers its digest,
-    place and length too, because every placeholder has the same token id; the blocks after it do by the chain.
-    """
-    width = block_size * tokens.itemsize
-    stop_block = len(tokens) // block_size
-    data = memoryview(tokens)[start_block * block_size : stop_block * block_size].tobytes()
-    beginning: dict[int, bytes] = {}
-    for item in items:
-        block, place = divmod(item.offset, block_size)
-        at = (block - start_block) * width
-        beginning[at] = beginning.get(at, b"") + item.key + _PLACE.pack(place, item.tokens)
-    hashes: list[bytes] = []
-    fresh = _HASHER.copy  # a copy of a prepared hasher takes half as long as a new one
-    for at in range(0, len(data), width):
-        hasher = fresh()
-        hasher.update(parent + data[at : at + width])
-        if at in beginning:
-            hasher.update(beginning[at])
-        parent = hasher.digest()
-        hashes.append(parent)
-    return hashes
-
-
-def root_hash(cache_salt: str) -> bytes:
-    """Return the parent of a sequence's first block: tenants with different salts share nothing."""
-    return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
 
 
 class BlockPoolState(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The clients of a profile, in a process of their own: `python -m vsched.bench.profile.load_process ORDER`.
+"""Clients in a process of their own: `python -m vsched.bench.load.client_process_main ORDER`.
 
 Says `ready` when everything is warm, waits for a line, and then runs the load and writes its figures.
 """
@@ -14,8 +14,8 @@ import uvloop
 from vsched.bench.load.client import BenchClient, chat_body
 from vsched.bench.load.generator import LoadPlan, draw
 from vsched.bench.load.generator import run as run_load
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, shape_of
-from vsched.bench.report.run import fixed_length_fields
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vsched.bench.load.client import BenchClient, chat_body
+from vsched.bench.load.figures import Figures, table, turns_table
 from vsched.bench.load.generator import Body, LoadPlan, draw, run
-from vsched.bench.report.summary import Figures, table, turns_table
 
 PIPE_COLUMNS = 160
 """Width of the tables where there is no terminal to ask."""
