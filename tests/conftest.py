@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable, Mapping
 
@@ -13,6 +14,12 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # Checkpoints are made on the spot: whatever asks a hub is a mistake, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections, of which tests order hundreds, the objects of thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_asyncio_loop_factories(

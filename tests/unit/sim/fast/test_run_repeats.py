@@ -93,4 +93,3 @@ def test_run_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch)
         assert peak(1000) < 1.1 * peak(300)
     finally:
         gc.enable()
-        gc.unfreeze()
