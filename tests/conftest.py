@@ -12,6 +12,8 @@ import uvloop
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Two workers of pytest have all cores at work: a thread that waits by looking would take one from the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Checkpoints are made on the spot: whatever asks a hub is a mistake, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from dataclasses import dataclass
@@ -50,11 +51,14 @@ def abandoned_memory() -> frozenset[str]:
     What one of them maps is its own business: other tests run beside this one.
     """
     shared = Path("/dev/shm")
-    names = {path.name for path in shared.iterdir() if path.name.startswith(SHARED_MEMORY)}
-    mapped = "".join(maps(pid) for pid in running()) if names else ""
-    return frozenset(
-        name for name in names if f"{shared / name}\n" not in mapped and (shared / name).exists()
-    )
+    found = {}
+    for path in shared.iterdir():
+        if path.name.startswith(SHARED_MEMORY):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.stat().st_ino] = path.name
+    # By number: what a process has mapped may have had another name by then.
+    mapped = {int(line.split()[4]) for pid in running() for line in maps(pid).splitlines()}
+    return frozenset(name for number, name in found.items() if number not in mapped)
 
 
 def maps(pid: int) -> str:

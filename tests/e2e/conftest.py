@@ -48,6 +48,8 @@ SETTINGS = (
     "arena.embedding_bytes=8388608",
     f"media.images_max={IMAGES_MAX}",
     "media.threads=1",
+    # Their loop stands still while tests run that have none.
+    "deadlines.rank_timeout_s=3600",
     "server.port=0",
 )
 BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
@@ -137,9 +139,8 @@ def shared_engine(server: RunningServer) -> Engine:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def together_engine(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
-    """An engine with both stages in one rank process, which may be silent for four seconds and no more."""
-    config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
-    async with Engine(config) as engine:
+    """An engine with both stages in one rank process."""
+    async with Engine(configure("nano3", "placement=together")) as engine:
         yield engine
 
 

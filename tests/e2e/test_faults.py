@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
-from vsched import Engine, SamplingParams
+from vsched import Config, Engine, SamplingParams
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -79,16 +79,21 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     assert engine.rank_pids[0] != encode_pid
 
 
-async def test_hung_rank_is_replaced(together_engine: Engine, generated: Generated) -> None:
+async def test_hung_rank_is_replaced(
+    configure: Callable[..., Config], generated: Generated
+) -> None:
     """A rank that neither answers nor exits; both its groups come back, in one process."""
     questions = asks(4000, 5)
-    begun = [await begin(together_engine, ask) for ask in questions]
-    await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
-    (pid,) = together_engine.rank_pids
-    os.kill(pid, signal.SIGSTOP)
-    found = await asyncio.gather(*(read(one) for one in begun))
-    assert [one.token_ids for one in found] == generated("nano3", questions)
-    await back(together_engine)
-    assert pid not in together_engine.rank_pids
-    assert len(together_engine.rank_pids) == 1
-    await assert_idle(together_engine)
+    wanted = generated("nano3", questions)
+    config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
+    async with Engine(config) as engine:
+        begun = [await begin(engine, ask) for ask in questions]
+        await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
+        (pid,) = engine.rank_pids
+        os.kill(pid, signal.SIGSTOP)
+        found = await asyncio.gather(*(read(one) for one in begun))
+        assert [one.token_ids for one in found] == wanted
+        await back(engine)
+        assert pid not in engine.rank_pids
+        assert len(engine.rank_pids) == 1
+        await assert_idle(engine)

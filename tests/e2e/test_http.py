@@ -270,7 +270,7 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
 async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
     """Remote images are off unless hosts are named."""
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
-    with pytest.raises(openai.BadRequestError, match=r"configure media\.hosts"):
+    with pytest.raises(openai.BadRequestError, match=r"add its host to media\.hosts"):
         await client.chat.completions.create(
             model="nano25", messages=[{"role": "user", "content": content}]
         )

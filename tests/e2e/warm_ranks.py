@@ -81,7 +81,12 @@ class WarmRanks:
         adopt_orphans(True)
         theirs, stdin = os.pipe()
         numbers = [0, 2, *pass_fds]
-        order = {"words": command[2:], "environment": dict(env), "numbers": numbers}
+        order = {
+            "words": command[2:],
+            "folder": os.getcwd(),
+            "environment": dict(env),
+            "numbers": numbers,
+        }
         socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs, 2, *pass_fds])
         os.close(theirs)
         pid = int.from_bytes(self._orders.recv(4), "little")
@@ -133,6 +138,7 @@ def become_rank(order: dict[str, Any], received: Sequence[int]) -> NoReturn:
         for each, number in zip(kept, order["numbers"], strict=True):
             os.dup2(each, number)
             os.close(each)
+        os.chdir(order["folder"])
         os.environ.clear()
         os.environ.update(order["environment"])
         module, *words = order["words"]
