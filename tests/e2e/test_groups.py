@@ -58,7 +58,7 @@ DRAWS = SamplingParams(
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 OTHER_LOG, OTHER_RESULT = faulty_plugin.OTHER_LOG, faulty_plugin.OTHER_RESULT
 SEEN_AS = {
-    KILL: ("exit",),
+    KILL: ("killed by SIGKILL",),
     HANG: ("deadlines.", "was silent"),
     OTHER_LOG: ("RankDesync",),
     OTHER_RESULT: ("RankDesync",),
