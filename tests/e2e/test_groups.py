@@ -281,7 +281,9 @@ async def test_group_that_loses_a_rank_while_it_starts_serves_or_says_why(
     )
     starting = asyncio.create_task(engine.start())
     await patiently(lambda: len(children() - before) == 2, "both ranks are started")
-    await asyncio.sleep(random.Random(SEED).uniform(0, 2))  # somewhere on their way
+    if number == KILL:
+        await asyncio.sleep(random.Random(SEED).uniform(0, 2))  # somewhere on their way
+    # A rank that is to hang does so at once: after its start, other deadlines find it, for which no test waits.
     os.kill(max(children() - before), number)
     try:
         async with patience(LIMIT_S):
