@@ -102,7 +102,7 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
 def scheduler_limits(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
 ) -> SchedulerLimits:
-    """Return the kernel's limits for a KV cache of so many blocks."""
+    """Return the kernel's limits for a KV cache of `blocks` blocks."""
     generate = config.generate
     return SchedulerLimits(
         block_size=generate.block_size,

@@ -1,4 +1,4 @@
-"""Why ranks fail: a closed set of values, with their facts, from where a failure is noticed to who is told.
+"""Why ranks fail: a closed set of values, with their facts, from the rank that notices a failure to the client.
 
 A failure travels as a value: over the wire, through the kernel's events, into the record and the statistics. It is put
 into words where somebody reads it, by `str()`, and nothing reads the words again.

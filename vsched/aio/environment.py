@@ -1,4 +1,4 @@
-"""What an engine finds around it: a clock, threads, a network, and somebody who starts ranks."""
+"""What an engine finds around it: a clock, threads, a network, and a launcher of ranks."""
 
 from __future__ import annotations
 

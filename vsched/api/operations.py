@@ -122,7 +122,7 @@ class TokenizeEndpoint:
 class ReplicasEndpoint:
     """An ASGI application: one action on one group, answered once it is done or its deadline has passed.
 
-    Who disconnects meanwhile stops nothing: `GET /admin/replicas` tells how it went.
+    A client that disconnects meanwhile stops nothing: `GET /admin/replicas` tells how it went.
     """
 
     def __init__(self, engine: EngineContract, settings: ApiSettings) -> None:

@@ -33,7 +33,7 @@ Key = TypeVar("Key", bound=Hashable)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 NOTICES_MAX = 100
-"""A policy that raises in every step must not flood the log: after so many notices it is only counted."""
+"""Most notices per policy: one that raises in every step must not flood the log, and is then only counted."""
 
 
 class PolicyFaultsState(msgspec.Struct):

@@ -1,6 +1,6 @@
 """Embeddings that a client brings instead of an image: a safetensors file, read without trust and without torch.
 
-A safetensors file is a length of 8 bytes, so many bytes of JSON that name each tensor's type, shape and byte range, and
+A safetensors file is a length of 8 bytes, JSON of that length that names each tensor's type, shape and byte range, and
 then the tensors. The reader here is strict: the header is bounded before it is parsed, every range must have the size
 that type and shape ask for, and the ranges must cover the data without a gap or an overlap, so that no byte has two
 meanings or none. numpy has no bfloat16; its values are handled as the 16 bits that they are.

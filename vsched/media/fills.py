@@ -1,4 +1,4 @@
-"""Filling the extents of items: which images are on their way, who waits for them, and what a thread still holds.
+"""Filling the extents of items: the images on their way, the requests that wait, and what a thread still holds.
 
 Requests that bring the same image share one fill. It takes its memory from the budget before its thread begins, and
 waits for it in order. A fill that nobody wants any more is given up, unless a thread is at work: a thread cannot be

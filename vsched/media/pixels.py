@@ -1,4 +1,4 @@
-"""The pixel region of the arena: who has space in it, and what is kept there for the next request.
+"""The pixel region of the arena: which requests have space in it, and what is kept there for the next request.
 
 A request takes the space of all its images in one go or none of it, so two requests can never wait for each other while
 each holds a part. Waiters are served in the order they came; a small one does not overtake a large one, or the

@@ -3,7 +3,7 @@
 Two views are checked. From outside, with records of its own that cost what has changed: which request holds which block
 and page, what each step may take, which requests have their terminal reply, and in which order they join. From inside,
 the kernel's own `check_invariants`, which looks at everything: where the pools are so large that this would take most
-of the time, it runs every so many events, and after every event that is not routine.
+of the time, it runs once in a fixed number of events, and after every event that is not routine.
 """
 
 from __future__ import annotations

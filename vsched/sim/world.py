@@ -1,4 +1,4 @@
-"""What the parts of a simulated engine share: the clock, the faults, who asked for what, and what must never happen."""
+"""What the parts of a simulated engine share: the clock, the faults, the requests sent, and what must never happen."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ class WorkerPlugin(Protocol):
         ...
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Check that a stage, `encode` or `generate`, can be shared by so many ranks.
+        """Check that a stage, `encode` or `generate`, can be shared by `ranks` ranks.
 
         Raises:
             CheckpointError: When a size of the model does not divide; it names the size and what would do.

@@ -1,4 +1,4 @@
-"""The generate side of a rank: apply decisions to slots, form batches, find out who finished."""
+"""The generate side of a rank: apply decisions to slots, form batches, find out which requests finished."""
 
 from __future__ import annotations
 

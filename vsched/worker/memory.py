@@ -65,7 +65,7 @@ class DeviceMemory(Protocol):
         ...
 
     def hold(self, size: int) -> AbstractContextManager[None]:
-        """Take so many bytes, really, until the context ends.
+        """Allocate and touch `size` bytes until the context ends.
 
         Raises:
             DeviceOutOfMemory: When they cannot be had.

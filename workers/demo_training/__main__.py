@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 when the run is complete, 3 when the time was up before."""
     parser = argparse.ArgumentParser(prog="python -m demo_training", description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the checkpoint; a stopped run goes on")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many, resumably")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="stop after this long; a later run resumes"
+    )
     parser.add_argument("--steps", type=int, default=Plan.steps, help="of the first round")
     parser.add_argument("--again", type=int, default=Plan.again, help="steps of the second round")
     parser.add_argument("--seed", type=int, default=Plan.seed)

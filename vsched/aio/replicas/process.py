@@ -39,7 +39,7 @@ RANK_COMMAND = ("-m", "vsched.rank")
 
 
 def rank_environment(threads: int, *, oversubscribed: bool) -> dict[str, str]:
-    """Return the environment of a rank that computes with so many threads.
+    """Return the environment of a rank that computes with `threads` threads.
 
     `oversubscribed`: all ranks together have more threads than there are cores. What the environment of the engine
     says of waiting goes first.

@@ -23,7 +23,7 @@ RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Pauses before attempts to bring a lost worker group back; after the last, it stays away."""
 LOSSES_WINDOW_S = 60.0
 LOSSES_MAX = len(RESTART_DELAYS_S) + 1
-"""Losses within the window skip the shorter pauses; so many in it, and the worker group is not brought back."""
+"""Losses within the window skip the shorter pauses; after this many the worker group is not brought back."""
 Reports = dict[str, list[Ready]]
 
 

@@ -227,7 +227,7 @@ class WorkerGroup:
 
 
 def rank_device(device: str, index: int) -> str:
-    """Return the device that lies so many behind this one; only `cuda` has several."""
+    """Return the device `index` places behind this one; only `cuda` has several."""
     kind, _, first = device.partition(":")
     return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
 

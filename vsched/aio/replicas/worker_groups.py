@@ -17,7 +17,7 @@ WorkerGroupFactory = Callable[[WorkerGroupEvents], Sequence[WorkerGroup]]
 
 
 class WorkerGroupListener(Protocol):
-    """Who is told what the ranks of worker groups do, once all have started."""
+    """Is told what the ranks of worker groups do, once all have started."""
 
     def on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
         """Take the result of a step."""

@@ -114,7 +114,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Call back at this time, rounded to nanoseconds; after the timers that are already set for it."""
         due_ns = round(when * SECOND_NS)
         if due_ns <= self._now_ns and when > self.time():
-            due_ns = self._now_ns + 1  # or else who waits for `when` would set it again, for ever
+            due_ns = self._now_ns + 1  # else a waiter for `when` would set it again, for ever
         return self.call_at_ns(due_ns, callback, *args, context=context)
 
     def call_at_ns(

@@ -20,7 +20,7 @@ from vsched.sim.fast.metrics import Series, SimulationOutcome
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 DECODE, PREFILL, ENCODE = "#2563eb", "#f59e0b", "#16a34a"
 POINTS_MAX = 320
-"""Most points of a line; of longer ones, every so many are drawn."""
+"""Most points of a line; longer ones are drawn with every n-th point."""
 QUANTILES = ("p50", "p95", "p99")
 TITLES = {
     "ttft": "Time to first token",

@@ -17,7 +17,7 @@ SETTINGS_DIGEST = b"simulated"
 SIDE = 4
 """The side of a square in pixels: an image of n tokens is a strip of n squares."""
 HOST = "http://images.invalid/"
-"""Where images are that are not sent along; who fetches them is simulated, too."""
+"""The URLs of images that are not sent along; fetching them is simulated, too."""
 
 
 class Appearance(NamedTuple):

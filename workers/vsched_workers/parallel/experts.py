@@ -1,4 +1,4 @@
-"""A mixture of experts over several ranks: each holds whole experts, and who holds which follows the load.
+"""A mixture of experts over several ranks: each holds whole experts, placed by load.
 
 The router is the same on every rank, so each rank knows where every row goes; it computes what its own experts make of
 them, and the ranks add up. A step takes as long as the rank with the most rows, so experts are moved now and then to
