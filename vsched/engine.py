@@ -267,6 +267,18 @@ class Engine:
         shell.submit(request, stop_token_ids, generation)
         return generation
 
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text, within all the limits of a prompt.
+
+        Blocks: up to `media.prepare_s`.
+
+        Raises:
+            RequestRefused: When `generate` would not take it.
+        """
+        prepared = await self._serving().media.prepare(text, ())
+        prepared.lease.release()
+        return prepared.token_ids
+
     async def stream(self, **request: Any) -> AsyncIterator[str]:
         """Yield the text of one request as it comes; takes what `generate` takes."""
         generation = await self.generate(**request)

@@ -121,6 +121,14 @@ class EngineContract(Protocol):
         """
         ...
 
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text that could be a prompt.
+
+        Raises:
+            RequestRefused: When `generate` would not take it.
+        """
+        ...
+
     def statistics(self) -> dict[str, Any]:
         """Return nested dictionaries whose numeric leaves become gauges."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
@@ -96,9 +95,7 @@ class TokenizeEndpoint:
         request = parameters.decode_body(body, TokenizeRequest)
         check_model(request.model, self._engine)
         check_ready(self._engine)
-        token_ids = await asyncio.to_thread(
-            self._engine.preprocessor.tokenize, await self._prompt(request)
-        )
+        token_ids = await self._engine.tokenize(await self._prompt(request))
         return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids)
 
     async def _prompt(self, request: TokenizeRequest) -> str:

@@ -257,7 +257,11 @@ class Preprocessor(Protocol):
         ...
 
     def tokenize(self, text: str) -> list[int]:
-        """Return token ids, special tokens recognised, none added."""
+        """Return token ids, special tokens recognised, none added; the GIL is released, or held for moments only.
+
+        Raises:
+            RequestRefused: When the tokens exceed `info.context_tokens`; by its size alone where that suffices.
+        """
         ...
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

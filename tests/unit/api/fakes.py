@@ -126,6 +126,11 @@ class FakeEngine:
         self.generations.append(generation)
         return generation
 
+    async def tokenize(self, text: str) -> list[int]:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.preprocessor.tokenize(text)
+
     def statistics(self) -> dict[str, Any]:
         return self.numbers
 

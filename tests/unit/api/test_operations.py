@@ -71,6 +71,14 @@ async def test_tokenize_refuses(body: object) -> None:
     assert "Remedy" in reply.error["message"]
 
 
+async def test_tokenize_answers_what_the_engine_refuses() -> None:
+    """A text goes the way of a prompt, with its limits and its deadline."""
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("too long", code="context_exceeded")
+    reply = await call(engine, "POST", "/tokenize", {"prompt": "x"})
+    assert (reply.status, reply.error["code"]) == (400, "context_exceeded")
+
+
 async def test_statistics_and_clear() -> None:
     """One call, and what is left is reported."""
     engine = FakeEngine()

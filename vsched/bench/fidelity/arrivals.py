@@ -51,8 +51,13 @@ class RequestTexts:
         """Prepare for a checkpoint; prompts are made of the tokens of `words`, by default random ones."""
         self._preprocessor = preprocessor
         rng = random.Random(0)  # noqa: S311 - a load, not a secret
-        tokens = preprocessor.tokenize(words or draw_text(rng, WORDS))
-        self._ordinary = sorted(set(tokens) - {preprocessor.info.image_token_id})
+        # One by one: together they may be more than the context.
+        tokens = {
+            token
+            for word in (words or draw_text(rng, WORDS)).split()
+            for token in preprocessor.tokenize(f" {word}")
+        }
+        self._ordinary = sorted(tokens - {preprocessor.info.image_token_id})
         self._unit, plan = self._find_unit()
         self.patches_per_token = math.prod(plan.grid) // plan.tokens
         self.pixels_per_patch = self._unit**2 // self.patches_per_token

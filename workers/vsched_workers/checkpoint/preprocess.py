@@ -28,6 +28,7 @@ from vsched.worker.contract import ImagePlan
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.tokenize import TextTokenizer
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -53,8 +54,10 @@ class QwenPreprocessor:
     ) -> None:
         self.info = info
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._table = TokenTable.of_tokenizer(self._backend)
+        self._table = TokenTable.of_tokenizer(tokenizer.backend_tokenizer)
+        self._text = TextTokenizer(
+            tokenizer.backend_tokenizer, self._table.raw, info.context_tokens
+        )
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -88,9 +91,12 @@ class QwenPreprocessor:
         return str(rendered)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return token ids, special tokens recognised, none added."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        """Return token ids, special tokens recognised, none added; other threads run meanwhile.
+
+        Raises:
+            RequestRefused: When they exceed the context, or a stretch of text cannot be divided.
+        """
+        return self._text.ids(text)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, special tokens skipped."""

@@ -1,0 +1,176 @@
+"""Turns text into token ids, piece by piece, in memory and time that the context bounds.
+
+The `tokenizers` library takes up to 400 bytes of memory for each byte of a text, and tells the number of tokens only at
+the end. So a text that cannot fit the context, whatever it says, is refused by its size; any other is cut where its
+tokens cannot depend on the cut, and tokenized until it ends or exceeds the context.
+
+A cut lies between a letter or digit and a blank or newline. The regular expressions listed below always end a match
+there, and look no further back and no further ahead; a normalizer to NFC changes neither side; and tokens of the
+vocabulary that would span it are looked for at load. A tokenizer of another kind is not cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from vsched.errors import RequestRefused, limit_message
+
+PIECE_CHARACTERS = 32 * 1024
+"""Where the next cut is taken: a piece costs some 30 ms and 13 MB."""
+STRETCH_BYTES_MIN = 1024 * 1024
+STRETCH_BYTES_PER_TOKEN = 8
+NFC_SHRINKS = 4
+"""Normalizing to NFC makes a text at most 3.5 times smaller in UTF-8: a test tries all characters."""
+
+_CUT = re.compile(r"(?<=[A-Za-z0-9\u4e00-\u9fa5])(?=[ \n])")
+_SPANNING = re.compile(r"[A-Za-z0-9\u4e00-\u9fa5][ \n]")
+_GPT4_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_SPLITS = frozenset({_GPT4_SPLIT})
+_CHARACTER_SPLITS = frozenset({r"\d", r"\p{N}"})
+
+
+class TextTokenizer:
+    """A byte-level tokenizer and a context; every method may be called from any thread.
+
+    Attributes:
+        bytes_per_token_max: The most bytes of text that one token can stand for; 0 where nobody can tell.
+        cuts: Whether long texts are tokenized in pieces.
+    """
+
+    def __init__(self, backend: Any, token_bytes: list[bytes], context_tokens: int) -> None:
+        self._backend = backend
+        self._context_tokens = context_tokens
+        self._stretch_bytes_max = max(STRETCH_BYTES_MIN, STRETCH_BYTES_PER_TOKEN * context_tokens)
+        self._normalizer = _kind(backend.normalizer)
+        added = list(backend.get_added_tokens_decoder().values())
+        whole = self._normalizer in {"", "NFC"} and backend.truncation is None
+        plain = whole and not any(token.lstrip or token.rstrip for token in added)
+        alphabet = {token for token in token_bytes if len(token) == 1}
+        keeps_all = len(alphabet) == 256 and _keeps_every_byte(backend.pre_tokenizer)
+        self.bytes_per_token_max = max(map(len, token_bytes)) if plain and keeps_all else 0
+        self.cuts = (
+            plain
+            and _cuts_words(backend.pre_tokenizer)
+            and not any(token.single_word or _SPANNING.search(token.content) for token in added)
+        )
+
+    def ids(self, text: str) -> list[int]:
+        """Return token ids, special tokens recognised, none added; other threads run meanwhile.
+
+        Raises:
+            RequestRefused: When the tokens exceed the context, or a stretch without a cut is too long.
+        """
+        self._check_size(text)
+        ids: list[int] = []
+        for piece in self._pieces(text):
+            # Unlike `encode`, this releases the GIL; offsets, which nobody reads, are not computed.
+            encoding = self._backend.encode_batch_fast([piece], add_special_tokens=False)[0]
+            if len(ids) + len(encoding) > self._context_tokens:
+                raise self._exceeded(f"over {self._context_tokens} tokens")
+            ids += encoding.ids
+        return ids
+
+    def _check_size(self, text: str) -> None:
+        most = self.bytes_per_token_max
+        if not most:
+            return
+        is_ascii = text.isascii()
+        size = len(text) if is_ascii else len(text.encode(errors="surrogatepass"))
+        shrinks = 1 if is_ascii or not self._normalizer else NFC_SHRINKS
+        tokens = -(-size // (most * shrinks))
+        if tokens > self._context_tokens:
+            raise self._exceeded(f"at least {tokens} tokens in {size} bytes")
+
+    def _exceeded(self, value: str) -> RequestRefused:
+        message = limit_message(
+            "the prompt is longer than the context",
+            value=value,
+            limit=f"{self._context_tokens} tokens of context",
+            remedy="shorten the prompt",
+        )
+        return RequestRefused(message, code="context_exceeded")
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        start = 0
+        while start < len(text):
+            end = self._next_cut(text, start)
+            yield text[start:end]
+            start = end
+
+    def _next_cut(self, text: str, start: int) -> int:
+        """Return where the piece that begins at `start` ends."""
+        end = start + PIECE_CHARACTERS
+        while self.cuts and end < len(text):
+            # Step by step, so that other threads can run in a long search.
+            found = _CUT.search(text, end, end + PIECE_CHARACTERS)
+            if found is not None:
+                end = found.start()
+                break
+            end += PIECE_CHARACTERS
+        else:
+            end = len(text)
+        if end - start > PIECE_CHARACTERS:
+            self._check_stretch(text[start:end])
+        return end
+
+    def _check_stretch(self, piece: str) -> None:
+        size = len(piece.encode(errors="surrogatepass"))
+        if size > self._stretch_bytes_max:
+            message = limit_message(
+                "a part of the prompt has no blank or newline after a letter or digit",
+                value=f"{size} bytes",
+                limit=f"{self._stretch_bytes_max} bytes",
+                remedy="shorten it or divide it by blanks",
+            )
+            raise RequestRefused(message, code="text_undivided")
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """Return a part of a tokenizer as tokenizer.json has it; nothing where there is no such part."""
+    state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
+    return state
+
+
+def _kind(part: Any) -> str:
+    return str(_state(part).get("type", ""))
+
+
+def _stages(pre_tokenizer: Any) -> list[dict[str, Any]]:
+    state = _state(pre_tokenizer)
+    stages: list[dict[str, Any]] = state.get("pretokenizers", [state])
+    return stages
+
+
+def _regex(stage: dict[str, Any]) -> str:
+    pattern = stage.get("pattern", {})
+    return str(pattern.get("Regex", "")) if stage.get("behavior") == "Isolated" else ""
+
+
+def _keeps_every_byte(pre_tokenizer: Any) -> bool:
+    return all(
+        stage.get("type") == "ByteLevel"
+        or (stage.get("type") == "Split" and stage.get("behavior") != "Removed")
+        for stage in _stages(pre_tokenizer)
+    )
+
+
+def _cuts_words(pre_tokenizer: Any) -> bool:
+    """Return whether a match always ends between a letter or digit and a blank, on either side's own account."""
+    divides = False
+    for stage in _stages(pre_tokenizer):
+        match stage.get("type"):
+            case "ByteLevel" if not stage.get("add_prefix_space"):
+                divides = divides or bool(stage.get("use_regex"))
+            case "Split" if not stage.get("invert"):
+                divides = divides or _regex(stage) in _WORD_SPLITS
+                if _regex(stage) not in _WORD_SPLITS | _CHARACTER_SPLITS:
+                    return False
+            case _:
+                return False
+    return divides
