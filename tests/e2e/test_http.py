@@ -259,7 +259,7 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
     """503 while loading, for health and requests alike, and when to come again."""
     app = create_app(Engine(configure("nano25")), ApiSettings())
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://loading") as plain:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as plain:
         health = await plain.get("/health")
         asked = await plain.post("/v1/chat/completions", json={"messages": Ask().messages})
     assert health.status_code == asked.status_code == 503

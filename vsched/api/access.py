@@ -1,16 +1,143 @@
-"""Who may call: an API key in front of everything but `/health`."""
+"""Who may call: known names, keys, operators of this machine, and bodies that no foreign web page can send.
+
+A browser on this machine reaches a server that only this machine reaches, and lets any page in it try. A page can have
+its own name resolve to a loopback address (DNS rebinding), so `Host` is checked; it can send a form or plain text to
+any server without asking, so a body must be called JSON, for which browsers ask first (CORS preflight).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
-from vsched.errors import RequestRefused
+from vsched.errors import RequestRefused, limit_message
 
-_OPEN_PATHS = frozenset({"/health"})
+_PROBES = frozenset({"/health", "/ready"})
+_ADMIN = "/admin/"
+_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
+_VALUE_CHARACTERS_MAX = 100
+
+
+def access_middleware(settings: ApiSettings) -> list[Middleware]:
+    """Return what stands before the routes, outermost first."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("x-request-id", "retry-after"),
+    )
+    return [
+        Middleware(CheckHost, settings=settings),
+        # Outside the keys: a preflight carries none, and a page is to read why it was refused.
+        *([cors] if settings.cors_origins else []),
+        Middleware(RequireKey, settings=settings),
+        Middleware(RequireJson),
+    ]
+
+
+class CheckHost:
+    """ASGI middleware: refuse names that are not this server's; web sockets, which it has none of, as well."""
+
+    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
+        self._app = app
+        self._allowed = settings.allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what came to a known name; answer 421 to what did not."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        exchange = HttpExchange(scope, receive, send)
+        host = _host_of(exchange)
+        if self._allowed is None or host is None or _is_allowed(host, self._allowed):
+            await self._app(scope, receive, send)
+            return
+        message = limit_message(
+            "the Host header does not name this server",
+            value=host[:_VALUE_CHARACTERS_MAX],
+            limit=", ".join(("localhost", "addresses", *self._allowed)),
+            remedy="call it by one of these, or add the name to server.allowed_hosts",
+        )
+        await exchange.send_error(RequestRefused(message, code="host_not_allowed", status=421))
+
+
+class RequireKey:
+    """ASGI middleware: default deny where there is a key, judged on `scope["path"]` as the router sees it.
+
+    What operators do has a key of its own. Without one, it is for programs of this machine: no other machine, no web
+    page, and nothing that says it was forwarded.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
+        self._app = app
+        self._api_key, self._admin_key = settings.api_key, settings.admin_key
+        self._open = _PROBES | ({"/metrics"} if settings.metrics_without_key else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is authorised; answer 401 or 403 to what is not."""
+        refusal = None
+        exchange = HttpExchange(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            refusal = self._refusal(exchange)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await exchange.send_error(refusal)
+
+    def _refusal(self, exchange: HttpExchange) -> RequestRefused | None:
+        is_admin = exchange.scope["path"].startswith(_ADMIN)
+        key = (is_admin and self._admin_key) or self._api_key
+        if key and not _carries(exchange, key):
+            name = "admin key" if is_admin and self._admin_key else "API key"
+            message = f"the {name} is missing or wrong. Remedy: send Authorization: Bearer <key>."
+            return RequestRefused(message, code="invalid_api_key", status=401)
+        if is_admin and not self._admin_key and not _is_local(exchange):
+            message = (
+                f"what is under {_ADMIN} is for programs of the server's own machine, which call it by its address or "
+                "as localhost. Remedy: call it there, or give it a key (server.admin_key_variable)."
+            )
+            return RequestRefused(message, code="not_local", status=403)
+        return None
+
+
+class RequireJson:
+    """ASGI middleware: what is posted must be JSON by its `Content-Type`; no body needs none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on JSON; answer 415 to any other body."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        exchange = HttpExchange(scope, receive, send)
+        sent = exchange.header(b"content-type")
+        media_type = (sent or b"").partition(b";")[0].strip().lower()
+        if media_type == b"application/json" or (sent is None and not _has_body(exchange)):
+            await self._app(scope, receive, send)
+            return
+        message = limit_message(
+            "the body is not declared as JSON",
+            value=f"Content-Type {(sent or b'(none)').decode('latin-1')[:_VALUE_CHARACTERS_MAX]}",
+            limit="application/json",
+            remedy="send the header Content-Type: application/json",
+        )
+        await exchange.send_error(
+            RequestRefused(message, code="unsupported_media_type", status=415)
+        )
 
 
 def _digest(secret: bytes) -> bytes:
@@ -18,30 +145,57 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-class RequireKey:
-    """ASGI middleware: default deny, judged on `scope["path"]` as the router sees it."""
+def _carries(exchange: HttpExchange, expected: str) -> bool:
+    scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
+    matches = hmac.compare_digest(_digest(key.strip()), _digest(expected.encode()))
+    return matches and scheme.lower() == b"bearer"
 
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        assert api_key
-        self._app = app
-        self._expected = _digest(api_key.encode())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is authorised; answer 401 to what is not."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        exchange = HttpExchange(scope, receive, send)
-        if scope["path"] in _OPEN_PATHS or self._is_authorised(exchange):
-            await self._app(scope, receive, send)
-            return
-        message = "the API key is missing or wrong. Remedy: send Authorization: Bearer <key>."
-        await exchange.send_error(RequestRefused(message, code="invalid_api_key", status=401))
+def _has_body(exchange: HttpExchange) -> bool:
+    length = exchange.header(b"content-length")
+    return exchange.header(b"transfer-encoding") is not None or length not in {None, b"0"}
 
-    def _is_authorised(self, exchange: HttpExchange) -> bool:
-        scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
-        matches = hmac.compare_digest(_digest(key.strip()), self._expected)
-        return matches and scheme.lower() == b"bearer"
+
+def _host_of(exchange: HttpExchange) -> str | None:
+    """Return the name or address in `Host`, without a port; None where there is none, as browsers never leave it."""
+    sent = exchange.header(b"host")
+    if sent is None:
+        return None
+    host = sent.decode("latin-1").strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _is_allowed(host: str, names: tuple[str, ...]) -> bool:
+    return _cannot_be_rebound(host) or any(
+        name == "*" or host == name or (name.startswith("*.") and host.endswith(name[1:]))
+        for name in map(str.lower, names)
+    )
+
+
+def _cannot_be_rebound(host: str) -> bool:
+    """Return whether no page can have chosen what this resolves to: an address, or what browsers never look up."""
+    return host == "localhost" or host.endswith(".localhost") or _address(host) is not None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    # A socket for both families shows IPv4 as a part of IPv6.
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_local(exchange: HttpExchange) -> bool:
+    """Return whether a program of this machine asks by itself; on a Unix socket there is no address to look at."""
+    client, server = exchange.scope.get("client"), exchange.scope.get("server")
+    if client is not None:
+        address = _address(client[0])
+        own = server is not None and address == _address(server[0])
+        if address is None or not (address.is_loopback or own):
+            return False
+    host = _host_of(exchange)
+    is_named = host is None or _cannot_be_rebound(host)
+    return is_named and all(exchange.header(name) is None for name in (b"origin", *_FORWARDED))

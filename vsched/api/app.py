@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vsched.api.access import RequireKey
+from vsched.api.access import access_middleware
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ErrorBody, ErrorEnvelope
@@ -38,10 +37,9 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route("/admin/replicas", operations.replicas),
         Route("/admin/replicas", ReplicasEndpoint(engine, settings), methods=["POST"]),
     ]
-    middleware = [Middleware(RequireKey, api_key=settings.api_key)] if settings.api_key else []
     app = Starlette(
         routes=routes,
-        middleware=middleware,
+        middleware=access_middleware(settings),
         exception_handlers={HTTPException: _no_route, Exception: _mistake},
     )
     app.router.redirect_slashes = False

@@ -22,7 +22,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits and permissions of the HTTP layer.
 
     Attributes:
-        api_key: What clients must send as `Authorization: Bearer <key>`; empty asks for none. `/health` is always open.
+        api_key: What clients must send as `Authorization: Bearer <key>`; empty asks for none. `/health` and `/ready`
+            are always open.
+        admin_key: What opens `/admin/`, in the same form; empty opens it to programs of this machine, with `api_key`.
+        metrics_without_key: Whether `/metrics` is open.
+        allowed_hosts: Names in `Host` beside addresses and `localhost`; None for any, `*.` before all under a domain.
+        cors_origins: Origins whose pages may call, `*` for any.
         body_bytes_max: Bytes of a request body; counted while it arrives.
         messages_max: Messages of one chat request.
         parts_max: Content parts of one chat request, over all its messages.
@@ -35,6 +40,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     api_key: str = ""
+    admin_key: str = ""
+    metrics_without_key: bool = False
+    allowed_hosts: tuple[str, ...] | None = ()
+    cors_origins: tuple[str, ...] = ()
     body_bytes_max: _Positive = 32 * 1024 * 1024
     messages_max: _Positive = 1024
     parts_max: _Positive = 4096

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 
 import uvicorn
 
 from vsched.aio.environment import Environment
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
-from vsched.api.contract import ApiSettings
+from vsched.api.connection import BoundedProtocol
+from vsched.api.contract import ApiSettings, EngineContract
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
@@ -78,7 +81,7 @@ async def running_server(
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
     with contextlib.closing(_listen(config)) as listener:
         engine = Engine(config, on_progress=on_progress, environment=environment)
-        server = _Server(_uvicorn_config(engine, config))
+        server = _Server(_uvicorn_config(engine, config, listener.getsockname()[0]))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         running: RunningServer | None = None
         try:
@@ -140,33 +143,63 @@ def forgo_models(config: Config) -> None:
         plugin.forgo_models()
 
 
-def _uvicorn_config(engine: Engine, config: Config) -> uvicorn.Config:
+def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvicorn.Config:
     server = config.server
-    settings = ApiSettings(api_key=_api_key(config), body_bytes_max=server.body_bytes_max)
+    settings = ApiSettings(
+        api_key=_key(config, "api_key_variable"),
+        admin_key=_key(config, "admin_key_variable"),
+        metrics_without_key=server.metrics_without_key,
+        allowed_hosts=_allowed_hosts(config, address),
+        cors_origins=server.cors_origins,
+        body_bytes_max=server.body_bytes_max,
+    )
     return uvicorn.Config(
         create_app(engine, settings),
         host=server.host,
         port=server.port,
-        http="httptools",
+        http=partial(BoundedProtocol, limits=server),  # type: ignore[arg-type]  # it is only called
         lifespan="off",
         access_log=False,
         log_config=None,  # its records go where all others go
         log_level="warning",
         limit_concurrency=server.max_connections,
+        proxy_headers=False,  # who is on this machine is judged by the connection
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )
 
 
-def _api_key(config: Config) -> str:
-    name = config.server.api_key_variable
+def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
+    """Return the names by which clients may call; None for any.
+
+    On a loopback address they are on this machine, and need no other name than the one that was configured. Elsewhere
+    the names of balancers, services and proxies cannot be known here.
+    """
+    named = config.server.allowed_hosts
+    if ipaddress.ip_address(address).is_loopback:
+        return (*named, config.server.host)
+    if not named and not config.server.api_key_variable:
+        logger.warning(
+            "the server is open to the network, without a key, under any name. Remedy: set server.api_key_variable, or "
+            "server.allowed_hosts to the names that clients use"
+        )
+    return named or None
+
+
+def _key(config: Config, setting: str) -> str:
+    """Return the key that is in the environment under the name that a setting gives; empty for none.
+
+    Raises:
+        ConfigError: When it is not there.
+    """
+    name = getattr(config.server, setting)
     if not name:
         return ""
     key = os.environ.get(name, "")
     if not key:
         raise ConfigError(
-            f"server.api_key_variable: the environment variable {name} is empty or not set. "
-            "Remedy: set it, or leave server.api_key_variable empty to ask for no key"
+            f"server.{setting}: the environment variable {name} is empty or not set. "
+            f"Remedy: set it, or leave server.{setting} empty to ask for no key"
         )
     return key
 

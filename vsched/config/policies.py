@@ -10,6 +10,7 @@ import msgspec
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.media import check_decode_bytes
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
+from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, limit_message
 from vsched.kernel import KernelPolicies
 from vsched.plugins import resolve_policy
@@ -185,7 +186,7 @@ def check_together(config: Config) -> None:
 
 
 def check_texts(config: Config) -> None:
-    """Refuse texts that cannot be read as what they stand for: plug-ins, devices, sizes.
+    """Refuse texts that cannot be read as what they stand for: plug-ins, devices, names, sizes.
 
     Raises:
         ConfigError: Each line starts with the path of a key.
@@ -199,6 +200,8 @@ def check_texts(config: Config) -> None:
         if stage.memory_limit != "auto":
             with problems.collected():
                 size_bytes(stage.memory_limit, path=f"{name}.memory_limit")
+    with problems.collected():
+        check_names(config.server)
     if config.encode.reserved != "":
         with problems.collected():
             size_bytes(config.encode.reserved, path="encode.reserved")

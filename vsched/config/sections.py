@@ -52,8 +52,45 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(description="Environment variable that holds the API key; empty to ask for none."),
     ] = ""
+    admin_key_variable: Annotated[
+        str,
+        Meta(
+            description="Environment variable that holds the key to `/admin/`; empty to open it to programs of this "
+            "machine only, with the API key."
+        ),
+    ] = ""
+    metrics_without_key: Annotated[
+        bool, Meta(description="Whether `/metrics` answers without a key.")
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names by which clients call the server (`Host`), beside its addresses and `localhost`: "
+            "`api.example.com`, `*.example.com`, or `*` for any. By default none on a loopback address, else any."
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins whose web pages may call the server, as `https://app.example.com`; `*` for any."
+        ),
+    ] = ()
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 32 << 20
+    headers_max: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 100
+    header_bytes_max: Annotated[
+        int, Meta(ge=1024, description="Most bytes of a request's URL and headers together.")
+    ] = 32 << 10
     max_connections: Annotated[int, Meta(ge=1, description="Most connections at a time.")] = 1024
+    receive_s: Annotated[
+        float, Meta(gt=0, description="Longest time for a request to arrive, headers and body.")
+    ] = 60.0
+    send_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Longest time that a client may leave a full connection unread; its request ends with it.",
+        ),
+    ] = 60.0
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
+from vsched.api import server as server_module
+from vsched.config import Config, ServerConfig
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import ModelInfo, SamplingParams
 
@@ -99,6 +101,7 @@ class FakeEngine:
         self.rows: list[dict[str, Any]] = [{"name": "generate-1", "state": "draining"}]
         self.actions: list[tuple[str, str]] = []
         self.in_time = True
+        self.cleared = 0
         self.numbers: dict[str, Any] = {"queue": {"waiting": 3}, "kv": {"blocks-free": 2.5}}
 
     @property
@@ -135,6 +138,7 @@ class FakeEngine:
         return self.numbers
 
     async def clear(self) -> dict[str, int]:
+        self.cleared += 1
         return {"running": 0, "waiting": 0}
 
     def groups(self) -> list[dict[str, Any]]:
@@ -217,11 +221,12 @@ class Client:
         pieces: Sequence[bytes] | None = None,
     ) -> Reply:
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        sent = {"content-type": "application/json"} if raw or pieces is not None else {}
         call = self._call = self._client.open(
             method,
             path,
             body=raw,
-            headers=(headers or {}).items(),
+            headers=(sent | (headers or {})).items(),
             pieces=None if pieces is None else one_by_one(pieces),
         )
         if self._left:
@@ -247,3 +252,18 @@ async def post(
     engine: FakeEngine, path: str, body: object, settings: ApiSettings | None = None
 ) -> Reply:
     return await Client(create_app(engine, settings or ApiSettings())).send("POST", path, body)
+
+
+@contextlib.asynccontextmanager
+async def served(engine: FakeEngine, **server: Any) -> AsyncIterator[int]:
+    """Serve over real sockets, as `vsched serve` does; yields the port."""
+    config = Config(server=ServerConfig(**{"port": 0, **server}))
+    with contextlib.closing(server_module._listen(config)) as listener:
+        address, port = listener.getsockname()[:2]
+        running = server_module._Server(server_module._uvicorn_config(engine, config, address))
+        task = asyncio.create_task(running.serve(sockets=[listener]))
+        try:
+            yield port
+        finally:
+            running.should_exit = running.force_exit = True
+            await task

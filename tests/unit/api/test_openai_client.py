@@ -36,7 +36,7 @@ async def client(engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
     transport = httpx2.ASGITransport(create_app(engine, ApiSettings(api_key="key")))
     async with httpx2.AsyncClient(transport=transport) as inner:
         yield openai.AsyncOpenAI(
-            base_url="http://server/v1", api_key="key", http_client=inner, max_retries=0
+            base_url="http://localhost/v1", api_key="key", http_client=inner, max_retries=0
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.api.fakes import Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
-from vsched.api.metrics import flatten
+from vsched.api.metrics.requests import flatten
 from vsched.errors import RequestFailed, RequestRefused
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -166,7 +166,6 @@ async def test_without_a_key_everything_is_open() -> None:
         ("GET", "/v1/models"),
         ("POST", "/tokenize"),
         ("GET", "/metrics"),
-        ("GET", "/ready"),
         ("GET", "/admin/statistics"),
         ("POST", "/admin/clear"),
         ("GET", "/admin/replicas"),
@@ -180,7 +179,7 @@ async def test_without_a_key_everything_is_open() -> None:
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right"]
 )
-async def test_key_is_needed_everywhere_but_health(
+async def test_key_is_needed_everywhere_but_for_probes(
     method: str, path: str, authorization: str | None
 ) -> None:
     """Default deny, on the path that the router sees."""
@@ -196,7 +195,8 @@ async def test_right_key_opens() -> None:
         FakeEngine(), "POST", "/v1/chat/completions", CHAT, api_key="right", headers=headers
     )
     assert reply.status == 200
-    assert (await call(FakeEngine(), "GET", "/health", api_key="right")).status == 200
+    for probe in ("/health", "/ready"):
+        assert (await call(FakeEngine(), "GET", probe, api_key="right")).status == 200
 
 
 async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:

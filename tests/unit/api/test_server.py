@@ -216,7 +216,7 @@ async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
 def test_server_leaves_the_layout_of_logs_alone() -> None:
     """Uvicorn brings handlers of its own unless it is told not to."""
     settings = config()
-    server_module._uvicorn_config(Engine(settings), settings)
+    server_module._uvicorn_config(Engine(settings), settings, "127.0.0.1")
     assert logging.getLogger("uvicorn").handlers == []
     assert logging.getLogger("uvicorn").propagate
 
@@ -334,7 +334,7 @@ async def get(url: str, path: str) -> bytes:
     """Return the first line of the answer to a GET."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     async with patience():
         line = await reader.readline()
     writer.close()

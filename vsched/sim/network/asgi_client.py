@@ -122,6 +122,8 @@ class AsgiClient:
             lines.append(("content-length", str(len(body))))
         else:
             lines.append(("transfer-encoding", "chunked"))
+        if not any(name.lower() == "host" for name, _ in lines):
+            lines.append(("host", "localhost"))
         scope = _scope(method, path, lines)
         return HttpCall(self._app, scope, body=body, pieces=pieces, unread_max=unread_max)
 
@@ -139,8 +141,8 @@ def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, 
         "query_string": query.encode(),
         "root_path": "",
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
-        "client": ("192.0.2.1", 1),
-        "server": ("vsched", 80),
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
     }
 
 

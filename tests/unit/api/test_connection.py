@@ -1,0 +1,234 @@
+"""What a client can hold up, over real sockets: nothing for long, whatever it leaves undone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from tests.patience import NEVER_S, patience, until
+from tests.unit.api.fakes import FakeEngine, chat, served
+from vsched.aio.streams.stream import OutputDelta
+
+SOON_S = 0.05
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+BODY = msgspec.json.encode(chat())
+REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+class RawClient:
+    """A connection that sends what it is told, and reads when it is told."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        with contextlib.suppress(ConnectionError):  # what was refused may be closed already
+            await self._writer.drain()
+
+    async def answer(self) -> bytes:
+        """Return all that comes until the server closes, as it must."""
+        received = b""
+        async with patience():
+            with contextlib.suppress(ConnectionError):
+                while piece := await self._reader.read(1 << 16):
+                    received += piece
+        return received
+
+    async def until(self, mark: bytes) -> bytes:
+        async with patience():
+            return await self._reader.readuntil(mark)
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClient]:
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    # No more is read ahead of the test than this, or nothing would ever be left unread.
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    client = RawClient(reader, writer)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"G",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: 1",
+        HEAD + b"Content-Length: 100\r\n\r\n{",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
+    ],
+    ids=["first byte", "head", "body", "chunk", "continue"],
+)
+async def test_connection_request_that_does_not_arrive_is_answered(sent: bytes) -> None:
+    """Wherever it stops; the deadline is one for all of it, so that a byte now and then does not help."""
+    engine = FakeEngine()
+    async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
+        await client.send(sent)
+        answer = (await client.answer()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert answer.count(b"HTTP/1.1") == 1
+    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_timeout"
+    assert "limit 0.05 s. Remedy: send it faster, or raise server.receive_s" in error["message"]
+    assert engine.calls == []
+
+
+async def test_connection_trickling_body_is_answered() -> None:
+    """Every byte is in time, and the whole is not."""
+    async with served(FakeEngine(), receive_s=4 * SOON_S) as port, connected(port) as client:
+        await client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
+        answer = asyncio.create_task(client.answer())
+        while not answer.done():
+            await client.send(b" ")
+            await asyncio.sleep(SOON_S / 10)
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_connection_that_sends_nothing_is_closed() -> None:
+    """Without a word: a client that connects early may just not need it."""
+    async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
+        assert await client.answer() == b""
+
+
+async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() -> None:
+    """A request that has arrived is served as long as that takes, and so is the next one."""
+    released = asyncio.Event()
+    engine = FakeEngine(released, OutputDelta("x", [1], finish_reason="stop"))
+    async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
+        for _ in range(2):
+            released.clear()
+            await client.send(REQUEST)
+            await until(lambda: engine.generations and not engine.generations[-1].aborted)
+            async with connected(port) as other:
+                await other.answer()  # the deadline of a request that came no earlier has passed
+            released.set()
+            assert b"200 OK" in await client.until(b"\r\n\r\n")
+            await client.until(b"}}")
+            await until(lambda: engine.generations[-1].aborted)
+    assert len(engine.generations) == 2
+
+
+async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
+    """What was answered without being read ends too."""
+    async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
+        await client.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
+        await client.send(b"Content-Type: application/json\r\n\r\n{")
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        (b"".join(b"X-%d: y\r\n" % index for index in range(5000)), "too many headers: value 101"),
+        (b"X: " + b"y" * 100_000 + b"\r\n", "too many bytes in URL and headers: value at least"),
+        (b"X: " + b"y" * 100_000, "too many bytes in URL and headers: value at least"),
+    ],
+    ids=["count", "bytes", "no end"],
+)
+async def test_connection_head_over_its_limits_is_refused(headers: bytes, what: str) -> None:
+    async with served(FakeEngine(), receive_s=NEVER_S) as port, connected(port) as client:
+        await client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + headers)
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 431 "), answer
+    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"].startswith(what)
+    assert "Remedy: send fewer, or raise server.header" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"x" * 1100 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 1100 + b"\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"y" * 1000 + b"\r\n\r\n",
+    ],
+    ids=["url", "header", "trailer"],
+)
+async def test_connection_head_that_comes_at_once_is_measured(sent: bytes) -> None:
+    async with served(FakeEngine(), header_bytes_max=1024) as port, connected(port) as client:
+        await client.send(sent)
+        assert (await client.answer()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_connection_pipelined_request_waits_for_the_answer_before_it() -> None:
+    """Half of one does not end what is being answered; it is late once that is done."""
+    released = asyncio.Event()
+    engine = FakeEngine(released, OutputDelta("x", [1], finish_reason="stop"))
+    async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
+        await client.send(REQUEST)
+        await until(lambda: engine.generations)
+        await client.send(b"GET /hea")
+        async with connected(port) as other:
+            await other.answer()
+        async with connected(port) as other:
+            await other.answer()  # twice the deadline: that of the half request has passed
+        assert not engine.generations[0].aborted
+        released.set()
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in answer
+
+
+async def test_connection_head_within_its_limits_is_served() -> None:
+    headers = b"".join(b"X-%d: %s\r\n" % (index, b"y" * 300) for index in range(97))
+    async with served(FakeEngine()) as port, connected(port) as client:
+        for _ in range(3):  # counted anew for each request of a connection
+            await client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
+            assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await client.until(b"}")
+
+
+async def test_connection_what_is_not_http_is_told_so() -> None:
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS client\r\n\r\n")
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_connection_client_that_stops_reading_is_cut_off(stream: bool) -> None:
+    """Its request is aborted, and nothing of it is left; one that reads gets everything, however much that is."""
+    text = "x" * (1 << 20)
+    last = OutputDelta("x", [1], finish_reason="stop")
+    never = [asyncio.Event()] if stream else []
+    engine = FakeEngine(*[OutputDelta(text, [1])] * 24, *never, last)
+    body = msgspec.json.encode(chat(stream=stream))
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with served(engine, send_s=SOON_S) as port, connected(port, 4096) as client:
+        await client.send(request)
+        await until(lambda: engine.generations and engine.generations[0].aborted)
+        received = await client.answer()
+        assert b"200 OK" in received
+        assert not received.endswith((b"0\r\n\r\n", b"}"))
+
+
+async def test_connection_client_that_reads_slowly_gets_everything() -> None:
+    engine = FakeEngine(OutputDelta("x" * (8 << 20), [1]), OutputDelta("", [], None, "stop"))
+    body = msgspec.json.encode(chat(stream=True))
+    request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with served(engine) as port, connected(port, 4096) as client:
+        await client.send(request)
+        received = await client.answer()
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert received.count(b"x") >= 8 << 20

@@ -1,0 +1,35 @@
+"""Whether names and origins are written as clients send them; a wrong one would match nothing and tell nobody."""
+
+from __future__ import annotations
+
+import re
+
+from vsched.config.sections import ServerConfig
+from vsched.errors import ConfigProblems, limit_message
+
+_NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
+
+
+def check_names(server: ServerConfig) -> None:
+    """Refuse names and origins of another form than that of the `Host` and `Origin` headers.
+
+    Raises:
+        ConfigError: Each line starts with the path of a key.
+    """
+    problems = ConfigProblems()
+    for key, values, form, limit in (
+        ("allowed_hosts", server.allowed_hosts, _NAME, "a name as api.example.com, without a port"),
+        (
+            "cors_origins",
+            server.cors_origins,
+            _ORIGIN,
+            "scheme, name and port as https://app.example.com, without a path",
+        ),
+    ):
+        for value in values:
+            if form.fullmatch(value) is None:
+                what = f"server.{key}: no browser sends this"
+                remedy = "write it in that form, or * for any"
+                problems.add(limit_message(what, value=repr(value), limit=limit, remedy=remedy))
+    problems.tell()
