@@ -18,6 +18,7 @@ from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange
+from vsched.api.json_values import check_json_values
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
@@ -180,6 +181,7 @@ class CompletionEndpoint:
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
         check_ready(self._engine)
         body = await exchange.read_body(self._settings.body_bytes_max)
+        await check_json_values(body, self._engine.info.context_tokens)
         request_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         outcome = "stop"
 

@@ -14,6 +14,7 @@ from vsched.api.completions import check_model, check_ready, render
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ParameterRefused, envelope, unsupported
 from vsched.api.http_exchange import HttpExchange
+from vsched.api.json_values import check_json_values
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
 from vsched.api.request_schema import GroupRequest, TokenizeRequest
 from vsched.api.responses import GroupAction, Model, ModelList, Tokens
@@ -92,6 +93,7 @@ class TokenizeEndpoint:
         )
 
     async def _tokenize(self, body: bytes) -> Tokens:
+        await check_json_values(body, self._engine.info.context_tokens)
         request = parameters.decode_body(body, TokenizeRequest)
         check_model(request.model, self._engine)
         check_ready(self._engine)
@@ -131,6 +133,7 @@ class ReplicasEndpoint:
         await HttpExchange(scope, receive, send).answer(self._settings.body_bytes_max, self._act)
 
     async def _act(self, body: bytes) -> GroupAction:
+        await check_json_values(body, self._engine.info.context_tokens)
         request = parameters.decode_body(body, GroupRequest)
         done = True
         match request.action:
