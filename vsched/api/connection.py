@@ -30,7 +30,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._head_bytes = 0
         self._head_size = 0
-        self._in_head = True
+        self._in_head = self._in_body = self._is_head = False
         self._refusal: RequestRefused | None = None
         self._arrival: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
@@ -52,10 +52,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse what came, unless a head grows beyond its limit, header by header or in one that does not end."""
         if self._arrival is None:
             self._expect_request()
-        within = self._in_head
+        self._is_head = not self._in_body
         super().data_received(data)
-        if self.transport.is_closing() or not (within and self._in_head):
-            return
+        if self.transport.is_closing() or not (self._in_head and self._is_head):
+            return  # the head is complete, or only a part of this belongs to it: headers are counted one by one
         self._head_bytes += len(data)
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(self._head_too_large())
@@ -85,13 +85,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is there."""
-        self._in_head = False
+        self._in_head, self._in_body = False, True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """The request is there."""
         self._request_came()
-        self._in_head, self._head_bytes = True, 0
+        self._in_body = self._is_head = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -126,7 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and not self.cycle.more_body:
             self._expect_request()  # a pipelined one, which the answer to the last one holds up
-        elif answering or self._head_bytes:
+        elif answering or self._in_head:
             limit = f"{self._limits.receive_s:g} s"
             message = limit_message(
                 "the request did not arrive in time",

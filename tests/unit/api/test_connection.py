@@ -198,6 +198,20 @@ async def test_connection_head_within_its_limits_is_served() -> None:
             await client.until(b"}")
 
 
+async def test_connection_body_is_no_part_of_the_head() -> None:
+    """Not where both come at once, nor beside half of the next head."""
+    body = BODY + b" " * 5000
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with served(FakeEngine(), header_bytes_max=1024) as port, connected(port) as client:
+        for _ in range(3):
+            await client.send(whole + b"GET /health HTTP/1.1\r\n")
+            assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await client.until(b"}}")
+            await client.send(b"Host: localhost\r\n\r\n")
+            assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await client.until(b"}")
+
+
 async def test_connection_what_is_not_http_is_told_so() -> None:
     async with served(FakeEngine()) as port, connected(port) as client:
         await client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS client\r\n\r\n")
