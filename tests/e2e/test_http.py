@@ -126,6 +126,22 @@ async def test_completions_take_text_and_tokens(client: Any, engine: Engine) -> 
     assert "".join([chunk.choices[0].text async for chunk in stream]) == wanted.text
 
 
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
+async def test_a_special_token_in_a_text_is_text(client: Any, engine: Engine, token: str) -> None:
+    """A client's text stands for no image, ends no turn, and is served, alone and beside an image."""
+    pad = engine.info.image_token_id
+    ask = Ask(f"What is {token}?", [drawn_image(6020)], count=4)
+    plan = engine.preprocessor.plan_image(*ask.images[0].size)
+    assert ask.prompt(engine.preprocessor).count(pad) == plan.tokens
+    for one in (ask, Ask(f"What is {token}?", count=4)):
+        response = await chat(client, one)
+        assert response.usage.prompt_tokens == len(one.prompt(engine.preprocessor))
+    raw = await client.completions.create(
+        model="nano25", prompt=f"What is {token}?", max_tokens=4, **OPTIONS
+    )
+    assert raw.choices[0].finish_reason == "length"
+
+
 async def test_models_lists_the_one(client: Any) -> None:
     (model,) = (await client.models.list()).data
     assert model.id == "nano25"

@@ -254,13 +254,13 @@ class MediaPipeline:
         holding: Holding,
     ) -> tuple[list[int], list[Measured]]:
         if not images and (isinstance(prompt, list) or len(prompt) <= _INLINE_CHARACTERS_MAX):
-            return self._tokenize(prompt), []
+            return self._tokenize(prompt, images), []
         fetched = await self._fetch(images, holding)
 
         def read() -> tuple[list[int], list[Measured]]:
             # Images first: a request that is refused for an image need not be tokenized.
             measured = self._measurer.measure(images, fetched, cache_salt, holding.add)
-            return self._tokenize(prompt), measured
+            return self._tokenize(prompt, images), measured
 
         holding.share()
         try:
@@ -271,8 +271,10 @@ class MediaPipeline:
         reading.add_done_callback(lambda _: holding.drop())
         return await asyncio.wrap_future(reading)
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
-        return self._preprocessor.tokenize(prompt) if isinstance(prompt, str) else prompt
+    def _tokenize(self, prompt: str | list[int], images: Sequence[ImageReference]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._preprocessor.tokenize(prompt, images=bool(images))
+        return prompt
 
     async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
         # One after the other, so that at most one image beyond the request's bound is ever in memory.

@@ -251,13 +251,17 @@ class Preprocessor(Protocol):
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
 
+        What it returns goes to `tokenize` as it is: it may know which special tokens are text of the messages.
+
         Raises:
             RequestRefused: When the template rejects the messages.
         """
         ...
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return token ids, special tokens recognised, none added; the GIL is released, or held for moments only.
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        """Return token ids, none added; the GIL is released, or held for moments only.
+
+        Special tokens are recognised but for those in messages. Without `images` the image placeholder is text, too.
 
         Raises:
             RequestRefused: When the tokens exceed `info.context_tokens`; by its size alone where that suffices.

@@ -37,7 +37,8 @@ class Letters:
     def render(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
         return "\n".join(str(message["content"]) for message in messages)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        del images
         return list(text.encode())
 
     def token_bytes(self, token_id: int) -> bytes:

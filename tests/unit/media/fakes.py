@@ -84,7 +84,8 @@ class FakePreprocessor:
             parts += [part["text"] if part["type"] == "text" else chr(1) for part in content]
         return "".join(parts)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        del images
         return [ord(character) % 256 for character in text]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

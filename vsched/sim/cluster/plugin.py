@@ -58,7 +58,8 @@ class SimulatedPreprocessor:
             texts += [part.get("text", IMAGE_TEXT) for part in parts]
         return " ".join(texts)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        del images
         return [self._token(word) for word in text.split()]
 
     def _token(self, word: str) -> int:

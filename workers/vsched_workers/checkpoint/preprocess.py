@@ -28,7 +28,7 @@ from vsched.worker.contract import ImagePlan
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.tokenize import TextTokenizer
+from vsched_workers.checkpoint.special_tokens import SpecialTokens
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -54,10 +54,10 @@ class QwenPreprocessor:
     ) -> None:
         self.info = info
         self._tokenizer = tokenizer
-        self._table = TokenTable.of_tokenizer(tokenizer.backend_tokenizer)
-        self._text = TextTokenizer(
-            tokenizer.backend_tokenizer, self._table.raw, info.context_tokens
-        )
+        backend = tokenizer.backend_tokenizer
+        self._table = TokenTable.of_tokenizer(backend)
+        self._special = SpecialTokens(backend, self._table.raw, info.context_tokens)
+        self._placeholder = backend.id_to_token(info.image_token_id) or ""
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -69,15 +69,18 @@ class QwenPreprocessor:
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
 
+        Special tokens in the messages are text, which `tokenize` knows from the value that this returns.
+
         Raises:
             RequestRefused: When the template rejects the messages.
         """
         from jinja2 import TemplateError
 
-        arguments: dict[str, Any] = {"add_generation_prompt": True, **template_arguments}
+        mark = self._special.mark
+        arguments = {"add_generation_prompt": True, **mark(template_arguments)}
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages], tokenize=False, **arguments
+                [mark(_for_template(message)) for message in messages], tokenize=False, **arguments
             )
         except TemplateError as error:
             raise RequestRefused(
@@ -88,15 +91,17 @@ class QwenPreprocessor:
                 "the messages do not have the form that the chat template expects",
                 code="invalid_messages",
             ) from error
-        return str(rendered)
+        return self._special.unmark(str(rendered))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return token ids, special tokens recognised, none added; other threads run meanwhile.
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        """Return token ids, none added; other threads run meanwhile.
+
+        Special tokens are recognised but for those in messages. Without `images` the image placeholder is text.
 
         Raises:
             RequestRefused: When they exceed the context, or a stretch of text cannot be divided.
         """
-        return self._text.ids(text)
+        return self._special.ids(text, plain="" if images else self._placeholder)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, special tokens skipped."""

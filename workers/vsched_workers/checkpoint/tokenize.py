@@ -60,23 +60,30 @@ class TextTokenizer:
             and not any(token.single_word or _SPANNING.search(token.content) for token in added)
         )
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str, *, before: int = 0) -> list[int]:
         """Return token ids, special tokens recognised, none added; other threads run meanwhile.
+
+        `before` counts the tokens that the context has to hold beside them.
 
         Raises:
             RequestRefused: When the tokens exceed the context, or a stretch without a cut is too long.
         """
-        self._check_size(text)
+        self.check_size(text)
         ids: list[int] = []
         for piece in self._pieces(text):
             # Unlike `encode`, this releases the GIL; offsets, which nobody reads, are not computed.
             encoding = self._backend.encode_batch_fast([piece], add_special_tokens=False)[0]
-            if len(ids) + len(encoding) > self._context_tokens:
+            if before + len(ids) + len(encoding) > self._context_tokens:
                 raise self._exceeded(f"over {self._context_tokens} tokens")
             ids += encoding.ids
         return ids
 
-    def _check_size(self, text: str) -> None:
+    def check_size(self, text: str) -> None:
+        """Refuse a text that cannot fit the context, whatever it says.
+
+        Raises:
+            RequestRefused: With the tokens that it has at least.
+        """
         most = self.bytes_per_token_max
         if not most:
             return

@@ -1,0 +1,129 @@
+"""Special tokens in prompts: those of the chat template are tokens, those in a client's text are text.
+
+A rendered prompt is one string, in which both look alike. So a mark is put into every special token in a client's
+strings before the template runs, and into what may become one together with the string that follows: an end that
+begins a special token. Afterwards the marks are taken out, and their places are kept beside the text. A special token
+that no mark was in is the template's own.
+
+The text between the template's tokens is then encoded by a twin of the tokenizer that recognises no special tokens:
+the ids that transformers gives with `split_special_tokens`. Most prompts have no mark, and are encoded as ever.
+
+Added tokens that the tokenizer does not call special, such as `<tool_call>`, are part of what models write and of what
+clients send back: they stay tokens everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+from vsched_workers.checkpoint.tokenize import TextTokenizer
+
+_MARK = "\ufdd0"
+"""No character of any text: Unicode keeps it for internal use. One in a client's text is doubled."""
+_NAMES = frozenset({"role", "type"})
+"""Keys whose values templates compare with names of their own."""
+
+
+class RenderedPrompt(str):
+    """A prompt that a template made; `marks` are the places where special tokens are a client's text, in order."""
+
+    marks: tuple[int, ...]
+
+    def __new__(cls, text: str, marks: tuple[int, ...] = ()) -> Self:
+        """Return the text with its marks."""
+        made = super().__new__(cls, text)
+        made.marks = marks
+        return made
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer; nothing is changed once it is made."""
+
+    def __init__(self, backend: Tokenizer, token_bytes: list[bytes], context_tokens: int) -> None:
+        added = backend.get_added_tokens_decoder()
+        self._ids = {one.content: token_id for token_id, one in added.items() if one.special}
+        names = sorted(self._ids, key=len, reverse=True)
+        self._beginning = os.path.commonprefix(names)  # noqa: RUF071 - letters are what is wanted
+        self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._longest = max(map(len, names), default=0)
+        self._prefixes = {name[:end] for name in names for end in range(1, len(name))}
+        self._whole = TextTokenizer(backend, token_bytes, context_tokens)
+        twin = _without_special_tokens(backend)
+        self._as_text = TextTokenizer(twin, token_bytes, context_tokens)
+
+    def mark(self, value: Any) -> Any:
+        """Return a client's value for the template, with marks in its strings wherever they may hold special tokens."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, Mapping):
+            return {key: one if key in _NAMES else self.mark(one) for key, one in value.items()}
+        return [self.mark(one) for one in value] if isinstance(value, list) else value
+
+    def _marked(self, text: str) -> str:
+        if _MARK in text:
+            text = text.replace(_MARK, _MARK * 2)
+        if self._beginning in text:
+            text = self._pattern.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", text)
+        cut = max(len(text) - self._longest + 1, 0)
+        ends = [start for start in range(cut, len(text)) if text[start:] in self._prefixes]
+        for start in reversed(ends):
+            text = f"{text[: start + 1]}{_MARK}{text[start + 1 :]}"
+        return text
+
+    def unmark(self, rendered: str) -> str:
+        """Return what the template made, with the marks beside it."""
+        if _MARK not in rendered:
+            return rendered
+        pieces: list[str] = []
+        marks: list[int] = []
+        length = 0
+        # Every second piece is a run of marks: each pair of them was one in a client's text.
+        for index, piece in enumerate(re.split(f"({_MARK}+)", rendered)):
+            kept = piece
+            if index % 2:
+                if len(piece) % 2:
+                    marks.append(length)
+                kept = _MARK * (len(piece) // 2)
+            pieces.append(kept)
+            length += len(kept)
+        return RenderedPrompt("".join(pieces), tuple(marks))
+
+    def ids(self, text: str, *, plain: str = "") -> list[int]:
+        """Return token ids, none added; a special token with a mark in it is text, and so is the one called `plain`.
+
+        Raises:
+            RequestRefused: As `TextTokenizer.ids`.
+        """
+        marks = text.marks if isinstance(text, RenderedPrompt) else ()
+        if not marks and not (plain and plain in text):
+            return self._whole.ids(text)
+        self._whole.check_size(text)
+        ids: list[int] = []
+        start = 0
+        for found in self._pattern.finditer(text):
+            first = bisect_left(marks, found.start() + 1)
+            if found[0] == plain or (first < len(marks) and marks[first] <= found.end()):
+                continue
+            ids += self._as_text.ids(text[start : found.start()], before=len(ids) + 1)
+            ids.append(self._ids[found[0]])
+            start = found.end()
+        return ids + self._as_text.ids(text[start:], before=len(ids))
+
+
+def _without_special_tokens(backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer of the same model, which they share, that takes special tokens for text."""
+    twin = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        twin.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        twin.pre_tokenizer = backend.pre_tokenizer
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[token_id] for token_id in sorted(added)])
+    twin.encode_special_tokens = True
+    return twin
