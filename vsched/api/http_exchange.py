@@ -27,6 +27,7 @@ _SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+_INLINE_BYTES = 1024 * 1024
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -71,6 +72,9 @@ class HttpExchange:
             pieces.append(piece)
             if not message.get("more_body", False):
                 self._body_read = True
+                if size > _INLINE_BYTES:
+                    # Without the GIL: the event loop goes on while many megabytes are copied.
+                    return await asyncio.to_thread(b"".join, pieces)
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def until_disconnect(self, work: Callable[[], Awaitable[None]]) -> None:

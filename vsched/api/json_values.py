@@ -18,6 +18,8 @@ SMALL_BYTES = 256 * 1024
 """A body up to this size is decoded as it is: it cannot take long."""
 VALUES_MAX = 128 * 1024
 """Beyond the tokens of the context, each of which can be a value of a prompt."""
+ESCAPES_MAX = 1024 * 1024
+"""Backslashes of a body, beyond sixteen for each token of the context: what has them takes long to decode, too."""
 _SLICE_BYTES = 1024 * 1024
 
 
@@ -27,15 +29,25 @@ async def check_json_values(body: bytes, context_tokens: int) -> None:
     Raises:
         RequestRefused: With status 413.
     """
+    if len(body) > SMALL_BYTES:
+        await asyncio.to_thread(_check, body, context_tokens)
+
+
+def _check(body: bytes, context_tokens: int) -> None:
     limit = VALUES_MAX + context_tokens
-    if len(body) > SMALL_BYTES and await asyncio.to_thread(_exceeds, body, limit):
-        message = limit_message(
-            "the request body has too many JSON values",
-            value=f"over {limit}",
-            limit=limit,
-            remedy="send fewer messages, content parts or tokens",
-        )
-        raise RequestRefused(message, code="too_many_values", status=413)
+    if _exceeds(body, limit):
+        raise _refusal("JSON values", limit, "send fewer messages, content parts or tokens")
+    limit = ESCAPES_MAX + 16 * context_tokens
+    slices = range(0, len(body), _SLICE_BYTES)  # other threads run between two of them
+    if sum(body.count(b"\\", start, start + _SLICE_BYTES) for start in slices) > limit:
+        raise _refusal("backslashes", limit, "shorten the text, or send its characters unescaped")
+
+
+def _refusal(what: str, limit: int, remedy: str) -> RequestRefused:
+    message = limit_message(
+        f"the request body has too many {what}", value=f"over {limit}", limit=limit, remedy=remedy
+    )
+    return RequestRefused(message, code="too_many_values", status=413)
 
 
 def _exceeds(body: bytes, limit: int) -> bool:
