@@ -201,13 +201,17 @@ class Engine:
 
         Raises:
             RequestRefused: When the request cannot be accepted.
+            RequestFailed: When it was interrupted while it was being prepared.
         """
-        media = self._serving().media
+        parts = self._serving()
         received_s = time.perf_counter()
-        prepared = await media.prepare(prompt, images, cache_salt)
+        prepared = await parts.shell.preparations.run(
+            request_id, parts.media.prepare(prompt, images, cache_salt)
+        )
         try:
+            # Accepted before a drain, it is served: the engine's state is not asked again.
             return self._submit(
-                self._serving().shell,
+                parts.shell,
                 prepared,
                 sampling or SamplingParams(max_tokens=0),
                 request_id=request_id,
@@ -275,7 +279,8 @@ class Engine:
         Raises:
             RequestRefused: When `generate` would not take it.
         """
-        prepared = await self._serving().media.prepare(text, ())
+        parts = self._serving()
+        prepared = await parts.shell.preparations.run("tokenize", parts.media.prepare(text, ()))
         prepared.lease.release()
         return prepared.token_ids
 
@@ -289,7 +294,7 @@ class Engine:
             generation.abort()
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every running and waiting request, and forget cached pixels."""
+        """Interrupt every request, those in preparation included, and forget cached pixels."""
         statistics: dict[str, Any] = {}
         if self._running is not None:
             self._running.shell.clear()

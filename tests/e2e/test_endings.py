@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, held, in_flight, read
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from vsched import Engine
 from vsched.errors import RequestFailed
+from vsched.faultpoints import armed
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -91,3 +93,30 @@ async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
     assert len(errors) == len(asks)
     assert {(error.code, error.status) for error in errors} == {("cleared", 503)}
     assert len((await answer(engine, asks[0])).token_ids) == 150
+
+
+async def test_clear_interrupts_requests_whose_images_are_being_decoded(engine: Engine) -> None:
+    """Six at work or in line for a thread: they count as waiting, and end at once with the reply of those."""
+    gate = threading.Event()
+
+    def hold(name: str, _subject: str) -> None:
+        if name == "media.decode":
+            assert gate.wait(PATIENCE_S)
+
+    asks = [Ask(TEXTS[n % 5], [drawn_image(1080 + n)], count=20) for n in range(6)]
+    admitted = engine.statistics()["generate"]["admitted"]
+    try:
+        with armed(hold):
+            tasks = [asyncio.create_task(begin(engine, ask)) for ask in asks]
+            await until(lambda: engine.statistics()["media"]["decode"]["bytes_used"], "decoding")
+            await until(lambda: engine.statistics()["media"]["preparing"] == 6, "all are there")
+            assert engine.statistics()["waiting"] == 6
+            assert await engine.clear() == {"running": 0, "waiting": 0}
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        gate.set()
+    errors = [one for one in outcomes if isinstance(one, RequestFailed)]
+    assert [(error.code, error.status) for error in errors] == [("cleared", 503)] * 6
+    await until(lambda: not any(held(engine).values()), "threads let go of the pixels")
+    assert engine.statistics()["generate"]["admitted"] == admitted
+    assert len((await answer(engine, asks[0])).token_ids) == 20

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
 from vsched.aio.replicas.worker_groups import WorkerGroupFactory, WorkerGroups, smallest_cache
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import TokenStream, failure_of
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, limit_message
 from vsched.failures import GroupFailure
@@ -58,6 +59,7 @@ NO_RESULT = GenerateResult(0, b"", b"", [], [], 0)
 """What comes with events that speak of no tokens."""
 LIVE_SHOWN_MAX = 100
 """Live requests that statistics explain, oldest first."""
+IN_PREPARATION = "its prompt and images are being prepared"
 
 
 class Recorder(Protocol):
@@ -111,6 +113,7 @@ class Shell:
 
     Attributes:
         administration: What an operator does with one group.
+        preparations: Requests that were accepted and will be submitted once they are prepared.
         given_up: Why nothing is served any more; empty while it is.
     """
 
@@ -135,6 +138,7 @@ class Shell:
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
+        self.preparations = Preparations()
         self._arriving: dict[str, TokenStream] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -161,7 +165,7 @@ class Shell:
         self._stopping = True
         await self._end_supervisors()
         try:
-            self.handle(Cleared("the server is stopping", "stopping"))
+            self._interrupt(Cleared("the server is stopping", "stopping"))
         finally:
             await self._worker_groups.stop(grace_s=grace_s)
             if self._record is not None:
@@ -198,10 +202,11 @@ class Shell:
         return refusal_error(Refuse("", RefusalCode.GIVEN_UP, reason=self.given_up))
 
     async def wait_idle(self) -> None:
-        """Wait until no request is live.
+        """Wait until no request is live or in preparation, while no new ones come.
 
         Blocks: without limit; wrap it in `asyncio.timeout`.
         """
+        await self.preparations.wait_idle()
         await self._streams.wait_idle()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
@@ -209,8 +214,12 @@ class Shell:
         self.handle(Aborted(request_id, reason))
 
     def clear(self) -> None:
-        """Interrupt every running and waiting request."""
-        self.handle(Cleared())
+        """Interrupt every request: those that run, those that wait, and those in preparation."""
+        self._interrupt(Cleared())
+
+    def _interrupt(self, event: Cleared) -> None:
+        self.preparations.interrupt(failure_of(event.message, code=event.code))
+        self.handle(event)
 
     # --- events and commands ---
 
@@ -245,6 +254,7 @@ class Shell:
     def _give_up(self, reason: str) -> None:
         """Serve nothing more: every stream gets its end, and the ranks are stopped."""
         self.given_up = reason
+        self.preparations.interrupt(failure_of(reason, code="given_up"))
         self._streams.fail_all(reason, code="given_up")
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_worker_groups())
@@ -372,6 +382,8 @@ class Shell:
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words."""
+        if request_id in self.preparations.request_ids():
+            return IN_PREPARATION
         return self._kernel.explain(request_id)
 
     def groups(self) -> list[dict[str, Any]]:
@@ -380,11 +392,15 @@ class Shell:
         return [group.row(statistics.get(group.stage, {})) for group in self._groups.values()]
 
     def statistics(self) -> dict[str, Any]:
-        """Return the kernel's counters and the ranks' memory."""
+        """Return the kernel's counters and the ranks' memory; what is being prepared counts as waiting."""
+        kernel = self._kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
+        arriving = self.preparations.request_ids()[: LIVE_SHOWN_MAX - len(live)]
+        live += [{"request_id": one, "state": IN_PREPARATION} for one in arriving]
         return {
-            **self._kernel.statistics(),
+            **kernel,
+            "waiting": kernel["waiting"] + len(self.preparations),
             "ranks": self._worker_groups.memory(),
             "busy_ms": self._groups.busy_ms(),
             "live": live,

@@ -143,7 +143,7 @@ class EngineContract(Protocol):
         ...
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every running and waiting request; return what is left, which is 0 of each."""
+        """Interrupt every request, those in preparation included; return what is left: 0 `running`, 0 `waiting`."""
         ...
 
     def groups(self) -> list[dict[str, Any]]:

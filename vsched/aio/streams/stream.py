@@ -44,6 +44,13 @@ BROKEN = "the answer could not be turned into text"
 """What a client is told whose tokens the detokenizer cannot take."""
 
 
+def failure_of(message: str, *, code: str) -> RequestFailed:
+    """Return what the client of a request gets that ended in an error."""
+    if code in UNAVAILABLE:
+        return RequestFailed(message, code=code, status=503, retry_after_s=RETRY_AFTER_S)
+    return RequestFailed(message, code=code)
+
+
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces.
 
@@ -245,11 +252,7 @@ class TokenStream:
         if finish is not None:
             self._ended = True
             if finish.reason is FinishReason.ERROR or finish.message:
-                if finish.code in UNAVAILABLE:
-                    raise RequestFailed(
-                        finish.message, code=finish.code, status=503, retry_after_s=RETRY_AFTER_S
-                    )
-                raise RequestFailed(finish.message, code=finish.code)
+                raise failure_of(finish.message, code=finish.code)
         delta = OutputDelta(
             text="".join(self._text),
             token_ids=self._token_ids,

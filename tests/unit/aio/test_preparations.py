@@ -1,0 +1,199 @@
+"""Requests in preparation are accepted requests: counted, waited for, and ended like all others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.patience import patience
+from tests.unit.aio.ranks import ShellHarness, Text
+from vsched.aio.preparations import Preparations
+from vsched.aio.streams.stream import TokenStream
+from vsched.engine import Engine
+from vsched.errors import RequestFailed
+from vsched.kernel.events import Cleared, Event
+from vsched.types import SamplingParams
+
+
+class SlowMedia:
+    """Prepares prompts once it is told to, and counts what it has given out and got back."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.leases = 0
+        self.begun: asyncio.Queue[None] = asyncio.Queue()
+
+    async def prepare(self, prompt: list[int], images: object, cache_salt: str = "") -> Any:
+        del images, cache_salt
+        self.begun.put_nowait(None)
+        await self.ready.wait()
+        self.leases += 1
+        return SimpleNamespace(token_ids=prompt, items=(), lease=self, timings=None)
+
+    def release(self) -> None:
+        self.leases -= 1
+
+    def clear(self) -> None:
+        pass
+
+
+def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
+    engine = played.engine()
+    assert engine._running is not None
+    parts = {name: getattr(engine._running, name) for name in ("arena", "launcher", "shell")}
+    engine._running = type(engine._running)(**parts, media=cast("Any", media))
+    engine.info = cast("Any", SimpleNamespace(vocab_size=1000, stop_token_ids=()))
+    engine.preprocessor = cast("Any", SimpleNamespace(detokenizer=Text))
+    return engine
+
+
+async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Task[TokenStream]]:
+    """Start requests, and return once all of them are being prepared."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=3)
+    tasks = [
+        asyncio.create_task(
+            engine.generate(prompt=[1, 2, 3], sampling=sampling, request_id=f"r{number}")
+        )
+        for number in range(count)
+    ]
+    async with patience():
+        for _ in tasks:
+            await media.begun.get()
+    return tasks
+
+
+async def errors_of(tasks: list[asyncio.Task[TokenStream]]) -> list[tuple[str, int, int | None]]:
+    """Return how requests failed: all of them did."""
+    async with patience():
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, RequestFailed) for one in outcomes), outcomes
+    return [(one.code, one.status, one.retry_after_s) for one in cast("Any", outcomes)]
+
+
+async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
+    """Statistics count them, and tell where they are."""
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    tasks = await begin(engine, media, 6)
+    now = played.shell.statistics()
+    assert (now["running"], now["waiting"]) == (0, 6)
+    assert [one["request_id"] for one in now["live"]] == [f"r{number}" for number in range(6)]
+    assert engine.explain("r3") == "its prompt and images are being prepared"
+    assert engine.explain("another") == ""
+    media.ready.set()
+    await asyncio.gather(*tasks)
+    now = played.shell.statistics()
+    assert now["running"] + now["waiting"] == 6
+    assert "prepared" not in engine.explain("r3")
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["at work", "just ready"])
+async def test_clear_interrupts_requests_in_preparation(
+    played: ShellHarness, *, is_ready: bool
+) -> None:
+    """With the reply of one that waits in the kernel, also when its preparation has just come to its end."""
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    tasks = await begin(engine, media, 6)
+    if is_ready:
+        media.ready.set()
+    assert await engine.clear() == {"running": 0, "waiting": 0}
+    assert await errors_of(tasks) == [("cleared", 503, 5)] * 6
+    assert media.leases == 0
+    media.ready.set()
+    (again,) = await begin(engine, media, 1)
+    assert (await again).request_id == "r0"
+
+
+async def test_a_request_in_preparation_ends_like_one_that_waits(played: ShellHarness) -> None:
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    media.ready.set()
+    waiting = [await task for task in await begin(engine, media, 2)]
+    media.ready.clear()
+    sampling = SamplingParams(max_tokens=3)
+    late = asyncio.create_task(engine.generate(prompt=[1], sampling=sampling, request_id="late"))
+    await media.begun.get()
+    await engine.clear()
+    found = []
+    for reading in (anext(aiter(waiting[1])), late):
+        with pytest.raises(RequestFailed) as caught:
+            await reading
+        found.append((caught.value.message, caught.value.code, caught.value.status))
+    assert found[0] == found[1]
+
+
+async def test_stop_ends_requests_in_preparation_with_a_reply(played: ShellHarness) -> None:
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    tasks = await begin(engine, media, 3)
+    await played.shell.stop()
+    assert await errors_of(tasks) == [("stopping", 503, 5)] * 3
+
+
+async def test_a_scheduler_that_fails_ends_requests_in_preparation(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    tasks = await begin(engine, media, 3)
+
+    def fail(event: Event, now_ns: int) -> Any:
+        raise AssertionError((event, now_ns))
+
+    monkeypatch.setattr(played.shell._kernel, "handle", fail)
+    played.shell.handle(Cleared())
+    assert await errors_of(tasks) == [("given_up", 503, 5)] * 3
+
+
+async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> None:
+    """They were accepted: a drain refuses only what comes after it, and ends once all of them have."""
+    media = SlowMedia()
+    engine = engine_with(played, media)
+    tasks = await begin(engine, media, 2)
+    draining = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0)
+    assert engine.state == "draining"
+    assert not draining.done()
+    media.ready.set()
+    streams = [await task for task in tasks]
+    assert not draining.done()
+    async with patience():
+        while not draining.done():
+            played.ranks.run(1)
+            await asyncio.sleep(0)
+    assert [stream.output_tokens for stream in streams] == [3, 3]
+
+
+async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
+    """Its cancellation is its own: an interruption at the same time does not swallow it."""
+    preparations, never = Preparations(), asyncio.Event()
+    task = asyncio.create_task(preparations.run("r", never.wait()))
+    await asyncio.sleep(0)
+    preparations.interrupt(RequestFailed("cleared", code="cleared", status=503))
+    assert (len(preparations), preparations.request_ids()) == (0, [])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await preparations.wait_idle()
+
+
+async def test_an_interrupted_caller_can_go_on() -> None:
+    """What was interrupted is the preparation, not the task that asked for it."""
+    preparations = Preparations()
+
+    async def caller() -> int:
+        with pytest.raises(RequestFailed):
+            await preparations.run("r", asyncio.Event().wait())
+        task = asyncio.current_task()
+        assert task is not None
+        await asyncio.sleep(0)
+        return task.cancelling()
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    preparations.interrupt(RequestFailed("cleared", code="cleared", status=503))
+    assert await task == 0
