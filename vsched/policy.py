@@ -236,7 +236,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """What the worst batch of an encode rank needs beyond its weights; 0 bytes when the probe was skipped.
 
     `held` says that its allocator keeps the memory, so that it is no longer available to others. `pauses` says that the
-    encoder may hold it while a step runs in the same process.
+    encoder may hold it while a step runs in the same process. `measured` says that batches ran; otherwise the size was
+    given.
     """
 
     rank: int
@@ -244,13 +245,15 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     growth_bytes: int
     held: bool
     pauses: bool = False
+    measured: bool = True
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """A probe or a build that all ranks of the group carried out.
 
     `outcome` is the vote: a leak anywhere is a leak, out of memory anywhere is out of memory. `ranks` holds what each
-    rank measured while it ran, and `message` what those said that it did not fit on.
+    rank measured while it ran, and `message` what those said that it did not fit on. `headroom_bytes` were held
+    meanwhile; without `profile`, no step ran.
     """
 
     action: Literal["probe", "build"]
@@ -258,6 +261,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     outcome: AttemptOutcome
     message: str
     ranks: Sequence[RankMemory]
+    headroom_bytes: int = 0
+    profile: bool = True
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
         answers_min=ANSWERS,
         advanced=lambda _seconds: None,
     )
-    assert run.kept_its_promise, run
+    assert run.verdict == "kept", run
     assert run.refusals == {}
     assert run.served >= ANSWERS
     assert run.kv_tokens > 2048
@@ -88,6 +88,8 @@ def test_profile_shows_writes_and_draws_the_ledger(
     kv_bytes = next(line["bytes"] for line in limited["lines"] if line["line"] == "kv")
     assert kv_bytes % ledger["kv_tokens"] == 0
     assert f"{ledger['kv_tokens']} tokens of KV cache" in printed
+    assert [phase["action"] for phase in ledger["phases"]] == ["reserve", "probe", "build"]
+    assert "generate: build" in printed
     assert f"{limited['pool']}  total" in printed
     assert "█" in printed
     assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")

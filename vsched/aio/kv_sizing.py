@@ -253,7 +253,8 @@ def _smaller(memory: RankMemory, left: Mapping[str, int]) -> RankMemory:
 def _whole(ledger: Ledger, left: Mapping[str, int]) -> Ledger:
     """Return a ledger with what was left to others among what nobody claims."""
     totals = {pool: total + left.get(pool, 0) for pool, total in ledger.totals.items()}
-    return Ledger.balanced(totals, [line for line in ledger.lines if line.line != "unclaimed"])
+    lines = [line for line in ledger.lines if line.line != "unclaimed"]
+    return Ledger.balanced(totals, lines, ledger.phases)
 
 
 def _covering_encoder(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -17,7 +17,7 @@ from vsched.bench.fidelity.calibration_command import (
     show_costs,
 )
 from vsched.cli import app
-from vsched.errors import ConfigError
+from vsched.errors import ConfigError, VschedError
 from vsched.terminal.options import (
     ConfigOption,
     JsonOption,
@@ -51,7 +51,7 @@ def profile(
     ] = False,
     seconds: SecondsOption = CALIBRATION_S,
 ) -> None:
-    """Size the memory as `vsched serve` would, and show where every byte goes; or measure time instead."""
+    """Size the memory as `vsched serve` would, show how and where every byte goes; or measure time instead."""
     from rich.console import Console
 
     console = Console()
@@ -62,14 +62,22 @@ def profile(
         _calibrate(settings, console, seconds, out)
         return
     started_s = time.monotonic()
-    ledger, tokens = asyncio.run(_size(settings, console))
-    console.print(f"{tokens} tokens of KV cache, found in {time.monotonic() - started_s:.1f} s\n")
+    sized = asyncio.run(_size(settings, console))
+    ledger = sized.ledger
+    if ledger is not None:
+        console.print(ledger.render_phases(), markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        figures = ledger.as_dict() if ledger is not None else {}
+        write_json(out, {"kv_tokens": sized.tokens, "error": str(sized.error or ""), **figures})
+        console.print(f"JSON: {out}")
+    if sized.error is not None:
+        raise sized.error
+    assert ledger is not None, "an engine that started has a ledger"
+    spent_s = time.monotonic() - started_s
+    console.print(f"\n{sized.tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
-    if out is not None:
-        write_json(out, {"kv_tokens": tokens, **ledger.as_dict()})
-        console.print(f"JSON: {out}")
     if plot is not None:
         _draw_png(ledger, plot)
         console.print(f"Plot: {plot}")
@@ -85,17 +93,27 @@ def _calibrate(settings: Config, console: Console, seconds: float, out: Path | N
         console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
 
 
-async def _size(settings: Config, console: Console) -> tuple[Ledger, int]:
+class _SizedMemory(NamedTuple):
+    """What came of sizing: the ledger, if it came so far, and the KV cache or the error."""
+
+    ledger: Ledger | None
+    tokens: int = 0
+    error: VschedError | None = None
+
+
+async def _size(settings: Config, console: Console) -> _SizedMemory:
     """Start an engine, which sizes everything, and stop it before it serves."""
     from vsched.engine import Engine
     from vsched.terminal.progress import loading_progress
 
     with loading_progress(console) as report:
-        async with Engine(settings, on_progress=report) as engine:
-            ledger = engine.ledger
-            blocks = engine.statistics()["generate"]["blocks_total"]
-    assert ledger is not None, "an engine that started has a ledger"
-    return ledger, blocks * settings.generate.block_size
+        engine = Engine(settings, on_progress=report)
+        try:
+            async with engine:
+                blocks = engine.statistics()["generate"]["blocks_total"]
+                return _SizedMemory(engine.ledger, blocks * settings.generate.block_size)
+        except VschedError as error:
+            return _SizedMemory(engine.ledger, error=error)
 
 
 def _label(line: LedgerLine) -> str:

@@ -2,6 +2,7 @@
 
 from vsched.memory.ledger import Ledger, LedgerLine, group_ledger, merge_ledgers
 from vsched.memory.negotiation import Accepted, KvNegotiation, Order, SizedReport
+from vsched.memory.phases import SizingPhase
 from vsched.memory.pools import Pool, group_pools, size_text
 from vsched.memory.rebuild import Rebuild
 from vsched.memory.reservations import Reservations
@@ -16,6 +17,7 @@ __all__ = [
     "Rebuild",
     "Reservations",
     "SizedReport",
+    "SizingPhase",
     "group_ledger",
     "group_pools",
     "merge_ledgers",

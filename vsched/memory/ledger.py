@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from vsched.memory.pools import Pool, group_pools, size_text
+from vsched.memory.phases import SizingPhase, render_phases, sizing_phases
+from vsched.memory.pools import Pool, group_pools, size_text, table_text
 from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
 
 LineName = Literal[
@@ -35,13 +36,22 @@ class LedgerLine(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """The total of each pool and the lines that add up to it; made by `Ledger.balanced`."""
+    """The total of each pool, the lines that add up to it, and the phases in which they were found.
+
+    Made by `Ledger.balanced`.
+    """
 
     totals: Mapping[str, int]
     lines: Sequence[LedgerLine]
+    phases: Sequence[SizingPhase] = ()
 
     @classmethod
-    def balanced(cls, totals: Mapping[str, int], lines: Iterable[LedgerLine]) -> Ledger:
+    def balanced(
+        cls,
+        totals: Mapping[str, int],
+        lines: Iterable[LedgerLine],
+        phases: Sequence[SizingPhase] = (),
+    ) -> Ledger:
         """Add the unclaimed of each pool, which is the rest; it is negative where more is claimed than exists.
 
         A pool without a measured total counts as just large enough for its lines.
@@ -56,7 +66,7 @@ class Ledger(msgspec.Struct, frozen=True):
             used_bytes = sum(line.bytes for line in own)
             total_bytes = complete_totals[pool] = totals.get(pool, used_bytes)
             complete += [*own, LedgerLine(pool, "", "unclaimed", total_bytes - used_bytes)]
-        return cls(complete_totals, complete)
+        return cls(complete_totals, complete, phases)
 
     def of_pool(self, pool: str) -> list[LedgerLine]:
         """Return the lines of one pool."""
@@ -80,14 +90,11 @@ class Ledger(msgspec.Struct, frozen=True):
                 )
                 for line in self.of_pool(pool)
             ]
-        first, second, third, fourth = (
-            max(len(row[column]) for row in rows) for column in range(4)
-        )
-        drawn = [
-            f"{owner:<{first}}  {line:<{second}}  {size:>{third}}  {share:>{fourth}}".rstrip()
-            for owner, line, size, share in rows
-        ]
-        return "\n".join(drawn)
+        return table_text(rows, "<<>>")
+
+    def render_phases(self) -> str:
+        """Draw the table of the phases; empty without any."""
+        return render_phases(self.phases)
 
     def summary(self) -> str:
         """Say it in one line, for an error message; without lines of 0 bytes, except reservations."""
@@ -102,8 +109,9 @@ class Ledger(msgspec.Struct, frozen=True):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: every pool with its total and its lines, in bytes."""
+        """Return what JSON can hold: every pool with its total and its lines, in bytes, and every phase."""
         return {
+            "phases": [msgspec.to_builtins(phase) for phase in self.phases],
             "pools": [
                 {
                     "pool": pool,
@@ -114,7 +122,7 @@ class Ledger(msgspec.Struct, frozen=True):
                     ],
                 }
                 for pool, total_bytes in self.totals.items()
-            ]
+            ],
         }
 
 
@@ -122,7 +130,6 @@ def group_ledger(
     view: MemoryView,
     attempt: Attempt | None = None,
     *,
-    headroom_bytes: int = 0,
     encoders: Sequence[RankMemory] = (),
     together: bool = False,
     more: Iterable[LedgerLine] = (),
@@ -134,7 +141,6 @@ def group_ledger(
     Args:
         view: What was measured after loading, and what encode ranks reserve.
         attempt: Whose measurements count.
-        headroom_bytes: Held during the attempt.
         encoders: What encode ranks measured after loading; without it their weights are among the peers.
         together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
         more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
@@ -142,6 +148,7 @@ def group_ledger(
         encoder_names: What the encode ranks are called, in the order of the reservations and of `encoders`.
     """
     ranks = view.ranks if attempt is None else attempt.ranks
+    headroom_bytes = 0 if attempt is None else attempt.headroom_bytes
     apart = [] if together else list(encoders)
     totals = {rank.pool: rank.total_bytes for rank in [*apart, *ranks]}
     lines: list[LedgerLine] = []
@@ -165,7 +172,8 @@ def group_ledger(
             _names(encoder_names, view.reservations), view.reservations, strict=True
         )
     ]
-    return Ledger.balanced(totals, [*lines, *more])
+    phases = sizing_phases(view, encoders, encoder_names, owner)
+    return Ledger.balanced(totals, [*lines, *more], phases)
 
 
 def _names(given: Sequence[str], ranks: Sequence[RankMemory | Reservation]) -> Sequence[str]:
@@ -215,7 +223,8 @@ def merge_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
         if any(line.line == "peers" for ledger in ledgers for line in ledger.of_pool(pool)):
             line = LedgerLine(pool, "others", "peers", max(held_bytes - known_bytes, 0))
             lines[pool, "others", "peers"] = line
-    return Ledger.balanced(totals, lines.values())
+    phases = dict.fromkeys(phase for ledger in ledgers for phase in ledger.phases)
+    return Ledger.balanced(totals, lines.values(), list(phases))
 
 
 def _share(size: int, total: int) -> str:

@@ -75,7 +75,6 @@ class KvNegotiation:
         self.view = view
         self.failure: Fail | None = None
         self._order: Order | None = None
-        self._headroom_bytes = 0
         self._encoders, self._together, self._more = encoders, together, more
         self._owner, self._encoder_names = owner, encoder_names
 
@@ -109,6 +108,8 @@ class KvNegotiation:
             outcome=outcome,
             message=_reason(reports, outcome),
             ranks=ranks,
+            headroom_bytes=order.headroom_bytes if isinstance(order, Build) else 0,
+            profile=order.profile if isinstance(order, Build) else True,
         )
         attempts = [*self.view.attempts, attempt]
         self.view = msgspec.structs.replace(self.view, attempts=attempts)
@@ -120,7 +121,6 @@ class KvNegotiation:
         return group_ledger(
             self.view,
             attempt,
-            headroom_bytes=self._headroom_bytes,
             encoders=self._encoders,
             together=self._together,
             more=self._more,
@@ -140,7 +140,6 @@ class KvNegotiation:
                 self._fail(Fail(_gone_on(self.view.attempts[-1]), leak=True))
             case Probe() | Build():
                 self._order = self._checked(answer)
-                self._headroom_bytes = answer.headroom_bytes if isinstance(answer, Build) else 0
             case AcceptBuild():
                 self._order = self._accepted()
             case _:

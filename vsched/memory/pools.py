@@ -60,6 +60,17 @@ def group_pools(ranks: Sequence[RankMemory], reservations: Sequence[Reservation]
     ]
 
 
+def table_text(rows: Sequence[Sequence[str]], align: str) -> str:
+    """Draw rows as a table of plain text; `align` has `<` or `>` for each column."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
 def size_text(size: int) -> str:
     """Word a size for people, in the largest unit that it reaches."""
     for unit, name, digits in _UNITS:

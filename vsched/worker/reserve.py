@@ -73,6 +73,7 @@ def reserve_encoder(
         growth_bytes=growth,
         held=held,
         pauses=can_pause(worker),
+        measured=role.reserved_bytes is None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,12 +69,18 @@ def test_group_ledger_adds_up(
     together: bool,
 ) -> None:
     """No line but unclaimed is negative, and every reservation is there, one of 0 bytes included."""
-    attempt = Attempt(action="build", tokens=1, outcome="fits", message="", ranks=ranks)
+    attempt = Attempt(
+        action="build",
+        tokens=1,
+        outcome="fits",
+        message="",
+        ranks=ranks,
+        headroom_bytes=headroom_bytes,
+    )
     reservations = [reserved(size, pool=pool, held=held) for pool, size, held in growth]
     ledger = group_ledger(
         memory_view(ranks=ranks, reservations=reservations),
         attempt,
-        headroom_bytes=headroom_bytes,
         encoders=encoders,
         together=together,
     )
@@ -102,7 +109,8 @@ def test_group_ledger_at_the_peak_of_a_build() -> None:
     """The headroom has a line of its own, and is not among the activations."""
     build = attempted("build", 40_000, peak_bytes=700_000, reserved_bytes=600_000)
     view = memory_view(build, reservations=[reserved(30_000)])
-    assert lines_of(group_ledger(view, build, headroom_bytes=50_000)) == {
+    build = msgspec.structs.replace(build, headroom_bytes=50_000)
+    assert lines_of(group_ledger(view, build)) == {
         "generate rank 0 weights": 150_000,
         "generate rank 0 kv": 400_000,
         "generate rank 0 language activations": 100_000,

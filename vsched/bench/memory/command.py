@@ -23,23 +23,12 @@ POLICIES = {
     ],
 }
 HEADROOM_BYTES = 256 << 20
-DEFAULT_SETTINGS = (
-    # Both stages in one process, so that one limit holds for all that they need.
-    "placement=together",
-    "encode.memory_limit=1MiB",
-    # Images of up to 4,096 tokens, and room for one in the context.
-    "generate.max_batch_tokens=4096",
-    "generate.context_tokens=8192",
-    # Few enough that many rounds fit in the time.
-    "generate.slots=12",
-    "generate.step_target_ms=0",
-)
 
 
 def memory(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
-    limit: Annotated[str, typer.Option(help="Hard limit on a rank, as in 2GiB.")] = "1.25GiB",
+    limit: Annotated[str, typer.Option(help="Hard limit on a rank, as in 2GiB.")] = "900MiB",
     seconds: Annotated[float, typer.Option(min=1, help="Time under load, each.")] = 30,
     bisect: Annotated[bool, typer.Option(help="Also find the largest size by bisection.")] = False,
     out: JsonOption = None,
@@ -48,10 +37,11 @@ def memory(
     """Load two servers with the most that is legal under a hard limit: one measured its memory, one took a fraction."""
     from rich.console import Console
 
+    from vsched.bench.memory.measure import default_settings
     from vsched.config.byte_sizes import size_bytes
 
     console = Console()
-    settings = [*DEFAULT_SETTINGS, *(assignments or ()), f"model.path={path}"]
+    settings = [*default_settings(path), *(assignments or ())]
     limit_bytes = size_bytes(limit, path="--limit")
     report = asyncio.run(_measure(settings, limit_bytes, seconds, console, bisect=bisect))
     _show(report, console)
@@ -95,7 +85,13 @@ async def _measure(
                 low=found,
                 high=2 * found,
             )
-    return {"seconds": seconds, "limit_bytes": limit_bytes, "runs": runs, "largest_tokens": largest}
+    return {
+        "seconds": seconds,
+        "limit_bytes": limit_bytes,
+        "verdicts": {run.policy: run.verdict for run in runs},
+        "runs": runs,
+        "largest_tokens": largest,
+    }
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
@@ -118,7 +114,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             str(sum(run.refusals.values())),
             str(sum(run.lost.values())),
             str(run.losses),
-            "kept" if run.kept_its_promise else "BROKEN",
+            run.verdict,
         )
     console.print(table)
     for run in report["runs"]:
@@ -126,6 +122,10 @@ def _show(report: dict[str, Any], console: Console) -> None:
             console.print(f"{run.policy} did not start, or not go on: {run.failure}")
         if run.lost:
             console.print(f"{run.policy} lost: {run.lost}")
+    if "inconclusive" in report["verdicts"].values():
+        console.print("inconclusive: nothing finished. Remedy: raise --seconds")
+    if set(report["verdicts"].values()) == {"kept"}:
+        console.print("no contrast: under this load, no policy lost a request")
     if report["largest_tokens"]:
         found, largest = report["runs"][0].kv_tokens, report["largest_tokens"]
         console.print(

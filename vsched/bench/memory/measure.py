@@ -15,11 +15,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from vsched.assembly import inspect_checkpoint
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
+from vsched.config.policies import resolve_policies
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.types import SamplingParams
@@ -28,6 +31,9 @@ SAMPLE_S = 0.05
 PICTURES = 4
 OUTPUT_TOKENS = 8
 FILLER_TOKENS = 64
+
+
+Verdict = Literal["kept", "broken", "no start", "inconclusive"]
 
 
 class MemorySample(msgspec.Struct, frozen=True, array_like=True):
@@ -56,9 +62,35 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[MemorySample] = []
 
     @property
-    def kept_its_promise(self) -> bool:
-        """Whether it served, and nothing was lost."""
-        return not self.failure and self.served > 0 and not self.lost and not self.losses
+    def verdict(self) -> Verdict:
+        """Whether it served and lost nothing; where nothing finished, neither can be said."""
+        if self.lost or self.losses:
+            return "broken"
+        if self.failure:
+            return "no start"
+        return "kept" if self.served else "inconclusive"
+
+
+def default_settings(path: str) -> list[str]:
+    """Return a load that a checkpoint allows: contexts and images as large as fit, up to 8,192 and 4,096 tokens.
+
+    Raises:
+        CheckpointError: When it cannot be read.
+    """
+    config = load_config(None, sets=[f"model.path={path}"], environ={}).config
+    context_tokens = min(inspect_checkpoint(config, resolve_policies(config)).context_tokens, 8192)
+    return [
+        # Both stages in one process, so that one limit holds for all that they need.
+        "placement=together",
+        "encode.memory_limit=1MiB",
+        f"generate.context_tokens={context_tokens}",
+        # An image may have as many tokens as a step, and there is room for one in the context.
+        f"generate.max_batch_tokens={context_tokens // 2}",
+        # Few enough that many rounds fit in the time.
+        "generate.slots=12",
+        "generate.step_target_ms=0",
+        f"model.path={path}",
+    ]
 
 
 async def measure_memory(
