@@ -20,6 +20,7 @@ from vsched.api.request_schema import (
     SamplingFields,
     TextPart,
 )
+from vsched.errors import limit_message
 from vsched.media import EmbeddedImage, ImageReference
 from vsched.types import ModelInfo, SamplingParams
 
@@ -27,7 +28,20 @@ Body = TypeVar("Body")
 
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_EXPECTED = re.compile(r"^Expected `(float|int)` (?=[<>])")
+_STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
+_BOUND = re.compile(r"Expected `(?:float|int)` (?P<limit>[<>]=? \S+)$")
+_KINDS = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `(?P<sent>[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`$")
+_KIND_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_SHOWN_CHARACTERS_MAX = 40
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 # What each unsupported field may hold without changing the meaning of a request, and what to do instead.
@@ -59,7 +73,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeError):
         message = "the body is not valid JSON. Remedy: send one JSON object in UTF-8."
         raise ParameterRefused(message, param=None, code="invalid_json") from None
     except RecursionError:
@@ -68,6 +82,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def _invalid(text: str, body: bytes) -> ParameterRefused:
+    """Word what msgspec found for people: the parameter, its value, what may stand there, what to do."""
     unknown = _UNKNOWN.match(text)
     if unknown is not None:
         name = unknown["name"]
@@ -75,35 +90,50 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
         return ParameterRefused(message, param=name, code="unknown_parameter")
     found = _FIELD.search(text)
     path = found["path"] if found is not None else ""
+    text = text[: found.start()] if found is not None else text
+    missing = _MISSING.match(text)
+    if missing is not None:
+        path = f"{path}.{missing['name']}".removeprefix(".")
+        return ParameterRefused(f"`{path}` is missing. Remedy: send it.", param=path)
+    name = f"`{path}`" if path else "the body"
+    bound, kinds = _BOUND.match(text), _KINDS.match(text)
     if path.endswith("].role"):
-        text = "expected one of system, developer, user, assistant"
+        what, limit = "is no role", "system, developer, user or assistant"
+        remedy = "send one of these"
     elif path.endswith("].type"):
-        # msgspec would quote the value, which may be a whole image.
-        text = "expected a content part of type text, image_url or image_embeds"
-    elif found is not None:
-        text = text[: found.start()]
-    if len(text) > _MESSAGE_CHARACTERS_MAX:
-        text = text[:_MESSAGE_CHARACTERS_MAX] + "..."
-    number = _number_at(body, path)
-    if number is not None:
-        return out_of_bounds(
-            path,
-            value=number,
-            limit=_EXPECTED.sub("", text).replace("`", ""),
-            remedy="send a value within the limit",
-        )
-    where = f"`{path}`: " if path else "the body: "
-    message = f"{where}{text}. Remedy: correct this {'parameter' if path else 'object'}."
+        what, limit = "is no kind of content part", "text, image_url or image_embeds"
+        remedy = "send one of these"
+    elif bound is not None:
+        what, limit, remedy = "is out of bounds", bound["limit"], "send a value within the limit"
+    elif kinds is not None:
+        kept = kinds["kinds"].removesuffix(" | null").split(" | ")  # whoever sends it wants a value
+        words = [_KIND_WORDS.get(kind, kind) for kind in kept]
+        limit = " or ".join(words)
+        what, remedy = "is of the wrong type", f"send {limit}"
+        if kinds["sent"] == "float" and "an integer" in words:
+            remedy += ", which has no decimal point"
+    elif text == "Number out of range":
+        what, limit, remedy = "is out of bounds", "64 bits", "send a smaller number"
+    else:
+        what, limit, remedy = "is not valid", text[:_MESSAGE_CHARACTERS_MAX], "correct it"
+    value = _shown(body, path)
+    message = limit_message(f"{name} {what}", value=value, limit=limit, remedy=remedy)
     return ParameterRefused(message, param=path or None)
 
 
-def _number_at(body: bytes, path: str) -> int | float | None:
-    # msgspec tells the bound but not the value; decoding again costs only the one who sent it.
+def _shown(body: bytes, path: str) -> str:
+    """Return the value at msgspec's path, as far as it is short; decoding again costs only the one who sent it."""
     try:
-        value = msgspec.json.decode(body, type=dict[str, Any])[path]
-    except (msgspec.MsgspecError, RecursionError, KeyError):
-        return None
-    return value if isinstance(value, int | float) else None
+        value = msgspec.json.decode(body)
+        for name, index in _STEP.findall(path):
+            value = value[int(index)] if index else value[name]
+    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
+        return "(not shown)"  # its key is not told, or what msgspec skips is no JSON
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS_MAX:
+        return f"a text of {len(value)} characters"
+    return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS_MAX]
 
 
 def refuse_unsupported(request: SamplingFields) -> None:

@@ -212,6 +212,52 @@ async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
     assert "0x" not in reply.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": 0},
+            "`messages` is of the wrong type: value 0, limit a list. Remedy: send a list.",
+        ),
+        (
+            {"max_tokens": 2.0},
+            (
+                "`max_tokens` is of the wrong type: value 2.0, limit an integer. "
+                "Remedy: send an integer, which has no decimal point."
+            ),
+        ),
+        (
+            {"messages": [{"role": "wizard"}]},
+            (
+                '`messages[0].role` is no role: value "wizard", limit system, developer, user or assistant. '
+                "Remedy: send one of these."
+            ),
+        ),
+        (
+            {"messages": [{"content": "x"}]},
+            "`messages[0].role` is missing. Remedy: send it.",
+        ),
+        (
+            {"seed": 2**80},
+            (
+                f"`seed` is out of bounds: value {2**80}, limit <= 9223372036854775807. "
+                "Remedy: send a value within the limit."
+            ),
+        ),
+    ],
+)
+async def test_wrong_values_get_a_sentence(fields: dict[str, Any], message: str) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(**fields))
+    assert (reply.status, reply.error["message"]) == (400, message)
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN, "/tokenize"])
+async def test_wrong_value_beside_what_is_no_text_is_refused(path: str) -> None:
+    """What msgspec skips on its way to a value is not looked at by it; it is when the value is to be shown."""
+    reply = await post(FakeEngine(), path, b'{"messages":0,"prompt":0,"\xff":1}')
+    assert (reply.status, reply.error["param"]) == (400, "prompt" if path == PLAIN else "messages")
+
+
 async def test_error_texts_do_not_quote_long_content() -> None:
     """A data URL in the wrong place does not come back."""
     url = "data:image/png;base64," + "A" * 10_000

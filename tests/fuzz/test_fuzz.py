@@ -1,0 +1,32 @@
+"""A small fuzz for every day; `python -m tests.fuzz` is the large one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fuzz.grammar import draw_request
+from tests.fuzz.run import fuzz_engine, fuzz_sockets
+
+
+@pytest.mark.slow
+def test_fuzz_engine_answers_everything() -> None:
+    """No 500, no hang; and the grammar is near enough to what is legal that a fair part is served."""
+    statuses = fuzz_engine(1, 600)
+    assert statuses.total() == 600
+    assert statuses[200] > 50
+    assert statuses[400] > 50
+
+
+@pytest.mark.slow
+def test_fuzz_sockets_answer_everything() -> None:
+    statuses = fuzz_sockets(1, 600)
+    assert statuses.total() == 600
+    assert statuses[200] > 50
+    assert statuses[400] > 50
+
+
+def test_fuzz_draws_the_same_from_the_same_seed() -> None:
+    drawn = [[draw_request(rng) for _ in range(50)] for rng in map(random.Random, (1, 1, 2))]
+    assert drawn[0] == drawn[1] != drawn[2]
