@@ -114,7 +114,10 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = ""
     hosts: Annotated[
         tuple[str, ...],
-        Meta(description="Hosts (`host` or `host:port`) that images may be fetched from."),
+        Meta(
+            description="Hosts that images may be fetched from, as `host:port`, or as `host` for the ports 80 (http) "
+            "and 443 (https)."
+        ),
     ] = ()
     private_hosts: Annotated[
         tuple[str, ...],

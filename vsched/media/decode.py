@@ -1,6 +1,7 @@
 """Decode one image from bytes that nobody vouches for.
 
-The header tells the size, and the size is judged before a pixel is decoded. Only PNG, JPEG and WEBP are opened at all.
+The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `_FORMATS` are
+opened at all, and of a GIF only the first frame is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from PIL import ExifTags, Image
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
 
-_FORMATS: Final = ("PNG", "JPEG", "WEBP")
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_SEVERAL_FRAMES: Final = frozenset({"MPO", "GIF"})
+"""Formats whose first frame is the image; of the others, several frames are an animation."""
 _ORIENTATIONS: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -59,7 +62,7 @@ def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> Req
 def _invalid() -> RequestRefused:
     # What the decoder said may quote addresses and reprs; the client gets none of it.
     return _refuse(
-        "the image cannot be decoded: it is truncated, damaged, or not a PNG, JPEG or WEBP. "
+        "the image cannot be decoded: it is truncated, damaged, or not a PNG, JPEG, WEBP, GIF or BMP. "
         "Remedy: send a complete image in one of these formats."
     )
 
@@ -77,11 +80,15 @@ def _too_many_pixels(value: str, kind: str, pixels_max: int) -> RequestRefused:
 def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
-        animated = image.format != "MPO" and getattr(image, "is_animated", False)
+        animated = image.format not in _SEVERAL_FRAMES and getattr(image, "is_animated", False)
+        in_python = any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ()))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels("over the decoder's own bound", "image", limits.image) from None
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
+    if in_python:
+        # Runs that Pillow expands in Python, row by row: a small file would keep a thread for minutes.
+        raise _invalid()
     width, height = image.size
     if width < 1 or height < 1:
         message = limit_message(

@@ -50,7 +50,7 @@ class Storage:
     """How the decoder keeps an image: what decides over its memory besides its size.
 
     Attributes:
-        kind: `PNG`, `JPEG` or `WEBP`.
+        kind: `PNG`, `JPEG`, `WEBP`, `GIF` or `BMP`.
         mode: The mode that Pillow gives it.
         transparent: Whether it has to be composited.
         turned: Whether it has to be turned upright.

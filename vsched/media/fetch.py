@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 import ssl
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS_MAX = 2048
 _HEADERS = (
     ("User-Agent", "vsched"),
-    ("Accept", "image/png, image/jpeg, image/webp"),
+    ("Accept", "image/png, image/jpeg, image/webp, image/gif, image/bmp"),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )
@@ -104,6 +105,14 @@ def parse(reference: str, settings: MediaSettings) -> Target:
         request_target=_request_target(parts),
     )
     if not _is_listed(target, settings.hosts):
+        if any(_host_of(entry) == target.host for entry in settings.hosts):
+            message = limit_message(
+                "the image URL's port is not allowed, though its host is",
+                value=target.port,
+                limit="the ports in media.hosts; an entry without one stands for http on 80 and https on 443",
+                remedy="use such a port or add host:port to media.hosts",
+            )
+            raise _refuse(message)
         raise _refuse(
             "the image URL's host is not allowed. "
             "Remedy: send the image as a data: URL or add the host to media.hosts."
@@ -120,6 +129,11 @@ def _is_listed(target: Target, hosts: tuple[str, ...]) -> bool:
     if target.port == _PORTS[target.scheme]:
         names.add(target.host)
     return any(entry.lower() in names for entry in hosts)
+
+
+def _host_of(entry: str) -> str:
+    """Return an entry without its port; brackets keep the colons of an IPv6 address apart."""
+    return re.sub(r":\d+$", "", entry.lower())
 
 
 def is_public(address: Address) -> bool:

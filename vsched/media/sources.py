@@ -17,7 +17,9 @@ from vsched.media.embeddings import EmbeddedImage, malformed
 from vsched.media.fetch import Reserve, fetch, uncounted
 from vsched.media.settings import MediaSettings
 
-_MIME_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
+_MIME_TYPES = frozenset(
+    f"image/{name}" for name in ("png", "jpeg", "jpg", "webp", "gif", "bmp", "x-ms-bmp")
+)
 _DATA_HEADER_CHARACTERS_MAX = 64
 
 
@@ -101,11 +103,11 @@ def _read_data(reference: str, settings: MediaSettings) -> bytes:
     mime, _, encoding = reference[len("data:") : comma].lower().partition(";")
     if encoding != "base64":
         raise _malformed("its encoding is not base64")
-    if mime not in _MIME_TYPES:
+    if mime and mime not in _MIME_TYPES:  # without one, the image's own first bytes tell
         message = limit_message(
             "the image's media type is not accepted",
             value="another type",
-            limit="image/png, image/jpeg or image/webp",
+            limit="image/png, image/jpeg, image/webp, image/gif or image/bmp",
             remedy="convert the image to one of these",
         )
         raise RequestRefused(message, code="image_type_unsupported")

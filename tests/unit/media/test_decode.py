@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
 import zlib
 from typing import Any
 
@@ -34,8 +36,8 @@ def png_with_size(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_decode_reads_the_three_formats(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_decode_reads_the_formats(kind: str) -> None:
     encoded = image_bytes(24, 16, value=200, kind=kind)
     assert size_of(encoded) == (24, 16)
     image = decode(encoded, LIMITS)
@@ -43,10 +45,10 @@ def test_decode_reads_the_three_formats(kind: str) -> None:
     assert abs(int(np.asarray(image)[0, 0, 0]) - 200) < 4
 
 
-@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO"])
+@pytest.mark.parametrize("kind", ["TIFF", "ICO", "PPM", "DIB"])
 def test_decode_refuses_other_formats(kind: str) -> None:
-    """PNG, JPEG and WEBP only."""
-    with pytest.raises(RequestRefused, match="not a PNG, JPEG or WEBP"):
+    """Formats that nobody measured."""
+    with pytest.raises(RequestRefused, match="not a PNG, JPEG, WEBP, GIF or BMP"):
         inspect(image_bytes(16, 16, kind=kind), LIMITS)
 
 
@@ -100,7 +102,7 @@ def test_decode_ignores_damaged_metadata() -> None:
     assert decode(buffer.getvalue(), LIMITS).size == (8, 8)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_decode_refuses_truncated_images(kind: str) -> None:
     """A 400 without paths, addresses or reprs."""
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
@@ -151,6 +153,31 @@ def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
     with pytest.raises(RequestRefused, match=r"limit 1000000 pixels.*image_pixels_max") as caught:
         inspect(png_with_size(width, height), LIMITS)
     assert caught.value.status == 413
+
+
+WARNED_OF = """
+import io
+from PIL import Image
+from vsched.errors import RequestRefused
+from vsched.media.decode import DecodeLimits, inspect
+buffer = io.BytesIO()
+Image.new("1", (1500, 1000)).save(buffer, "PNG")
+Image.MAX_IMAGE_PIXELS = 1_000_000
+try:
+    inspect(buffer.getvalue(), DecodeLimits(image=10**9, webp=10**9))
+except RequestRefused as error:
+    print(error.status, error.message)
+"""
+
+
+def test_the_decoders_own_warning_is_a_refusal() -> None:
+    """In a process of its own: in this one, pytest makes errors of all warnings."""
+    run = subprocess.run(
+        [sys.executable, "-c", WARNED_OF], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith(
+        "413 the image has too many pixels: value over the decoder's own bound"
+    )
 
 
 def test_inspect_accepts_exactly_the_limit() -> None:
@@ -218,3 +245,59 @@ def test_inspect_refuses_a_jpeg_without_a_scan() -> None:
     assert inspect(encoded, LIMITS).storage.kind == "JPEG"
     with pytest.raises(RequestRefused, match="cannot be decoded"):
         inspect(encoded[: encoded.index(b"\xff\xda")], LIMITS)
+
+
+def gif_of(*colours: int, size: tuple[int, int] = (8, 6)) -> bytes:
+    frames = [Image.new("RGB", size, (value, 0, 0)) for value in colours]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    return buffer.getvalue()
+
+
+def test_the_first_frame_of_a_gif_is_the_image() -> None:
+    """Later frames are not read: that they are damaged does not matter."""
+    encoded = gif_of(200, 90, 10)
+    for one in (encoded, encoded[:-20]):
+        pixels = np.asarray(decode(one, LIMITS))
+        assert pixels.shape == (6, 8, 3)
+        assert set(pixels[..., 0].ravel()) == {200}
+
+
+def test_a_transparent_gif_is_composited_on_white() -> None:
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([0, 0, 0, 9, 9, 9])
+    picture.putpixel((1, 0), 1)
+    buffer = io.BytesIO()
+    picture.save(buffer, "GIF", transparency=0)
+    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
+    assert pixels.tolist() == [[[255, 255, 255], [9, 9, 9]]]
+
+
+def test_a_gif_whose_frame_is_larger_than_its_screen_is_judged_by_the_frame() -> None:
+    """The header claims 8 x 6 pixels, the frame 60,000 x 60,000."""
+    encoded = bytearray(gif_of(200))
+    at = encoded.index(b"\x2c\x00\x00\x00\x00") + 5
+    encoded[at : at + 4] = struct.pack("<HH", 60_000, 60_000)
+    with pytest.raises(RequestRefused) as caught:
+        inspect(bytes(encoded), LIMITS)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("side", [20_000, -20_000, 2**31 - 1])
+def test_a_bmp_is_judged_by_its_header(side: int) -> None:
+    encoded = bytearray(image_bytes(8, 8, kind="BMP"))
+    encoded[18:26] = struct.pack("<ii", 20_000, side)
+    with pytest.raises(RequestRefused) as caught:
+        inspect(bytes(encoded), LIMITS)
+    assert caught.value.status == 413
+
+
+def test_a_bmp_of_runs_is_refused() -> None:
+    """Pillow decodes those in Python, row by row, for as long as the header says."""
+    palette = io.BytesIO()
+    Image.new("L", (8, 8)).save(palette, "BMP")
+    encoded = bytearray(palette.getvalue())
+    encoded[30:34] = struct.pack("<I", 1)
+    with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
+        inspect(bytes(encoded), LIMITS)
+    assert caught.value.status == 400

@@ -95,6 +95,32 @@ def test_unlisted_and_malformed_urls_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        "http://ok.example:8080/",
+        "https://ok.example:80/",
+        "http://ports.example/",
+        "http://PORTS.example:80/",
+        "http://[2606:4700::1]:81/",
+    ],
+)
+def test_a_port_that_is_not_listed_is_named(url: str) -> None:
+    """The host is right: that the port is not would be a riddle otherwise."""
+    with pytest.raises(
+        RequestRefused, match=r"port is not allowed.*value \d+.*host:port to"
+    ) as caught:
+        parse(url, OPEN)
+    assert caught.value.code == "image_url_refused"
+    assert "example" not in caught.value.message
+
+
+@pytest.mark.parametrize("url", ["http://no.example:8080/", "http://[2606:4700::2]/"])
+def test_a_host_that_is_not_listed_is_told_so_whatever_its_port(url: str) -> None:
+    with pytest.raises(RequestRefused, match="host is not allowed"):
+        parse(url, OPEN)
+
+
+@pytest.mark.parametrize(
     ("address", "public"),
     [
         ("93.184.216.34", True),

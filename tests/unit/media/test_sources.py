@@ -45,9 +45,15 @@ def test_data_url_is_strict(reference: str) -> None:
     assert caught.value.code == "image_reference_invalid"
 
 
+def test_data_url_needs_no_media_type() -> None:
+    """The decoder looks at the bytes anyway."""
+    content = image_bytes()
+    assert read_local(data_url(content, ""), SETTINGS) == content
+
+
 def test_data_url_refuses_other_media_types() -> None:
     """A MIME allow-list."""
-    with pytest.raises(RequestRefused, match="image/png, image/jpeg or image/webp"):
+    with pytest.raises(RequestRefused, match="image/jpeg, image/webp, image/gif or image/bmp"):
         read_local(data_url(b"x", "image/svg+xml"), SETTINGS)
 
 

@@ -109,7 +109,7 @@ def turns_table(turns: Sequence[AskedTurn]) -> Table:
             turn.answer,
             turn.verdict,
         )
-    table.caption = "images: in the prompt; encoded: new ones, the others were remembered"
+    table.caption = "images: in the prompt; encoded: new ones, the others were cached"
     table.caption_justify = "left"
     return table
 
