@@ -8,6 +8,7 @@ from vsched.bench.accuracy.command import accuracy
 from vsched.bench.cache.command import cache
 from vsched.bench.fidelity.command import fidelity
 from vsched.bench.kernel.command import kernel
+from vsched.bench.lag.command import lag
 from vsched.bench.load.command import serve
 from vsched.bench.memory.command import memory
 from vsched.bench.profile.command import profile
@@ -24,6 +25,7 @@ bench_app.command("cache")(cache)
 bench_app.command("memory")(memory)
 bench_app.command("ranks")(ranks)
 bench_app.command("recovery")(recovery)
+bench_app.command("lag")(lag)
 bench_app.command("fidelity")(fidelity)
 bench_app.command("profile")(profile)
 bench_app.command("accuracy")(accuracy)
