@@ -21,7 +21,7 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
 
     The engine may still be loading: `/health` tells, and completions are refused until it is ready.
     """
-    metrics = ApiMetrics(engine.statistics)
+    metrics = ApiMetrics(engine)
     operations = Operations(engine, metrics)
     routes = [
         Route("/v1/chat/completions", ChatEndpoint(engine, settings, metrics), methods=["POST"]),

@@ -139,7 +139,7 @@ class EngineContract(Protocol):
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Return nested dictionaries whose numeric leaves become gauges."""
+        """Return nested dictionaries of what was counted and measured."""
         ...
 
     async def clear(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit.api.fakes import FakeGeneration
+from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta, TokenStream
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
@@ -48,7 +48,7 @@ class Connection:
 
         exchange = HttpExchange({"type": "http"}, receive, self.send)
         writer = ChatFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
-        return SseWriter(exchange, ApiMetrics(dict).begin("chat"), generation, writer)
+        return SseWriter(exchange, ApiMetrics(FakeEngine()).begin("chat"), generation, writer)
 
 
 class Letters:

@@ -62,7 +62,9 @@ class ServedGroup:
                 for rank, pid in enumerate(worker_group.pids)
             ],
             **self._work(figures),
+            "busy_ms": self.busy_ns / 1e6,
             "restarts": self.supervisor.restarts,
+            "losses": dict(self.supervisor.losses),
             "last_loss": _told(loss) if loss else None,
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -42,6 +42,7 @@ class Supervisor:
 
     Attributes:
         restarts: How often the worker group came back.
+        losses: How often it was lost by itself, by the kind of failure.
         last_loss: None while there was none.
     """
 
@@ -55,6 +56,7 @@ class Supervisor:
     ) -> None:
         self.worker_group = worker_group
         self.restarts = 0
+        self.losses: Counter[str] = Counter()
         self.last_loss: LastLoss | None = None
         self._check = check
         self._on_back = on_back
@@ -74,6 +76,7 @@ class Supervisor:
     def note_loss(self, failure: GroupFailure) -> None:
         """The worker group is gone by itself: one more such loss in the window lengthens the next pause."""
         self.last_loss = LastLoss(failure, time.time())
+        self.losses[type(failure).__name__] += 1
         self._losses_s.append(self._loop.time())
         self._grace_s = 0.0
 

@@ -1,19 +1,20 @@
-"""Prometheus metrics: what requests experienced, and the engine's own statistics as gauges, read when scraped."""
+"""Prometheus metrics of what requests experienced; names are vLLM's where it has one."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from vsched.api.contract import EngineContract
+from vsched.api.metrics.engine import EngineCollector
 
 logger = logging.getLogger(__name__)
 
@@ -22,37 +23,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-
-
-def flatten(statistics: object, path: str = "vsched") -> Iterator[tuple[str, float]]:
-    """Yield (metric name, value) of every numeric leaf; names follow the path to it.
-
-    Lists are left out: they are histories of requests, and would give every scrape new names.
-    """
-    if isinstance(statistics, bool | int | float):
-        yield path, float(statistics)
-    elif isinstance(statistics, dict):
-        for key, value in statistics.items():
-            yield from flatten(value, f"{path}_{_NOT_A_NAME.sub('_', str(key))}")
-
-
-class _EngineGauges(Collector):
-    def __init__(self, statistics: Callable[[], dict[str, Any]], taken: frozenset[str]) -> None:
-        self._statistics = statistics
-        self._taken = taken
-
-    def describe(self) -> Iterator[Metric]:
-        # Nothing to describe before the engine runs; without this, registering would read the statistics.
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        seen = set(self._taken)
-        for name, value in flatten(self._statistics()):
-            if name in seen:
-                continue
-            seen.add(name)
-            yield GaugeMetricFamily(name, "A value of the engine's statistics.", value)
 
 
 class _Times(Collector):
@@ -81,7 +51,7 @@ class _Times(Collector):
 class ApiMetrics:
     """The metrics of one application, in a registry of its own."""
 
-    def __init__(self, statistics: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, engine: EngineContract) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "vsched_requests",
@@ -93,12 +63,14 @@ class ApiMetrics:
             "vsched_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
         )
         self.cached_tokens = Counter(
-            "vsched_cached_tokens",
+            "vsched_prompt_tokens_cached",
             "Prompt tokens of finished requests that were cached.",
             registry=self.registry,
         )
         self.output_tokens = Counter(
-            "vsched_output_tokens", "Output tokens of finished requests.", registry=self.registry
+            "vsched_generation_tokens",
+            "Output tokens of finished requests.",
+            registry=self.registry,
         )
         self.first_token_s = Histogram(
             "vsched_time_to_first_token_seconds",
@@ -107,21 +79,18 @@ class ApiMetrics:
             registry=self.registry,
         )
         self.between_tokens_s = _Times(
-            "vsched_inter_token_seconds", "Between two outputs of a request.", _BETWEEN_TOKENS_S
+            "vsched_inter_token_latency_seconds",
+            "Between two outputs of a request.",
+            _BETWEEN_TOKENS_S,
         )
         self.registry.register(self.between_tokens_s)
         self.request_s = Histogram(
-            "vsched_request_seconds",
+            "vsched_e2e_request_latency_seconds",
             "From the request's arrival to its end.",
             buckets=_REQUEST_S,
             registry=self.registry,
         )
-        taken = frozenset(
-            metric.name + suffix
-            for metric in self.registry.collect()
-            for suffix in ("", "_total", "_created", "_bucket", "_count", "_sum")
-        )
-        self.registry.register(_EngineGauges(statistics, taken))
+        self.registry.register(EngineCollector(engine.statistics, engine.groups))
 
     def begin(self, endpoint: str) -> RequestRecord:
         """Start recording one request."""

@@ -1,0 +1,79 @@
+"""What the engine counts, as Prometheus reads it: of a whole engine with simulated ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.api.fakes import Client, FakeEngine
+from vsched.api import ApiSettings, create_app
+from vsched.sim.cluster import SimEngine
+from vsched.sim.loop.virtual_loop import VirtualLoop
+
+BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
+GROUP = {"group": "generate"}
+
+
+def families(text: bytes) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(text.decode())}
+
+
+def value(family: Any, **labels: str) -> float:
+    (found,) = [one.value for one in family.samples if one.labels == labels]
+    return float(found)
+
+
+async def observed() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metrics before and after two served requests, a refused one, and a restart."""
+    async with SimEngine() as engine:
+        scrapes = []
+        for _ in range(2):
+            scrapes.append(families((await engine.client.request("GET", "/metrics")).body))
+            for body in (BODY, BODY, {**BODY, "max_tokens": 256}):
+                await engine.client.request("POST", "/v1/completions", json=body)
+            killed = {"group": "generate", "action": "restart"}
+            await engine.client.request("POST", "/admin/replicas", json=killed)
+        return scrapes[0], scrapes[1]
+
+
+def test_metrics_count_with_labels() -> None:
+    """Counters are counters, and no name has a group, a reason or a rank in it."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        before, after = runner.run(observed())
+    for name, labels, grown in (
+        ("vsched_requests_finished", {"finished_reason": "length"}, 2),
+        ("vsched_requests_admitted", GROUP, 2),
+        ("vsched_tokens_prefilled", GROUP, 6),
+        ("vsched_group_restarts", GROUP, 1),
+        ("vsched_num_preemptions", GROUP, 0),
+    ):
+        assert after[name].type == "counter", name
+        assert value(after[name], **labels) - value(before[name], **labels) == grown, name
+        assert {one.name for one in after[name].samples} == {f"{name}_total"}
+    assert value(after["vsched_requests_refused"], reason="context_exceeded") == 1
+    assert value(after["vsched_group_busy_seconds"], **GROUP) > 0
+    for name, wanted in (("vsched_num_requests_running", 0), ("vsched_kv_cache_usage_perc", 0)):
+        assert after[name].type == "gauge"
+        assert value(after[name], **GROUP) == wanted
+    assert value(after["vsched_group_up"], group="encode") == 1
+    memory = after["vsched_rank_memory_bytes"].samples
+    assert all(set(one.labels) == {"group", "rank", "kind"} for one in memory)
+    assert not any("generate" in name or "length" in name for name in after)
+
+
+async def test_metrics_tell_what_groups_were_lost_of() -> None:
+    engine = FakeEngine()
+    losses = {"ProcessExited": 2, "RankSilent": 1}
+    engine.rows = [{"name": "encode-1", "state": "down", "losses": losses, "restarts": 3}]
+    reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
+    lines = reply.body.decode().splitlines()
+    for line in (
+        'vsched_group_up{group="encode-1"} 0.0',
+        'vsched_group_restarts_total{group="encode-1"} 3.0',
+        'vsched_group_losses_total{group="encode-1",reason="ProcessExited"} 2.0',
+        'vsched_group_losses_total{group="encode-1",reason="RankSilent"} 1.0',
+        "# TYPE vsched_group_losses_total counter",
+    ):
+        assert line in lines
