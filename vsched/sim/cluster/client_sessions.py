@@ -266,7 +266,8 @@ class ClientSession:
         body = self._body()
         if self.behaviour.slow_upload:
             pieces = self._upload(msgspec.json.encode(body))
-            call = client.open("POST", "/v1/chat/completions", pieces=pieces)
+            headers = [("content-type", "application/json")]
+            call = client.open("POST", "/v1/chat/completions", pieces=pieces, headers=headers)
         else:
             call = client.open("POST", "/v1/chat/completions", json=body)
         async with call:
