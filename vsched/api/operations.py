@@ -93,10 +93,10 @@ class TokenizeEndpoint:
         )
 
     async def _tokenize(self, body: bytes) -> Tokens:
+        check_ready(self._engine)  # before that, nothing is known of the model
         await check_json_values(body, self._engine.info.context_tokens)
         request = parameters.decode_body(body, TokenizeRequest)
         check_model(request.model, self._engine)
-        check_ready(self._engine)
         token_ids = await self._engine.tokenize(await self._prompt(request))
         return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids)
 
@@ -133,7 +133,7 @@ class ReplicasEndpoint:
         await HttpExchange(scope, receive, send).answer(self._settings.body_bytes_max, self._act)
 
     async def _act(self, body: bytes) -> GroupAction:
-        await check_json_values(body, self._engine.info.context_tokens)
+        await check_json_values(body, 0)  # operators ask while it loads, too, and name no tokens
         request = parameters.decode_body(body, GroupRequest)
         done = True
         match request.action:

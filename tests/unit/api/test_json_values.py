@@ -50,7 +50,8 @@ async def test_a_body_of_many_values_is_refused_before_it_is_decoded(
     monkeypatch.setattr(parameters, "decode_body", None)
     reply = await post(FakeEngine(), path, body % b",".join([b"[]"] * 150_000))
     assert (reply.status, reply.error["code"]) == (413, "too_many_values")
-    assert "limit 132072" in reply.error["message"]
+    limit = 131072 if path.startswith("/admin/") else 132072  # operators send no tokens
+    assert f"limit {limit}" in reply.error["message"]
 
 
 async def test_a_body_of_escapes_is_refused_before_it_is_decoded(

@@ -8,6 +8,7 @@ from tests.unit.api.fakes import Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.types import ModelInfo
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -50,6 +51,20 @@ async def test_tokenize_prompt_and_messages() -> None:
     assert reply.json == {"count": 3, "max_model_len": 1000, "tokens": [97, 98, 99]}
     reply = await call(FakeEngine(), "POST", "/tokenize", CHAT)
     assert reply.json["count"] == len("user:hi")
+
+
+async def test_tokenize_while_it_loads_is_refused() -> None:
+    """A model of which nothing is known yet cannot be asked for a limit."""
+
+    class LoadingEngine(FakeEngine):
+        @property
+        def info(self) -> ModelInfo:
+            raise AttributeError("info")
+
+    engine = LoadingEngine()
+    engine.state = "loading"
+    reply = await call(engine, "POST", "/tokenize", {"prompt": "x"})
+    assert (reply.status, reply.error["code"]) == (503, "not_ready")
 
 
 @pytest.mark.parametrize(
