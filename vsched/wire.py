@@ -24,6 +24,7 @@ from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Finished
 from vsched.policy import AttemptOutcome, RankMemory, Reservation
+from vsched.probes import probe
 
 _HEADER = struct.Struct("<Q16sQ")
 _COVERED = 24  # from the turn on, a digest covers the frame
@@ -291,9 +292,11 @@ class FollowerLog:
             )
         seq, digest, turn = _HEADER.unpack_from(frame)
         if seq != self.seq + 1:
+            probe("log.gap")
             raise RankDesync(f"heard entry {seq} of the decision log, expected {self.seq + 1}")
         expected = blake2b(self.digest + frame[_COVERED:], digest_size=16).digest()
         if digest != expected:
+            probe("log.digest_differs")
             raise RankDesync(
                 f"entry {seq} of the decision log has digest {digest.hex()}, here it is "
                 f"{expected.hex()}: leader and rank decided differently before it"

@@ -51,6 +51,7 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
+from vsched.probes import probe
 from vsched.types import FinishReason, Request
 from vsched.wire import EncodeResult, GenerateResult
 
@@ -215,6 +216,8 @@ class Shell:
 
     def clear(self) -> None:
         """Interrupt every request: those that run, those that wait, and those in preparation."""
+        if any(group.sizing for group in self._groups.values()):
+            probe("shell.clear_during_sizing")
         self._interrupt(Cleared())
 
     def _interrupt(self, event: Cleared) -> None:
@@ -230,6 +233,7 @@ class Shell:
         """
         self._events.append((event, result))
         if self._handling:
+            probe("shell.event_waits")
             return
         self._handling = True
         try:
@@ -306,6 +310,8 @@ class Shell:
         """Tell the kernel of a step that ranks have done."""
         group = self._groups[name]
         if self._stopping or self.given_up or group.down:
+            if group.down:
+                probe("shell.result_after_loss")
             return
         group.busy_ns += result.busy_ns
         if isinstance(result, EncodeResult):

@@ -22,6 +22,7 @@ from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router, RouterState
 from vsched.policy import EncodingView, ItemSpan
+from vsched.probes import probe
 from vsched.types import FinishReason, Request
 
 
@@ -186,6 +187,7 @@ class RequestMoves:
         group = self.group_of(state)
         commands = list(self.enqueue(state, now_ns))
         if not group.open:
+            probe("moves.requeued_from_closed_group")
             commands += self.move_waiting(group, now_ns)
         return commands
 
@@ -199,10 +201,13 @@ class RequestMoves:
         commands: list[Command] = []
         for state in self.requests_of(group, Phase.ITEMS, Phase.READY, Phase.SUSPENDED):
             if group.takes(state):
+                probe("moves.kept_by_draining_group")
                 continue
             if elsewhere and not state.losses:
+                probe("moves.moved")
                 commands += self.move(state, now_ns)
             elif running and state.phase is not Phase.SUSPENDED:
+                probe("moves.suspended")
                 self._suspend(state)
         return commands
 
@@ -274,6 +279,7 @@ class RequestMoves:
         expired = self._table.take_expired(now_ns)
         if not expired:
             return []
+        probe("moves.expired")
         waited_s = self._limits.waiting_ns / 1e9
         message = (
             f"the request waited for its first step for {waited_s:g} s, which is the limit "

@@ -38,6 +38,7 @@ from vsched.kernel.events import (
     TimerFired,
 )
 from vsched.kernel.generate.group import GenerateGroup, GenerateGroupState
+from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, PolicyFaultsState
@@ -45,6 +46,7 @@ from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
 from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.probes import probe
 from vsched.types import group_names
 
 
@@ -129,7 +131,7 @@ class Scheduler:
             case TimerFired():
                 self._timer_ns = None
             case Cleared():
-                commands = moves.clear(now_ns, event.message, code=event.code)
+                commands = self._on_cleared(event, now_ns)
         self._plan(commands, now_ns)
         return commands
 
@@ -148,18 +150,29 @@ class Scheduler:
         live = self._table.live
         for finished in event.finished:
             state = live.get(finished.number)
-            if state is not None:  # else it was aborted while the step was in flight
+            if state is not None:
                 commands.append(self._moves.finish(state, finished.reason, now_ns))
+            else:
+                probe("kernel.finished_after_abort")
         for state in requeued:
             if state.number in live:
                 commands += self._moves.requeue(state, now_ns)
+            else:
+                probe("kernel.settled_at_its_end")
         return commands
 
     def _on_aborted(self, event: Aborted, now_ns: int) -> list[Command]:
         state = self._table.find(event.request_id)
         if state is None:
             return []  # it ended by itself meanwhile
+        if is_suspect(state):
+            probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
+
+    def _on_cleared(self, event: Cleared, now_ns: int) -> list[Command]:
+        if not all(group.ready for group in self._groups.values()):
+            probe("kernel.clear_during_recovery")
+        return self._moves.clear(now_ns, event.message, code=event.code)
 
     # --- groups come and go ---
 
@@ -180,6 +193,12 @@ class Scheduler:
 
     def _on_group_lost(self, event: GroupLost, now_ns: int) -> list[Command]:
         group = self._groups[event.group]
+        if group.status is Status.DRAINING and not event.planned:
+            probe("kernel.lost_while_draining")
+        if self._recovering(group):
+            probe("kernel.second_group_lost")
+        if event.planned and not group.idle:
+            probe("kernel.restarted_while_running")
         group.set_status(Status.DOWN)
         commands: list[Command] = [Notice(f"{event.group} was lost: {event.failure}")]
         if isinstance(group, EncodeGroup):
@@ -193,6 +212,14 @@ class Scheduler:
         commands.append(RestartGroup(event.group))
         return commands
 
+    def _recovering(self, group: Group) -> bool:
+        """Return whether another group of the same stage is down."""
+        return any(
+            other.status is Status.DOWN
+            for other in self._groups.values()
+            if other is not group and type(other) is type(group)
+        )
+
     def _lose_generator(self, group: GenerateGroup, now_ns: int, *, blame: bool) -> list[Command]:
         """What ran there waits for its return: whatever brought it down may be among it. What waited goes elsewhere."""
         moves = self._moves
@@ -203,10 +230,13 @@ class Scheduler:
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
             commands.append(moves.fail(poison, now_ns, message, code="group_lost"))
+            probe("kernel.poison_ended")
         for state in lost:
             if state is not poison:
                 moves.drop_claims(state)
                 commands += moves.enqueue(state, now_ns)
+                if state.phase is Phase.READY and group.queue.entries[-1].order > state.order:
+                    probe("kernel.put_front_at_loss")
         return commands + moves.move_waiting(group, now_ns)
 
     def _on_retired(self, event: GroupRetired, now_ns: int) -> list[Command]:
@@ -222,6 +252,7 @@ class Scheduler:
             commands += moves.give_up(str(event.failure), now_ns)
         elif isinstance(group, GenerateGroup):
             for state in moves.requests_of(group):
+                probe("kernel.retired_with_requests")
                 commands += moves.move(state, now_ns)
         return commands
 
@@ -229,6 +260,8 @@ class Scheduler:
         group = self._groups[name]
         if not group.open:
             return []
+        if self._recovering(group):
+            probe("kernel.drain_during_recovery")
         group.set_status(Status.DRAINING)
         self._draining.append(group)
         return self._moves.move_waiting(group, now_ns) if isinstance(group, GenerateGroup) else []
@@ -323,7 +356,10 @@ class Scheduler:
             commands += self._moves.enqueue(state, now_ns)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        return any(group.favour_front() for group in groups)
+        if any(group.favour_front() for group in groups):
+            probe("kernel.stall_favoured")
+            return True
+        return False
 
     def _at_rest(self) -> bool:
         """Return whether nothing is in flight anywhere, though an encoder and a generator could work."""

@@ -16,6 +16,7 @@ import msgspec
 
 from vsched.errors import GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.probes import probe
 from vsched.wire import (
     AcceptKv,
     Beat,
@@ -293,6 +294,7 @@ class Following(Generic[Link]):
             GroupLostError: When one is silent that has spoken.
         """
         if any(member.heard_ns is not None for member in self.awaited()):
+            probe("rank.engine_silent")
             raise GroupLostError(
                 f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "
                 "a living engine sends a heartbeat every deadlines.heartbeat_s"

@@ -38,6 +38,7 @@ from vsched.failures import (
 )
 from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.policy import RankMemory
+from vsched.probes import probe
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
 from vsched.wire import (
@@ -178,6 +179,8 @@ class Leader:
         self._append(msgspec.structs.replace(order, renew=self._disagreed))
         votes = await self._votes.complete
         self._disagreed = len({vote.outcome for vote in votes}) > 1
+        if self._disagreed:
+            probe("leader.votes_differ")
         return votes
 
     def accept(self, blocks: int) -> None:
@@ -216,6 +219,11 @@ class Leader:
     def refuse(self, rank: int, what: str) -> None:
         """Give the group up because of what a rank sent."""
         self.lose(ReportRefused(self._groups, rank, what))
+
+    @property
+    def sizing(self) -> bool:
+        """Whether its ranks have loaded, and their KV cache is not accepted yet."""
+        return self.loaded.complete.done() and not self.ready.done()
 
     # --- hearing ---
 

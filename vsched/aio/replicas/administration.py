@@ -16,6 +16,7 @@ from vsched.aio.replicas.groups import ServedGroup, ServedGroups
 from vsched.errors import RequestRefused
 from vsched.failures import RestartedByOperator
 from vsched.kernel.events import Drain, Event, GroupLost, Resume
+from vsched.probes import probe
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ class GroupAdministration:
             await supervisor.wait_settled()
             return all(group.state == "up" for group in groups)
         await self._drain_all(groups)
-        if not any(group.down or group.retired for group in groups):  # else it was lost meanwhile
+        if any(group.down or group.retired for group in groups):
+            probe("administration.lost_while_restarting")
+        else:
             failure = RestartedByOperator(tuple(group.name for group in groups))
             supervisor.note_restart(failure)
             for group in groups:
@@ -96,6 +99,7 @@ class GroupAdministration:
                     self._begin_drain(group)
                     await group.drained.wait()
         except TimeoutError:
+            probe("administration.drain_deadline")
             logger.warning("%s: not drained in %g s, restarted now", names, self._drain_s)
         except BaseException:
             for group in groups:
@@ -115,11 +119,14 @@ class GroupAdministration:
         group = self._known(name)
         if not group.drain_wanted or name in self._restarting or group.retired:
             self._check_state(group, "resume", "draining")
+        if not group.drained.is_set():
+            probe("administration.resumed_while_draining")
         self._end_drain(group)
 
     def back(self, group: ServedGroup) -> None:
         """A lost group serves again; one that is to be drained goes on draining."""
         if group.drain_wanted:
+            probe("administration.drain_outlives_loss")
             self._handle(Drain(group.name))
 
     def _known(self, name: str) -> ServedGroup:

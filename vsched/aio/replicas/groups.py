@@ -41,6 +41,11 @@ class ServedGroup:
         self.down = False
 
     @property
+    def sizing(self) -> bool:
+        """Whether the KV cache of its new ranks is being sized."""
+        return self.down and self.supervisor.worker_group.leader(self.name).sizing
+
+    @property
     def state(self) -> str:
         """One of `up`, `down`, `draining`, `retired`, as in the kernel's statistics."""
         if self.retired is not None:

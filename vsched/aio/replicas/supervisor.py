@@ -16,6 +16,7 @@ import msgspec
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
 from vsched.errors import failure_of
 from vsched.failures import GroupFailure, LostTooOften
+from vsched.probes import probe
 from vsched.wire import Ready
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class Supervisor:
                 await self.worker_group.stop(grace_s=self._grace_s)
                 self._check(await self.worker_group.start())
             except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
+                probe("supervisor.start_failed")
                 logger.warning("%s did not come back: %s", self.names, error)
                 failure = failure_of(error, groups)
                 continue
@@ -129,6 +131,7 @@ class Supervisor:
             return
         # The last attempt may have left ranks that cannot be used.
         await self.worker_group.stop(grace_s=0)
+        probe("supervisor.given_up")
         logger.error("%s: could not be restarted", self.names)
         self._finish()
         self._on_failed(failure)

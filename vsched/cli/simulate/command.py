@@ -43,6 +43,7 @@ def simulate(
     tpot_target_ms: options.TargetOption = 100.0,
     outage: options.OutagesOption = None,
     swarm: options.SwarmOption = None,
+    probes: options.ProbesOption = False,
     faults: options.FaultsOption = None,
     restart_s: options.RestartSOption = 10.0,
     oracles: options.OraclesOption = False,
@@ -57,7 +58,7 @@ def simulate(
     The scheduler and the policies are those of a server; ranks only take the time that a cost model says.
     """
     if swarm is not None:
-        run_swarm(swarm, seed=seed, faults=faults)
+        run_swarm(swarm, seed=seed, faults=faults, probes=probes)
         return
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets

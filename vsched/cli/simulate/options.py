@@ -52,6 +52,13 @@ SwarmOption = Annotated[
         show_default=False,
     ),
 ]
+ProbesOption = Annotated[
+    bool,
+    typer.Option(
+        "--probes",
+        help="With --swarm, say of each rare coincidence in how many engines it came about.",
+    ),
+]
 FaultsOption = Annotated[
     Path | None,
     typer.Option(

@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 
 
-def run_swarm(count: int, *, seed: int, faults: Path | None) -> None:
-    """Run `count` scenarios; report the results, and the command that repeats a failed one.
+def run_swarm(count: int, *, seed: int, faults: Path | None, probes: bool = False) -> None:
+    """Run `count` scenarios; report the results, and the command that repeats a failed one; `probes` one by one.
 
     Raises:
         ConfigError: When the plan cannot be read.
@@ -18,6 +18,7 @@ def run_swarm(count: int, *, seed: int, faults: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from vsched.probes import PROBES
     from vsched.sim.cluster.swarm import swarm
 
     columns = (TextColumn("swarm"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -39,5 +40,11 @@ def run_swarm(count: int, *, seed: int, faults: Path | None) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    reached = len(outcome.probes) - len(outcome.unreached)
+    console.print(f"{reached} of {len(outcome.probes)} probes reached", highlight=False)
+    if probes:
+        for name, scenarios in outcome.probes.items():
+            line = f"| `{name}` | {PROBES[name]} | {scenarios} |"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if outcome.failures:
         raise typer.Exit(1)

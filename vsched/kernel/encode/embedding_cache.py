@@ -23,6 +23,7 @@ from vsched.kernel.policy_calls import GuardedOrder, OrderState, PolicyFaults
 from vsched.kernel.request import RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import EvictionPolicy
+from vsched.probes import probe
 from vsched.types import MediaItem
 
 
@@ -168,6 +169,7 @@ class EmbeddingCache:
         entry = self._entries[key]
         others = [other for other in sorted(state.wanted) if state.items[other].key == key]
         if others:
+            probe("embeddings.claimed_twice")
             entry.claims[state.number] = (state.number, others[0])
             return
         del entry.claims[state.number]
@@ -177,6 +179,7 @@ class EmbeddingCache:
             self.queue.remove(entry)
             del self._entries[key]
         elif entry.phase is EntryPhase.ENCODING:
+            probe("embeddings.unclaimed_while_encoding")
             entry.stale = True
         else:
             self._let_go(entry)
@@ -217,6 +220,7 @@ class EmbeddingCache:
     def finish_encoding(self, entry: EmbeddingEntry) -> bool:
         """Take an entry that was encoded; False where the result is thrown away."""
         if entry.stale:
+            probe("embeddings.stale_claimed_again" if entry.claims else "embeddings.stale_result")
             self.requeue(entry)
             return False
         entry.phase = EntryPhase.READY
@@ -249,6 +253,7 @@ class EmbeddingCache:
         if missing > 0:
             victims = self._preemptible(entry.order, missing)
             if sum(len(other.pages) for other in victims) < missing:
+                probe("embeddings.no_room")
                 return False
         while len(self._free) < count and len(self._order) > 0:
             evicted = self._entries[self._order.take_victims(1)[0]]
@@ -256,6 +261,7 @@ class EmbeddingCache:
             self._evictable_pages -= len(evicted.pages)
             self._drop(evicted)
         for other in victims:
+            probe("embeddings.claimed_preempted")
             self._preemptions += 1
             self.requeue(other)
         entry.pages = [self._free.pop() for _ in range(count)]
@@ -311,6 +317,7 @@ class EmbeddingCache:
         if order >= entry.order:
             return
         if entry.phase is EntryPhase.QUEUED:
+            probe("embeddings.moved_up")
             self.queue.remove(entry)
             entry.order = order
             self.queue.put(entry)

@@ -18,6 +18,7 @@ from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_admission
 from vsched.policy import AdmissionPolicy, AdmissionView
+from vsched.probes import probe
 from vsched.types import group_names
 
 ATTEMPTS_MAX = 2
@@ -159,6 +160,8 @@ class EncodeStage:
         if not batch and chosen:
             # The policy's first choice has no room. The front of the queue can always make some.
             batch = self._take([waiting[0]])
+            if batch:
+                probe("encode.front_has_room")
         return (min(free, key=held_up), batch) if batch else None
 
     def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
@@ -190,6 +193,8 @@ class EncodeStage:
     def fail(self, group: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the item at fault is alone, and return the requests that it fails."""
         batch = group.complete(step)
+        if len(batch) > 1:
+            probe("encode.batch_halved")
         half = -(-len(batch) // 2)
         self._set_apart(batch[:half])
         self._set_apart(batch[half:])
@@ -199,11 +204,15 @@ class EncodeStage:
         """A group is gone: its batch waits again, item by item; return the requests that fail over it."""
         batch = group.lose()
         for entry in batch:
+            if entry.stale:
+                probe("encode.lost_unclaimed")
             self._set_apart([entry])
         return self._retry(batch, blame=blame)
 
     def free_orphaned(self, group: EncodeGroup) -> None:
         """The ranks that a lost group had are gone: what they could write to is free."""
+        if group.orphaned:
+            probe("encode.orphaned_freed")
         orphaned, group.orphaned = group.orphaned, []
         self._cache.free_pages(orphaned)
 
@@ -217,6 +226,7 @@ class EncodeStage:
         for entry in batch:
             entry.attempts += blame
             if entry.attempts >= ATTEMPTS_MAX:
+                probe("encode.item_failed")
                 failed.update(entry.claims)
             self._cache.requeue(entry)
         return sorted(failed)

@@ -6,6 +6,7 @@ from vsched.kernel.decisions import ChunkItem
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
+from vsched.probes import probe
 
 
 def chunk_stop(
@@ -26,7 +27,10 @@ def chunk_stop(
             continue
         if not cache.is_ready(item.key):
             cut = max(item.offset, start)
-            return max(consumed, cut - cut % limits.block_size)
+            whole = max(consumed, cut - cut % limits.block_size)
+            if start < whole < cut:
+                probe("generate.chunk_cut_to_block")
+            return whole
         consumed = item.end
     return stop
 

@@ -39,6 +39,7 @@ from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import Admission, AdmissionView, PreemptionView
+from vsched.probes import probe
 
 COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
 
@@ -240,7 +241,8 @@ class GenerateGroup(Group):
         preempted = self._counts["preemptions"]
         for state in due:
             if state.slot < 0:
-                continue  # preempted for one before it
+                probe("generate.preempted_before_growth")
+                continue
             if pool.available == 0 and not self._make_room(state, now_ns):
                 continue
             block = pool.allocate()
@@ -249,8 +251,11 @@ class GenerateGroup(Group):
             grown.append(block)
         if self._counts["preemptions"] > preempted:
             # One that had grown already may have been preempted for one after it.
-            pairs = zip(grown[::2], grown[1::2], strict=True)
-            grown = [one for pair in pairs if not self._running.left_since(pair[0]) for one in pair]
+            pairs = list(zip(grown[::2], grown[1::2], strict=True))
+            kept = [pair for pair in pairs if not self._running.left_since(pair[0])]
+            if len(kept) < len(pairs):
+                probe("generate.growth_taken_back")
+            grown = [one for pair in kept for one in pair]
         return grown
 
     def _make_room(self, state: RequestState, now_ns: int) -> bool:
@@ -264,6 +269,7 @@ class GenerateGroup(Group):
                 victim = state  # the older goes on, whatever the policy says: this is what ensures progress
             self._preempt(victim)
             if victim is state:
+                probe("generate.preempted_itself")
                 return False
         return True
 
@@ -320,6 +326,7 @@ class GenerateGroup(Group):
             if plan.budget.spent or not running.slots_free:
                 return
             if not self._quarantine.admits(state):
+                probe("generate.suspect_waits")
                 continue
             join = self._join(state, plan.budget, now_ns)
             if join is not None:
@@ -338,6 +345,7 @@ class GenerateGroup(Group):
         computed = len(prefix) * self._limits.block_size
         if self._chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
             # Its embeddings or its cached prefix went while it waited.
+            probe("generate.embedding_gone")
             self.queue.dequeue(state)
             state.phase = Phase.ITEMS
             self._requeued.append(state)
@@ -369,6 +377,8 @@ class GenerateGroup(Group):
             state = self._requests.get(read.number)
             if state is not None:
                 drop_claims_before(state, min(read.stop, state.computed), cache=self._cache)
+            else:
+                probe("generate.reader_ended")
         self._quarantine.review(self._in_flight.done)
         if not self._in_flight.preempted:
             return []
@@ -394,7 +404,8 @@ class GenerateGroup(Group):
             self._release_slot(state, keep=False)
         elif state.known:
             self._running.forget(state)
-        self._in_flight.drop_preempted(state.number)
+        if self._in_flight.drop_preempted(state.number):
+            probe("generate.settling_ended")
         self._drop_load(state)
         self._trim_log()
 
@@ -432,6 +443,7 @@ class GenerateGroup(Group):
         youngest = max(self._running.prefilling.values(), key=order_of, default=None)
         if youngest is None or youngest.order < self.queue.entries[0].order:
             return False
+        probe("generate.stalled_prefill_preempted")
         self._preempt(youngest)
         return True
 
@@ -446,7 +458,12 @@ class GenerateGroup(Group):
         """
         self.step_times.drop_planned()
         for read in self._in_flight.lost_reads():
+            probe("generate.lost_while_reading")
             self._cache.unpin(read.keys)
+        if self._in_flight.preempted:
+            probe("generate.lost_while_settling")
+        if self._quarantine.number:
+            probe("generate.lost_in_quarantine")
         lost = self._running.in_order()
         poison = self._quarantine.blame(lost) if blame else None
         for state in lost:

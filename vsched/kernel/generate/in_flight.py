@@ -98,9 +98,9 @@ class InFlightSteps:
         """Return the queue order of the oldest request that waits for its last step."""
         return min((self._requests[number].order for number in self._preempted), default=None)
 
-    def drop_preempted(self, number: int) -> None:
-        """A request ended that may wait for its last step."""
-        self._preempted.pop(number, None)
+    def drop_preempted(self, number: int) -> bool:
+        """A request ended; return whether it waited for its last step."""
+        return self._preempted.pop(number, None) is not None
 
     def take_requeueable(self, *, crashed: bool = False) -> list[RequestState]:
         """Return preempted requests whose steps have all completed, with their outputs added to their tokens."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vsched.kernel.request import RequestState
+from vsched.probes import probe
 
 LOSSES_MAX = 2
 """A request that ran in this many losses is a suspect."""
@@ -48,6 +49,7 @@ class Quarantine:
             return
         state = self._requests[self.number]
         if 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS:
+            probe("generate.suspect_cleared")
             state.losses = 0
             self.number = 0
 

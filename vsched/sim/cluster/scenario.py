@@ -14,6 +14,7 @@ from vsched.config import Config
 from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_operations
+from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
@@ -36,6 +37,8 @@ SPAN_NS = 3_000_000_000
 REQUESTS = 8
 DEADLY = (WorkerCrash, OutOfMemory, Hang, MissedDecision)
 """What takes groups down; many of these show how one is given up."""
+FIRST_PRESSED = 1000
+"""From here on, every other seed is a scenario under pressure. Earlier seeds are what they have always been."""
 IMAGES = 6
 """The number of images that requests share, and of beginnings of texts."""
 
@@ -69,6 +72,7 @@ class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
         violations: What must never happen and did; empty when all went as it must.
         digest: Over all that the kernel heard and decided, and when.
         struck: Faults that found an occasion.
+        probes: How often each probe was reached that was; see `vsched.probes`.
     """
 
     violations: tuple[str, ...] = ()
@@ -77,11 +81,14 @@ class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int] = {}
     losses: int = 0
     struck: int = 0
+    probes: dict[str, int] = {}
     virtual_s: float = 0.0
 
 
 def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
     """Draw a scenario."""
+    if seed >= FIRST_PRESSED and seed % 2:
+        return draw_pressed(seed, requests=2 * requests)
     rng = random.Random(f"scenario {seed}")  # noqa: S311
     config = draw_config(rng)
     kinds, faults_max = rng.choice([(KINDS, FAULTS_MAX)] * 4 + [(DEADLY, 2 * FAULTS_MAX)])
@@ -101,6 +108,22 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         links=LinkProfile(jitter_ns=rng.choice([0, 0, 100_000, 2_000_000])),
         slower=rng.choice([1.0, 4.0, 16.0]),
         shut_down_ns=rng.randrange(SPAN_NS) if rng.random() < 0.1 else None,
+    )
+
+
+def draw_pressed(seed: int, *, requests: int) -> Scenario:
+    """Draw a scenario under pressure; see `vsched.sim.cluster.pressure`."""
+    rng = random.Random(f"pressure {seed}")  # noqa: S311
+    config = press_config(rng, draw_config(rng))
+    plan, operations = draw_patterns(rng, groups_of(config))
+    return Scenario(
+        seed=seed,
+        config=config,
+        arrivals=press_arrivals(rng, draw_arrivals(rng, requests)),
+        operations=operations,
+        plan=plan,
+        links=LinkProfile(jitter_ns=rng.choice([0, 100_000, 2_000_000])),
+        slower=rng.choice([1.0, 4.0]),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from vsched.probes import PROBES, observed
 from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
 from vsched.sim.faults.plan import FaultPlan
 
@@ -53,7 +54,12 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwarmOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a swarm; the counts are sums over its scenarios."""
+    """What came of a swarm; the counts are sums over its scenarios.
+
+    Attributes:
+        probes: In how many scenarios each probe was reached, in the order of their declaration; 0 for those that were
+            reached in none.
+    """
 
     scenarios: int
     failures: list[SwarmFailure]
@@ -62,6 +68,12 @@ class SwarmOutcome(msgspec.Struct, frozen=True, kw_only=True):
     losses: int
     struck: int
     virtual_s: float
+    probes: dict[str, int]
+
+    @property
+    def unreached(self) -> list[str]:
+        """The probes that no scenario reached."""
+        return [name for name, scenarios in self.probes.items() if not scenarios]
 
 
 def swarm(
@@ -89,6 +101,7 @@ def swarm(
     plan = FaultPlan.load(faults) if faults is not None else None
     failures: list[SwarmFailure] = []
     reports: list[ScenarioReport] = []
+    probes = dict.fromkeys(PROBES, 0)
     with _quiet():
         for one in range(seed, seed + count):
             scenario = draw_scenario(one)
@@ -97,6 +110,8 @@ def swarm(
             report = run_guarded(scenario, twice=twice)
             reports.append(report)
             on_report(one, report)
+            for name in report.probes:
+                probes[name] += 1
             if report.violations:
                 failures.append(_shortened(scenario, report, twice=twice))
                 if len(failures) >= failures_max:
@@ -109,13 +124,16 @@ def swarm(
         losses=sum(report.losses for report in reports),
         struck=sum(report.struck for report in reports),
         virtual_s=sum(report.virtual_s for report in reports),
+        probes=probes,
     )
 
 
 def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
     """Run a scenario; what it raises is a violation, and so is another digest the second time."""
     try:
-        report = run_scenario(scenario)
+        with observed() as probes:
+            report = run_scenario(scenario)
+        report = msgspec.structs.replace(report, probes=dict(probes))
         if twice and not report.violations:
             again = run_scenario(scenario)
             if again.digest != report.digest:

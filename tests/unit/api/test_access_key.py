@@ -1,0 +1,74 @@
+"""The API key, as the middleware compares it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from vsched.api import ApiSettings
+from vsched.api.access import RequireKey
+
+KEY = "the right key"
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def alike(part: slice) -> str:
+    """Return a wrong key whose digest has this part in common with the right one's."""
+    keys = (f"wrong {number}" for number in itertools.count())
+    return next(key for key in keys if digest(key)[part] == digest(KEY)[part])
+
+
+async def status_of(authorization: str) -> int:
+    """Return the status that a request with this header gets."""
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", authorization.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+    await RequireKey(app, settings=ApiSettings(api_key=KEY))(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize("said", [f"Bearer {KEY}", f"bearer  {KEY} "])
+async def test_right_key_is_let_in(said: str) -> None:
+    assert await status_of(said) == 200
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        KEY[:1],
+        KEY[:-1],
+        KEY + "x",
+        KEY[:-1] + "x",
+        "x" + KEY[1:],
+        KEY.upper(),
+        alike(slice(0, 1)),
+        alike(slice(0, 2)),
+        alike(slice(-1, None)),
+    ],
+)
+async def test_key_that_is_right_in_part_is_wrong(wrong: str) -> None:
+    """Whichever bytes of key or digest a comparison were to leave out, one of these would pass."""
+    assert await status_of(f"Bearer {wrong}") == 401
+
+
+@pytest.mark.parametrize("scheme", ["", "Basic ", "Bearer"])
+async def test_right_key_under_another_scheme_is_refused(scheme: str) -> None:
+    assert await status_of(f"{scheme}{KEY}") == 401

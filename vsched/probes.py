@@ -1,0 +1,99 @@
+"""Probes: rare coincidences, each named where it happens, so that a simulation can tell which ones it has reached.
+
+A test that passes says nothing of a coincidence that never came about in it. So each is declared here and marked in
+the code, in the manner of FoundationDB's `CODE_PROBE`; the swarm counts them, and its test fails when one is missing.
+A probe decides nothing and changes nothing. While nobody observes, it costs a call and a look at one name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+PROBES: Mapping[str, str] = MappingProxyType(
+    {
+        "kernel.second_group_lost": "a group is lost while another of its stage is down",
+        "kernel.lost_while_draining": "a group is lost while it drains",
+        "kernel.restarted_while_running": "an operator's restart takes a group that still runs requests",
+        "kernel.drain_during_recovery": "a group drains while another of its stage is down",
+        "kernel.clear_during_recovery": "all requests are cleared while a group is down",
+        "kernel.suspect_aborted": "a request that may be poison is aborted",
+        "kernel.poison_ended": "a request ends because its group was lost over it",
+        "kernel.put_front_at_loss": "a request of a lost group goes before one that waits already",
+        "kernel.retired_with_requests": "a retired group had requests, and they move",
+        "kernel.finished_after_abort": "a step ends a request that was aborted while it was in flight",
+        "kernel.settled_at_its_end": "the last step of a preempted request ends it",
+        "kernel.stall_favoured": "nothing moves, and the front of the queue is given way",
+        "moves.requeued_from_closed_group": "a preempted request is requeued while its group takes nothing new",
+        "moves.moved": "a waiting request leaves a closed group for an open one",
+        "moves.suspended": "a waiting request is suspended until a group is back",
+        "moves.kept_by_draining_group": "a draining group keeps a waiting request that ran in a loss",
+        "moves.expired": "a request has waited too long for its first step",
+        "generate.lost_while_settling": "a group is lost while a preempted request's last step is in flight",
+        "generate.lost_while_reading": "a group is lost while a step reads embeddings",
+        "generate.lost_in_quarantine": "a group is lost while a suspect runs in quarantine",
+        "generate.suspect_cleared": "a suspect has got past the place where its group was lost",
+        "generate.suspect_waits": "a suspect waits because another is in quarantine",
+        "generate.settling_ended": "a preempted request ends while its last step is in flight",
+        "generate.reader_ended": "a request has ended when the step that reads embeddings for it completes",
+        "generate.preempted_before_growth": "a request is preempted in the step in which it needed a block",
+        "generate.growth_taken_back": "a request is preempted in the step in which it was given a block",
+        "generate.preempted_itself": "the request that needs a block has to go itself",
+        "generate.embedding_gone": "an embedding went while the request that needs it waited for a slot",
+        "generate.stalled_prefill_preempted": "a stalled prefill is preempted for an older request",
+        "generate.chunk_cut_to_block": "a chunk is cut back to a block boundary before a missing embedding",
+        "embeddings.moved_up": "an older request wants an item that waits for an encoder already",
+        "embeddings.claimed_twice": "a request drops one of two claims on the same content",
+        "embeddings.unclaimed_while_encoding": "nobody wants an item any more while it is encoded",
+        "embeddings.stale_result": "an embedding that nobody wanted any more is thrown away",
+        "embeddings.stale_claimed_again": "it is thrown away though it is wanted again, and encoded anew",
+        "embeddings.claimed_preempted": "an embedding that a request claims is evicted for an older request",
+        "embeddings.no_room": "an item finds no pages, even with all that may go for it",
+        "encode.front_has_room": "the policy's choice finds no pages, and the front of the queue does",
+        "encode.batch_halved": "a batch fails and is tried again in halves",
+        "encode.lost_unclaimed": "an encode group is lost with an item that nobody wants any more",
+        "encode.item_failed": "an item is given up",
+        "encode.orphaned_freed": "pages that lost ranks could write to become free",
+        "log.gap": "a rank hears an entry that is not the next",
+        "log.digest_differs": "a rank hears an entry whose digest differs from its own",
+        "leader.votes_differ": "ranks of a group vote differently on a KV cache",
+        "shell.event_waits": "an event arises while the commands of another are carried out",
+        "shell.result_after_loss": "the result of a lost group still comes in",
+        "shell.clear_during_sizing": "all requests are cleared while a lost group's KV cache is sized",
+        "administration.drain_deadline": "a group is restarted before it is drained",
+        "administration.drain_outlives_loss": "a group that was lost while it drained drains again",
+        "administration.resumed_while_draining": "a group is resumed before it is drained",
+        "administration.lost_while_restarting": "a group is lost while a restart drains it",
+        "supervisor.start_failed": "a lost worker group fails to start",
+        "supervisor.given_up": "a lost worker group is given up",
+        "rank.engine_silent": "a rank stops because it hears nothing from the engine",
+    }
+)
+"""What is probed: the package or class where it happens, and the coincidence."""
+
+_on_probe: Callable[[str], None] | None = None
+
+
+def probe(name: str) -> None:
+    """Note that a coincidence of `PROBES` is reached."""
+    if _on_probe is not None:
+        _on_probe(name)
+
+
+@contextmanager
+def observed() -> Iterator[Counter[str]]:
+    """Count the probes that this process reaches meanwhile; contexts nest, the innermost counts."""
+    global _on_probe
+    reached: Counter[str] = Counter()
+
+    def note(name: str) -> None:
+        assert name in PROBES, f"the probe {name!r} is not declared"
+        reached[name] += 1
+
+    before, _on_probe = _on_probe, note
+    try:
+        yield reached
+    finally:
+        _on_probe = before

@@ -1,0 +1,151 @@
+"""Scenarios under pressure: everything is scarce and busy when faults and operators strike, so coincidences meet.
+
+A request is preempted in few steps and a group lost in few, so a plain scenario hardly ever has both at once. Here KV
+cache, embeddings and slots are as small as they can be, all requests arrive together, and what goes wrong is drawn in
+patterns that are known to meet: losses one after another, starts that fail, clients and operators who act meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from vsched.config import Config
+from vsched.sim.cluster.operators import Action, Operation
+from vsched.sim.faults.plan import AnyFault, Disconnect, FaultPlan, OutOfMemory, WorkerCrash
+from vsched.sim.workload.requests import Arrival
+from vsched.types import stage_of
+
+SPAN_NS = 1_500_000_000
+MILLISECOND_NS = 1_000_000
+BACK_MS = 205
+"""About what a lost group takes until its KV cache is sized; see `vsched.sim.world.Delays`."""
+STARTS = 4
+"""As many failed starts in a row as end a group."""
+
+
+def press_config(rng: random.Random, config: Config) -> Config:
+    """Return a configuration with as little of everything as can be."""
+    generate = msgspec.structs.replace(
+        config.generate,
+        slots=rng.choice([3, 6, 8]),
+        chunk_tokens=rng.choice([8, 24]),
+        memory={"use": "pinned", "tokens": rng.choice([256, 264, 288])},
+    )
+    encode = msgspec.structs.replace(
+        config.encode,
+        admission=rng.choice(
+            [
+                {"use": "token-budget", "max_items": 8},
+                {"use": "priority"},
+                {"use": "deadline"},
+            ]
+        ),
+    )
+    arena = msgspec.structs.replace(
+        config.arena, pixel_bytes=65536, embedding_bytes=1024 * rng.choice([2, 3, 6])
+    )
+    return msgspec.structs.replace(config, generate=generate, encode=encode, arena=arena)
+
+
+def press_arrivals(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return requests with long answers, which arrive almost together."""
+    gap_ns = rng.choice([0, 5, 50]) * MILLISECOND_NS
+    return tuple(
+        msgspec.structs.replace(arrival, at_ns=index * gap_ns, output_tokens=rng.randint(1, 64))
+        for index, arrival in enumerate(arrivals)
+    )
+
+
+def draw_patterns(
+    rng: random.Random, groups: Sequence[str]
+) -> tuple[FaultPlan, tuple[Operation, ...]]:
+    """Draw what goes wrong, and what operators do beside it."""
+    faults: list[AnyFault] = []
+    operations: list[Operation] = []
+    generators = [name for name in groups if stage_of(name) == "generate"]
+    for _ in range(rng.randint(1, 4)):
+        at_ns = rng.randrange(SPAN_NS // MILLISECOND_NS) * MILLISECOND_NS
+        pattern = rng.choice(PATTERNS)
+        pattern(rng, at_ns, rng.choice([*groups, *generators]), faults, operations)
+    plan = FaultPlan(
+        seed=rng.getrandbits(32), faults=tuple(sorted(faults, key=lambda fault: fault.at_ns))
+    )
+    return plan, tuple(sorted(operations, key=lambda operation: operation.at_ns))
+
+
+def _losses(
+    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
+) -> None:
+    """A group is lost several times, and clients leave meanwhile."""
+    for _again in range(rng.randint(1, 3)):
+        moment = rng.choice(("before_reply", "after_reply"))
+        faults.append(WorkerCrash(at_ns=at_ns, group=group, moment=moment))  # type: ignore[arg-type]
+        at_ns += rng.randint(BACK_MS, 3 * BACK_MS) * MILLISECOND_NS
+        if rng.random() < 0.5:
+            phase = rng.choice(("wait", "prefill", "decode"))
+            faults.append(Disconnect(at_ns=at_ns, phase=phase))  # type: ignore[arg-type]
+
+
+def _no_return(
+    _rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
+) -> None:
+    """A group is lost, and does not come back."""
+    faults.append(WorkerCrash(at_ns=at_ns, group=group))
+    faults += [OutOfMemory(at_ns=at_ns, group=group, during="load")] * STARTS
+
+
+def _failed_batches(
+    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
+) -> None:
+    """Steps find no memory, most likely those of the encoder."""
+    group = group.replace("generate", "encode") if rng.random() < 0.7 else group
+    faults += [
+        OutOfMemory(at_ns=at_ns + 5 * index * MILLISECOND_NS, group=group)
+        for index in range(rng.randint(1, 3))
+    ]
+
+
+def _cleared(
+    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
+) -> None:
+    """A group is lost, and everything is cleared at about the time when it comes back."""
+    faults.append(WorkerCrash(at_ns=at_ns, group=group))
+    later_ms = rng.randint(BACK_MS - 5, BACK_MS + 40)
+    operations.append(Operation(at_ns=at_ns + later_ms * MILLISECOND_NS, action="clear"))
+
+
+def _left(
+    rng: random.Random, at_ns: int, _: str, faults: list[AnyFault], operations: list[Operation]
+) -> None:
+    """Clients leave one after another, or all requests are cleared, while everybody is busy."""
+    if rng.random() < 0.5:
+        operations.append(Operation(at_ns=at_ns, action="clear"))
+    else:
+        faults += [Disconnect(at_ns=at_ns, phase="decode"), Disconnect(at_ns=at_ns, phase="wait")]
+
+
+def _administered(
+    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
+) -> None:
+    """A group is drained, and lost, resumed or restarted before it is through."""
+    operations.append(Operation(at_ns=at_ns, action="drain", group=group))
+    at_ns += rng.randint(5, 300) * MILLISECOND_NS
+    if rng.random() < 0.4:
+        faults.append(WorkerCrash(at_ns=at_ns, group=group))
+    action: Action = rng.choice(("resume", "restart"))
+    operations.append(Operation(at_ns=at_ns, action=action, group=group))
+
+
+PATTERNS = (
+    _losses,
+    _losses,
+    _no_return,
+    _failed_batches,
+    _cleared,
+    _left,
+    _administered,
+    _administered,
+)
