@@ -194,7 +194,11 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
     return EncodeRole(
         address="",
         plugin=section.plugin,
-        settings=WorkerSettings(device=device, threads=config.threads("encode")),
+        settings=WorkerSettings(
+            device=device,
+            threads=config.threads("encode"),
+            deterministic=config.model.deterministic,
+        ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
         pixels_max=_pixels_max(config),
@@ -211,6 +215,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             device=rank_device(section.device, replica * section.tensor_parallel),
             threads=config.threads("generate"),
             attention=section.attention,
+            deterministic=config.model.deterministic,
         ),
         limits=StepLimits(
             slots=section.slots,

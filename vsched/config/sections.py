@@ -30,6 +30,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Type of weights, KV cache and embeddings; `auto` is the checkpoint's."),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="Whether a request gets the same logits, bit for bit, alone and among others, however its "
+            "prompt is cut, and after preemption or a restart. On a CPU in bfloat16 only; see docs/determinism.md."
+        ),
+    ] = False
     name: Annotated[
         str,
         Meta(description="Name that clients use; empty for the last part of `model.path`."),

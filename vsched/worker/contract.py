@@ -322,6 +322,8 @@ class WorkerSettings:
         encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
         ranks: Ranks that share the model (tensor parallel); `rank` is the number of this one among them.
         rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
+        deterministic: Whether what is computed for a row must not depend, to the bit, on the rows beside it. A worker
+            that cannot do so refuses with a `ConfigError`.
     """
 
     device: str = "cpu"
@@ -331,6 +333,7 @@ class WorkerSettings:
     ranks: int = 1
     rank: int = 0
     rendezvous: str = ""
+    deterministic: bool = False
 
 
 class WorkerPlugin(Protocol):

@@ -15,7 +15,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend, CapturedSteps
-from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
@@ -218,7 +218,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
         CheckpointError: When weights are missing or a file is corrupt.
         ConfigError: When the attention that the configuration asks for cannot run here.
     """
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(torch_threads(settings))
     paged_attention.register()
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))

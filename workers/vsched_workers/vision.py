@@ -13,7 +13,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend
-from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
@@ -142,7 +142,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     Raises:
         CheckpointError: When weights are missing or a file is corrupt.
     """
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(torch_threads(settings))
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))
     dtype: torch.dtype = getattr(torch, info.dtype)

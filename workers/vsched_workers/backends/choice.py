@@ -42,6 +42,15 @@ def check_device(device: str, *, key: str) -> None:
     raise ConfigError(limit_message(what, value=device, limit=limit, remedy=remedy))
 
 
+def torch_threads(settings: WorkerSettings) -> int:
+    """Return the threads of torch's own operations.
+
+    Its GELU rounds some values at the end of a thread's part otherwise than within it, so `deterministic` has one part.
+    Products and attention have kernels with threads of their own.
+    """
+    return 1 if settings.deterministic else settings.threads
+
+
 def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
     """Return the backend for a device, a type of weights and the attention that the configuration asks for.
 
@@ -50,6 +59,8 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
     """
     on_cuda = settings.device.startswith("cuda")
     _check_attention(settings, dtype, on_cuda=on_cuda)
+    if settings.deterministic:
+        return _deterministic_backend(settings, dtype)
     if on_cuda:
         from vsched_workers.backends.cuda.backend import CudaBackend
 
@@ -65,6 +76,40 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
                 "Remedy: install it, or use `auto`."
             ) from error
         return ReferenceBackend(settings, dtype)
+    return CpuBackend(settings, dtype)
+
+
+def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
+    """Return the backend whose rows do not depend on the rows beside them.
+
+    Raises:
+        ConfigError: When the device, the type, the attention or the processor has no such kernels.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if settings.device != "cpu" or dtype != torch.bfloat16 or settings.attention == "exact":
+        raise ConfigError(
+            f"model.deterministic: not possible on {settings.device} with {name} and attention "
+            f"{settings.attention!r}, but on cpu with bfloat16 and `auto`. Remedy: use these, or set it to false."
+        )
+    try:
+        from vsched_workers.backends.cpu.backend import CpuBackend
+        from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+        from vsched_workers.backends.cpu.operand_choice import choice_file
+    except ImportError as error:
+        raise ConfigError(
+            "model.deterministic: it needs numba, which is not installed. "
+            "Remedy: install it, or set it to false."
+        ) from error
+    if not has_bf16_dot():
+        raise ConfigError(
+            "model.deterministic: its kernels need a processor with avx512_bf16, which this one has not. "
+            "Remedy: use another host, or set it to false."
+        )
+    if choice_file() is None:
+        raise ConfigError(
+            "model.deterministic: there is no folder to keep the choice of kernels in for a restart. "
+            "Remedy: set NUMBA_CACHE_DIR to a folder that can be written, or set it to false."
+        )
     return CpuBackend(settings, dtype)
 
 

@@ -14,6 +14,7 @@ keyword argument of the model's call, so that no state is global and two models 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -150,7 +151,8 @@ class Segment:
         self.first = first
         self.context = last
         self.whole = first == 0
-        self._table = table
+        self.table = table
+        self.blocks = -(-last // block_size)
         self._block_size = block_size
         self._device = device
         self._keeps_indices = keeps_indices
@@ -160,7 +162,7 @@ class Segment:
     def end(self) -> Segment:
         """Return the last row by itself, for a layer whose other rows nobody asks for."""
         return Segment(
-            self._table,
+            self.table,
             start=self.stop - 1,
             first=self.context - 1,
             last=self.context,
@@ -173,7 +175,7 @@ class Segment:
         """Return the cache slots of the whole context, int64 [context]."""
         if self._slots is not None:
             return self._slots
-        found = context_slots(self._table, self.context, self._block_size)
+        found = context_slots(self.table, self.context, self._block_size)
         slots = torch.from_numpy(found).to(self._device)
         if self._keeps_indices:
             self._slots = slots
@@ -212,6 +214,22 @@ class PagedStep:
     segments: list[Segment]
     scratch: dict[str, Any] = field(default_factory=dict)
     on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def as_decode_rows(self) -> PagedStep:
+        """Return the step with every row of a chunk as a decode row, which sees the tokens up to itself."""
+        width = max((each.blocks for each in self.segments), default=0)
+        width = max(width, self.tables.shape[1])
+        rows = self.decode_rows + sum(each.stop - each.start for each in self.segments)
+        tables, contexts = np.zeros((rows, width), dtype=np.int32), np.empty(rows, dtype=np.int32)
+        tables[: self.decode_rows, : self.tables.shape[1]] = self.tables
+        contexts[: self.decode_rows] = self.contexts
+        for each in self.segments:
+            part = slice(each.start, each.stop)
+            tables[part, : each.blocks] = each.table[: each.blocks]
+            contexts[part] = np.arange(each.first + 1, each.context + 1)
+        return dataclasses.replace(
+            self, decode_rows=rows, tables=tables, contexts=contexts, segments=[]
+        )
 
 
 def context_slots(

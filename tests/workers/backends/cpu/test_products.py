@@ -176,6 +176,7 @@ def test_operand_is_what_takes_less_time(
     """The best of several rounds counts, and float32 must win by more than widening costs."""
     taken = {BF16.dtype: iter([9.0, 1.0] * 8), FLOAT32.dtype: iter([float32_s, 9.0] * 8)}
     monkeypatch.setattr(operand_choice, "_seconds", lambda tag: next(taken[tag.dtype]))
+    monkeypatch.setattr(operand_choice, "choice_file", lambda: None)
     assert operand.__wrapped__() is wanted
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.argmax import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage, fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.products import deterministic_product, panel_product
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
@@ -33,20 +34,28 @@ class CpuBackend(ReferenceBackend):
         super().__init__(settings, dtype)
         self.compiles = True
         self._threads = settings.threads
-        self._make_product = functools.partial(panel_product, threads=settings.threads)
+        self._deterministic = settings.deterministic
+        make_product = deterministic_product if settings.deterministic else panel_product
+        self._make_product = functools.partial(make_product, threads=settings.threads)
         self._attention: AttentionKernels | None = None
 
     def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
         is_fused = self._packs and fuse(model)
         packed = super().prepare_language(model, head)
         if not is_fused:
+            if self._deterministic:
+                raise ConfigError(
+                    "model.deterministic: the layers of this model are of a kind without such kernels, as mixtures of "
+                    "experts are. Remedy: set it to false."
+                )
             return packed
-        return dataclasses.replace(packed, layers=FusedLanguage(model, self._threads))
+        layers = FusedLanguage(model, self._threads, deterministic=self._deterministic)
+        return dataclasses.replace(packed, layers=layers)
 
     def prepare_tower(self, tower: nn.Module) -> None:
         super().prepare_tower(tower)
         if self._packs:
-            fuse_blocks(tower, self._threads)
+            fuse_blocks(tower, self._threads, deterministic=self._deterministic)
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         if logits.dtype != torch.bfloat16 or not logits.is_contiguous():

@@ -11,6 +11,7 @@ transformers' own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -170,9 +171,18 @@ class _StepAttention:
 class FusedLanguage:
     """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed."""
 
-    def __init__(self, model: Any, threads: int) -> None:
+    def __init__(self, model: Any, threads: int, *, deterministic: bool = False) -> None:
+        """Take the model.
+
+        Args:
+            model: With its layers fused and its linear layers packed.
+            threads: Threads of the kernels.
+            deterministic: Whether a row is computed by the same code whatever rows are beside it: rows of prefill as
+                decode rows, and kernels on all threads for any number of values.
+        """
         self._model = model
         self._threads = threads
+        self._deterministic = deterministic
         self._layers = [_layer_of(layer) for layer in model.layers]
         self._angles = Angles(model.rotary_emb)
         self._last = Norm.of(model.norm)
@@ -197,6 +207,8 @@ class FusedLanguage:
 
         Wanted are all decode rows, and the last rows of some chunks.
         """
+        if self._deterministic:
+            step = step.as_decode_rows()
         count = len(token_ids)
         ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._custom) - count))
         hidden = functional.embedding(ids, self._model.embed_tokens.weight)
@@ -208,7 +220,8 @@ class FusedLanguage:
             levels = list(images.levels[1:])
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
-        attention_step = self._prepare_attention(rows, self._angles(positions), step)
+        angles = self._angles(positions)
+        attention_step = self._prepare_attention(rows, angles, step)
         # A profiling run takes the first layers only, if any.
         layers = self._layers[: len(self._model.layers)]
         norms = [*(layer.norm for layer in layers), self._last]
@@ -217,6 +230,8 @@ class FusedLanguage:
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
+                if self._deterministic:
+                    attention_step = self._prepare_attention(rows, angles, _only(step, wanted))
                 self._attend(layer, rows, attention_step, step, _ends(step, wanted))
                 rows, select = rows.only(select, self._custom), None
             else:
@@ -355,7 +370,7 @@ class FusedLanguage:
         return kernel.parallel if self._many(values, PARALLEL_VALUES_MIN) else kernel.serial
 
     def _many(self, values: int, least: int) -> bool:
-        return self._threads > 1 and values >= least
+        return self._threads > 1 and (values >= least or self._deterministic)
 
 
 def _layer_of(layer: Any) -> _Layer:
@@ -383,6 +398,13 @@ def _ends(step: PagedStep, wanted: npt.NDArray[np.int64]) -> list[Segment]:
     """Return the last rows of chunks that are wanted. No other rows of a chunk ever are: they yield no token."""
     rows = set(wanted[step.decode_rows :].tolist())
     return [segment.end() for segment in step.segments if segment.stop - 1 in rows]
+
+
+def _only(step: PagedStep, wanted: npt.NDArray[np.int64]) -> PagedStep:
+    """Return a step of decode rows of which only the wanted ones attend."""
+    contexts = np.zeros_like(step.contexts)
+    contexts[wanted] = step.contexts[wanted]
+    return dataclasses.replace(step, contexts=contexts)
 
 
 def product_of(module: nn.Module) -> Product:

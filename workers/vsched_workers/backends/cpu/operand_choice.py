@@ -2,17 +2,24 @@
 
 Processors differ more than their features tell. One executes VDPBF16PS at twice the rate of float32; another has the
 instruction and takes twice as long for it, so that widening bfloat16 and multiplying float32 is faster by half. So both
-are timed once per process, for a few milliseconds.
+are timed, for a few milliseconds. The choice is kept beside the compiled kernels: a rank that is started again computes
+what it did before.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy.typing as npt
 import torch
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
@@ -32,10 +39,47 @@ def pays_here() -> bool:
 @functools.cache
 def operand() -> npt.NDArray[Any]:
     """Return the dtype tag, `BF16` or `FLOAT32`, of what this processor multiplies faster."""
+    file = choice_file()
+    kept = "" if file is None else _read(file)
+    if not kept:
+        kept = "float32" if _float32_is_faster() else "bfloat16"
+        if file is not None:
+            kept = _keep(file, kept)
+    return FLOAT32 if kept == "float32" else BF16
+
+
+def choice_file() -> Path | None:
+    """Return where the choice for a processor of this kind is kept; None where there is no place."""
+    config: Any = numba.config
+    if not config.CACHE_DIR or not os.access(config.CACHE_DIR, os.W_OK):
+        return None
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    digest = hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()
+    return Path(config.CACHE_DIR) / f"operand-{digest}"
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(encoding="ascii")
+    return ""
+
+
+def _keep(file: Path, choice: str) -> str:
+    """Keep a choice unless another process was first; return the one that is kept."""
+    own = file.with_name(f"{file.name}-{os.getpid()}")
+    with suppress(OSError):
+        own.write_text(choice, encoding="ascii")
+        with suppress(FileExistsError):
+            file.hardlink_to(own)
+        own.unlink()
+    return _read(file) or choice
+
+
+def _float32_is_faster() -> bool:
     bf16_s = float32_s = float("inf")
     for _ in range(_ROUNDS):
         bf16_s, float32_s = min(bf16_s, _seconds(BF16)), min(float32_s, _seconds(FLOAT32))
-    return FLOAT32 if float32_s <= FLOAT32_SHARE_MAX * bf16_s else BF16
+    return float32_s <= FLOAT32_SHARE_MAX * bf16_s
 
 
 def _seconds(tag: npt.NDArray[Any]) -> float:

@@ -50,19 +50,27 @@ def prefill(
 
 
 def attend_patches(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, out: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    out: torch.Tensor,
+    *,
+    parallel: bool | None = None,
 ) -> None:
     """Attend within each of some sequences of one length, every row to all rows of its own.
 
     Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
-    [sequences, rows, heads, head dim].
+    [sequences, rows, heads, head dim]. `parallel` is whether all threads attend; None leaves that to the number of
+    scores.
     """
     rows, head_dim = query.shape[2:]
     if not fits(head_dim):
         tiled_attention.attend_patches(query, key, value, scaling, out)
         return
     keys, values = (each.flatten(1, 2) for each in (key, value))
-    _attend(query, keys, values, np.arange(rows), scaling, out, causal=False)
+    slots = np.arange(rows)
+    _attend(query, keys, values, slots, scaling, out, causal=False, parallel=parallel)
 
 
 def _attend(
@@ -74,6 +82,7 @@ def _attend(
     out: torch.Tensor,
     *,
     causal: bool,
+    parallel: bool | None = None,
 ) -> None:
     """Attend for queries [heads, sequences, rows, head dim] to keys and values [kv heads, slots, head dim].
 
@@ -85,10 +94,9 @@ def _attend(
     assert out.is_contiguous(), "it is written as a whole"
     padded_keys = -(-len(slots) // PANEL) * PANEL
     packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * head_dim)
-    many = (
-        torch.get_num_threads() > 1
-        and query.numel() // head_dim * padded_keys >= PARALLEL_SCORES_MIN
-    )
+    scores = query.numel() // head_dim * padded_keys
+    if parallel is None:
+        parallel = torch.get_num_threads() > 1 and scores >= PARALLEL_SCORES_MIN
     arguments = PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
@@ -109,4 +117,4 @@ def _attend(
         out_at=out.data_ptr(),
         tag=operand(),
     )
-    (attend.parallel if many else attend.serial)(arguments)
+    (attend.parallel if parallel else attend.serial)(arguments)

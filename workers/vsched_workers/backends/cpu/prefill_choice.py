@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
 from vsched_workers.backends.cpu.kernels import prefill_attention as custom_kernel
 from vsched_workers.backends.cpu.kernels import softmax
@@ -13,8 +15,14 @@ def choose_prefill(threads: int) -> PrefillKernel:
     return prefill_attention.prefill if _custom_pays(threads) else tiled_attention.prefill
 
 
-def choose_patches(threads: int) -> PatchKernel:
-    """Return the kernel for the patches of images."""
+def choose_patches(threads: int, *, deterministic: bool = False) -> PatchKernel:
+    """Return the kernel for the patches of images.
+
+    With `deterministic`, it is one whose result for a sequence does not depend on the others.
+    """
+    if deterministic:
+        custom_kernel.warm_up(operand_choice.operand(), threads=threads)
+        return functools.partial(prefill_attention.attend_patches, parallel=threads > 1)
     if _custom_pays(threads):
         return prefill_attention.attend_patches
     return tiled_attention.attend_patches

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from vsched.errors import ConfigError
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
@@ -48,11 +49,12 @@ class PanelProduct:
         shape: torch.Size,
         bias: torch.Tensor | None,
         threads: int,
+        *,
+        rows_max: int = sys.maxsize,
     ) -> None:
         """Take a weight of this shape, whose panels lie at an address in memory that `panels` owns."""
-        is_float32 = operand() is FLOAT32
-        self.rows_max = sys.maxsize if is_float32 else BF16_ROWS_MAX
-        self.packed = None if is_float32 else panels
+        self.rows_max = rows_max
+        self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
         self._out, self._in = shape
@@ -90,23 +92,43 @@ def panel_product(
 
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
-    inputs = weight.shape[1]
+    outputs, inputs = weight.shape
     if inputs % 2 or inputs > INPUTS_MAX or not pays_here():
         return None
-    found = _pack(weight) if operand() is FLOAT32 else _pack_with_onednn(weight)
-    return None if found is None else PanelProduct(*found, weight.shape, bias, threads)
+    if operand() is FLOAT32:
+        if -outputs % PANEL > PADDING_SHARE_MAX * outputs:
+            return None
+        return PanelProduct(*_pack(weight), weight.shape, bias, threads)
+    found = _pack_with_onednn(weight)
+    if found is None:
+        return None
+    return PanelProduct(*found, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX)
 
 
-def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+def deterministic_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
+) -> PanelProduct:
+    """Return the product by a weight that is used for any number of rows, whether that is the fastest or not.
+
+    Raises:
+        ConfigError: When the weight has an odd number of inputs.
+    """
+    if weight.shape[1] % 2:
+        raise ConfigError(
+            f"model.deterministic: a weight has {weight.shape[1]} inputs, an odd number. Remedy: set it to false."
+        )
+    return PanelProduct(*_pack(weight), weight.shape, bias, threads)
+
+
+def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return a weight in panels, the last one padded with zeros, and their address."""
     outputs, inputs = weight.shape
     missing = -outputs % PANEL
-    if missing > PADDING_SHARE_MAX * outputs:
-        return None
     whole = functional.pad(weight.detach(), (0, 0, 0, missing)).view(-1, PANEL, inputs // 2, 2)
     panels = whole.transpose(1, 2).contiguous()
     address = panels.data_ptr()
-    return None if address % LINE else (panels, address)
+    assert not address % LINE, "torch aligns what it allocates to lines"
+    return panels, address
 
 
 def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:

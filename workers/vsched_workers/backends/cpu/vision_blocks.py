@@ -23,6 +23,7 @@ from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, Norm, product_of
+from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
@@ -30,17 +31,23 @@ from vsched_workers.batching.paged_attention import PatchKernel
 BLOCK = MANY_ROWS[-1]
 
 
-def fuse_blocks(tower: Any, threads: int) -> bool:
-    """Replace the blocks of a tower whose linear layers are packed; return whether they can be fused."""
+def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> bool:
+    """Replace the blocks of a tower whose linear layers are packed; return whether they can be fused.
+
+    With `deterministic`, kernels run on all threads for any number of values: the code for one may round otherwise.
+    """
     if not all(_is_known(block) for block in tower.blocks):
+        return False
+    if deterministic and not all(fits(_head_dim(block)) for block in tower.blocks):
         return False
     use_threads(threads)
     norm.warm_up(threads=threads)
     activation.warm_up(threads=threads)
     rope.warm_up_patches(threads=threads)
-    attend = choose_patches(threads)
+    attend = choose_patches(threads, deterministic=deterministic)
+    least = 0 if deterministic else PARALLEL_VALUES_MIN
     for index, block in enumerate(tower.blocks):
-        tower.blocks[index] = FusedBlock(block, threads, attend)
+        tower.blocks[index] = FusedBlock(block, threads, attend, parallel_min=least)
     return True
 
 
@@ -53,13 +60,26 @@ def _is_known(block: Any) -> bool:
     )
 
 
+def _head_dim(block: Any) -> int:
+    size: int = block.attn.qkv.out_features // (3 * block.attn.num_heads)
+    return size
+
+
 class FusedBlock(nn.Module):
     """One block: takes and returns what transformers' own does."""
 
-    def __init__(self, block: Any, threads: int, attend: PatchKernel) -> None:
+    def __init__(
+        self,
+        block: Any,
+        threads: int,
+        attend: PatchKernel,
+        *,
+        parallel_min: int = PARALLEL_VALUES_MIN,
+    ) -> None:
         super().__init__()
         self.block = block
         self._threads = threads
+        self._parallel_min = parallel_min
         self._attend_within = attend
         self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
         self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
@@ -141,7 +161,7 @@ class FusedBlock(nn.Module):
 
     def _pick(self, kernel: Threaded, values: int) -> Any:
         """Return the variant of a kernel that is faster for this number of values."""
-        many = self._threads > 1 and values >= PARALLEL_VALUES_MIN
+        many = self._threads > 1 and values >= self._parallel_min
         return kernel.parallel if many else kernel.serial
 
     @staticmethod
