@@ -6,8 +6,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import asyncio
 import functools
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +18,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.e2e.asking import Ask, held, in_flight, mixed_asks  # noqa: E402
-from tests.e2e.warm_ranks import WarmRanks  # noqa: E402
 from tests.patience import until  # noqa: E402
+from tests.workers.parallel.ranks import forkable_everywhere  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
-from vsched.aio.replicas import process  # noqa: E402
+from vsched.aio.replicas import fork_server, launcher, process  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
@@ -57,19 +57,31 @@ BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_ranks() -> Iterator[None]:
-    """Let ranks start from a process that has imported their libraries; see `cold_ranks`."""
-    ranks = WarmRanks()
+def shared_fork_server() -> Iterator[None]:
+    """Let all engines have one fork server, for each would import for seconds; see `own_fork_server`."""
+    environment = process.rank_environment(1, oversubscribed=True)
+    shared = SharedForkServer(forkable_everywhere(), environment)
+    asyncio.run(shared.begin())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", ranks)
+        patch.setattr(launcher, "ForkServer", lambda *_: shared)
         yield
-    ranks.close()
+    fork_server.ForkServer.close(shared)
 
 
 @pytest.fixture
-def cold_ranks(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks that a test starts be new processes in every respect, as they are in production."""
-    monkeypatch.setattr(process, "subprocess", subprocess)
+def own_fork_server(shared_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engines of a test have fork servers of their own, as they have in production."""
+    monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
+
+
+class SharedForkServer(fork_server.ForkServer):
+    """Is there before the engines that use it, and outlives them."""
+
+    async def begin(self) -> None:
+        (await self.open()).close()
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(scope="session")

@@ -156,7 +156,7 @@ async def test_unknown_key_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cold_ranks")
+@pytest.mark.usefixtures("own_fork_server")
 async def test_drained_and_stopped_engine_leaves_nothing(
     configure: Configure, temporary: Path
 ) -> None:
@@ -204,8 +204,8 @@ async def test_killed_server_leaves_no_rank(checkpoints: Checkpoints, temporary:
     ranks: list[int] = []
 
     def both_started() -> bool:
-        ranks[:] = ranks_of(process.pid)
-        return len(ranks) == 2 and bool(traces(temporary).files)
+        ranks[:] = ranks_of(process.pid)  # the fork server among them
+        return len(ranks) == 3 and bool(traces(temporary).files)
 
     try:
         await until(both_started, "both ranks are started")
@@ -223,7 +223,7 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
     try:
         url = await asyncio.to_thread(_address, process)
         ranks = ranks_of(process.pid)
-        assert len(ranks) == 2
+        assert len(ranks) == 3, "two, and their fork server"
         body: dict[str, Any] = {
             "messages": Ask("Count.").messages,
             "max_tokens": 400,

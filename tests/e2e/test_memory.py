@@ -35,7 +35,7 @@ SETTINGS = (
 
 @on_one_loop
 @pytest.mark.timeout(LOAD_S + 300)
-@pytest.mark.usefixtures("cold_ranks")
+@pytest.mark.usefixtures("own_fork_server")
 async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,18 @@ class WorstCaseBuilder(Protocol):
 
 
 @runtime_checkable
+class ForkableRanks(Protocol):
+    """A plug-in whose ranks can be forked from a process that has imported its libraries."""
+
+    def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
+        """Return what ranks of a model import on a device; empty where a rank must be a new process, as with CUDA.
+
+        Importing them starts no thread and touches no device.
+        """
+        ...
+
+
+@runtime_checkable
 class LeanPreprocessing(Protocol):
     """A plug-in whose preprocessor comes with less in a process that loads no model."""
 

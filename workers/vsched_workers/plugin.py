@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 TRAINED = Path(__file__).parents[1] / "demo-model"
 """The trained checkpoint: beside the package in the repository; a wheel has none."""
 
+RANK_MODULES = (
+    "vsched_workers.backends.cpu.backend",
+    "vsched_workers.language",
+    "vsched_workers.memory.worst_case",
+    "vsched_workers.vision",
+)
+"""What the ranks of a CPU import, whatever the family."""
+
 
 class TransformersPlugin:
     """Workers over transformers modelling code; see `vsched.worker.contract.WorkerPlugin`."""
@@ -53,6 +61,12 @@ class TransformersPlugin:
         if "torch" not in sys.modules:
             sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
             os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+    def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
+        """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""
+        if device != "cpu":
+            return ()
+        return [*RANK_MODULES, f"transformers.models.{info.family}.modeling_{info.family}"]
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""

@@ -50,6 +50,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         hook_s: Interval of the hook `balance`, None for no hooks; it is asked for in the step that sees a sequence of
             `hook_at` tokens. Each run notes in the file `hooks-<rank>` of `notes` how many steps were before it.
         notes: A directory for what ranks note; in `heard-<rank>`, each entry of the log that they heard.
+        forkable: The modules that a fork server imports for its ranks; none, and ranks are new processes.
     """
 
     load_s: float = 0.0
@@ -65,6 +66,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     hook_s: float | None = None
     hook_at: int = 0
     notes: str = ""
+    forkable: tuple[str, ...] = ()
 
 
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
@@ -196,6 +198,9 @@ class FakePlugin:
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
         """Every number of ranks will do."""
+
+    def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
+        return msgspec.json.decode(info.path, type=Behaviour).forkable
 
     def load_preprocessor(self, info: ModelInfo) -> Any:
         raise NotImplementedError

@@ -13,15 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.e2e.warm_ranks import PRELOADED
 from tests.patience import PATIENCE_S
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.parallel.rank_group import RankGroup
+from vsched_workers.plugin import RANK_MODULES
 
 T = TypeVar("T")
+
+
+def forkable_everywhere() -> list[str]:
+    """Return what the ranks of the families that most tests use import, and may be forked with."""
+    families = ("qwen2_5_vl", "qwen3_vl")
+    return [*RANK_MODULES, *(f"transformers.models.{name}.modeling_{name}" for name in families)]
 
 
 class Ranks:
@@ -29,7 +35,7 @@ class Ranks:
 
     def __init__(self, size: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *PRELOADED])  # imported once, for all ranks
+        context.set_forkserver_preload([__name__, *forkable_everywhere()])
         self._folder = folder
         self._numbers = itertools.count()
         self._executors = [

@@ -10,8 +10,11 @@ from typing import Protocol
 import zmq
 
 from vsched.aio.leader.link import LeaderEnd
+from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess, rank_environment
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
+from vsched.worker.capabilities import ForkableRanks
+from vsched.worker.registry import load_worker
 from vsched.worker.spec import RankSpec
 
 OnExit = Callable[[int], None]
@@ -53,7 +56,10 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Ranks as child processes, and ZeroMQ over sockets in a folder of this host."""
+    """Ranks as child processes, and ZeroMQ over sockets in a folder of this host.
+
+    Ranks whose plug-ins say what may be imported for them are forked from a process that has done so.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class LocalLauncher:
         self.run_dir = run_dir or make_socket_folder()
         self.oversubscribed = oversubscribed
         self._command = command
+        self._fork_servers: dict[frozenset[str], ForkServer] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
@@ -83,10 +90,43 @@ class LocalLauncher:
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
         """Start a process."""
-        environment = rank_environment(threads, oversubscribed=self.oversubscribed)
-        return RankProcess(spec, environment=environment, on_exit=on_exit, command=self._command)
+        return RankProcess(
+            spec,
+            environment=rank_environment(threads, oversubscribed=self.oversubscribed),
+            on_exit=on_exit,
+            command=self._command,
+            fork_server=self._fork_server(forkable_modules(spec)),
+        )
+
+    def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:
+        """Return the one that has imported these; None where that is nothing."""
+        if modules and modules not in self._fork_servers:
+            # With one thread, or libraries would start others as they are imported; ranks set their own number.
+            environment = rank_environment(1, oversubscribed=self.oversubscribed)
+            self._fork_servers[modules] = ForkServer(sorted(modules), environment)
+        return self._fork_servers.get(modules)
 
     def close(self) -> None:
-        """Close every socket and remove the folder."""
+        """End the fork servers, close every socket and remove the folder."""
+        for server in self._fork_servers.values():
+            server.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+def forkable_modules(spec: RankSpec) -> frozenset[str]:
+    """Return what may be imported before a rank is forked; empty where one of its roles needs a new process."""
+    modules: set[str] = set()
+    for role in (spec.encode, spec.generate):
+        if role is None:
+            continue
+        plugin = load_worker(role.plugin)
+        needed = (
+            plugin.forkable_modules(spec.info, role.settings.device)
+            if isinstance(plugin, ForkableRanks)
+            else ()
+        )
+        if not needed:
+            return frozenset()
+        modules.update(needed)
+    return frozenset(modules)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
+from vsched.aio.replicas.fork_server import ForkServer, ForkServerLostError
+from vsched.fork_server import ForkOrder
 from vsched.worker.spec import RankSpec
 
+logger = logging.getLogger(__name__)
 SPIN_COUNT, SPIN_COUNT_OVERSUBSCRIBED = 50_000, 2_000
 """How many turns a thread looks before it sleeps while it waits for the others of its rank.
 
@@ -50,7 +56,10 @@ def rank_environment(threads: int, *, oversubscribed: bool) -> dict[str, str]:
 
 
 class RankProcess:
-    """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself."""
+    """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself.
+
+    A fork server forks it; without one, or when that is lost, it is a new interpreter.
+    """
 
     def __init__(
         self,
@@ -59,34 +68,86 @@ class RankProcess:
         environment: Mapping[str, str],
         on_exit: Callable[[int], None],
         command: Sequence[str],
+        fork_server: ForkServer | None = None,
     ) -> None:
         """Start it in an environment, that of `rank_environment`; `command` are the arguments of the interpreter."""
-        self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
-            [sys.executable, *command],
-            stdin=subprocess.PIPE,
-            pass_fds=(spec.arena_fd,),
-            env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
-        )
-        assert self._process.stdin is not None
-        self._lifeline = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it is gone already; its exit says so
-            self._lifeline.write(msgspec.json.encode(spec) + b"\n")
-            self._lifeline.flush()
+        self._spec = spec
         self._on_exit = on_exit
-        self._exited = asyncio.get_running_loop().create_future()
-        self._pidfd = os.pidfd_open(self._process.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        self._loop = asyncio.get_running_loop()
+        self._exited = self._loop.create_future()
+        self._pid = 0
+        self._wait: Callable[[], int] | None = None
+        self._ordered = False
+        stdin, lifeline = os.pipe()
+        self._lifeline = os.fdopen(lifeline, "wb")
+        spawn = partial(self._spawn, stdin, environment, command)
+        self._forking: asyncio.Task[None] | None = None
+        if fork_server is not None:
+            order = ForkOrder(
+                command=command,
+                folder=os.getcwd(),
+                environment=dict(environment),
+                numbers=[0, 1, 2, spec.arena_fd],
+            )
+            self._forking = self._loop.create_task(self._fork(fork_server, order, stdin, spawn))
+            return
+        try:
+            spawn()
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            os.close(stdin)
 
     @property
     def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+        """The process id; 0 while the process is not there yet."""
+        return self._pid
+
+    def _spawn(self, stdin: int, environment: Mapping[str, str], command: Sequence[str]) -> None:
+        process = subprocess.Popen(  # noqa: S603 - the engine's own words
+            [sys.executable, *command],
+            stdin=stdin,
+            pass_fds=(self._spec.arena_fd,),
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+        )
+        self._started(process.pid, process.wait)
+
+    async def _fork(
+        self, server: ForkServer, order: ForkOrder, stdin: int, spawn: Callable[[], None]
+    ) -> None:
+        try:
+            with await server.open() as channel:
+                self._ordered = True
+                pid = await server.fork(channel, order, [stdin, *order.numbers[1:]])
+            self._started(pid, partial(_exit_code, pid))
+        except ForkServerLostError as error:
+            logger.warning("%s: a new process instead: %s", self._spec.name, error)
+            try:
+                spawn()
+            except OSError as failure:
+                logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
+                self._ended(1)
+        finally:
+            os.close(stdin)
+
+    def _started(self, pid: int, wait: Callable[[], int]) -> None:
+        self._pid, self._wait = pid, wait
+        with contextlib.suppress(BrokenPipeError):  # it is gone already; its exit says so
+            self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
+            self._lifeline.flush()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._reap)
 
     def _reap(self) -> None:
-        code = self._process.wait()
-        asyncio.get_running_loop().remove_reader(self._pidfd)
+        assert self._wait is not None
+        code = self._wait()
+        self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._ended(code)
+
+    def _ended(self, code: int) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._lifeline.close()
         self._exited.set_result(code)
@@ -95,11 +156,27 @@ class RankProcess:
     async def end(self, *, grace_s: float) -> None:
         """Wait for the process to end; kill it when it has not after the grace.
 
-        Blocks: at most the grace, and the moment that the system takes to kill.
+        Blocks: at most the grace, the moment that the system takes to kill, and that of a fork that is under way.
         """
+        if self._forking is not None:
+            if not self._ordered:
+                self._forking.cancel()
+            await asyncio.wait([self._forking])
+        if self._wait is None:  # there was no process, or none could be started
+            self._lifeline.close()
+            return
         try:
             async with asyncio.timeout(grace_s):
                 await asyncio.shield(self._exited)
         except TimeoutError:
-            self._process.kill()
+            os.kill(self._pid, signal.SIGKILL)  # nobody has waited for it: the number is its own
             await asyncio.shield(self._exited)
+
+
+def _exit_code(pid: int) -> int:
+    """Wait for a child that has ended; 0 where somebody else has, as `subprocess` says then."""
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status)

@@ -162,8 +162,8 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return [process.pid for process in self._processes]
+        """Process ids of the ranks, as far as there are processes."""
+        return [process.pid for process in self._processes if process.pid]
 
     def memory(self) -> dict[str, dict[int, dict[str, int]]]:
         """Return what the ranks last said of their memory, by group and rank, in bytes."""

@@ -1,0 +1,147 @@
+"""Ranks that a fork server forks: as new processes are, and there whatever becomes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.patience import until
+from tests.unit.rank.fake_plugin import Behaviour
+from tests.unit.rank.test_worker_group import one_request, process_names
+from tests.unit.rank.worker_groups import Heard, Place, is_running
+from vsched.aio.replicas import fork_server, launcher
+from vsched.aio.replicas.fork_server import ForkServer
+from vsched.aio.replicas.launcher import LocalLauncher
+
+pytestmark = pytest.mark.slow
+FORKED = Behaviour(forkable=("tests.unit.rank.fake_plugin",))
+
+
+def the_server(place: Place) -> ForkServer:
+    """Return the fork server of a place that has one."""
+    assert isinstance(place.launcher, LocalLauncher)
+    (server,) = place.launcher._fork_servers.values()
+    return server
+
+
+def parent_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return int(status.rpartition(")")[2].split()[1])
+
+
+def children() -> set[str]:
+    """Return the ids of this process's children, those that nobody has waited for included."""
+    threads = Path("/proc/self/task").iterdir()
+    return {pid for thread in threads for pid in (thread / "children").read_text().split()}
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does, every rank is waited for, and this process adopts no orphan any more.
+
+    End-to-end tests in the same process share one fork server and keep engines; neither is meant here.
+    """
+    monkeypatch.setattr(launcher, "ForkServer", ForkServer)
+    before = children()
+    yield
+    assert children() <= before
+    assert fork_server._adopting == 0
+
+
+async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
+    """Children of the engine in sessions of their own, known by name; one that is killed is told of and replaced."""
+    heard = Heard()
+    worker_group = place.worker_group(heard.events, ranks=2, behaviour=FORKED)
+    await worker_group.start()
+    pids, server = worker_group.pids, the_server(place).pid
+    assert process_names(server)[1] == "vsched: fork server"
+    assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
+    assert [os.getsid(pid) for pid in pids] == pids
+    assert [process_names(pid)[1] for pid in pids] == [
+        "vsched: generate rank 0",
+        "vsched: generate rank 1",
+    ]
+    os.kill(pids[1], signal.SIGKILL)
+    await heard.wait_until(lambda: heard.lost)
+    assert heard.lost == [(["generate"], "generate: rank 1 was killed by SIGKILL")]
+    await worker_group.stop(grace_s=0)
+    assert not any(is_running(pid) for pid in pids)
+    await worker_group.start()
+    worker_group.leader("generate").decide(one_request())
+    await heard.wait_until(lambda: heard.results)
+    assert the_server(place).pid == server, "it has forked these, too"
+    await worker_group.stop()
+    place.launcher.close()
+    assert not is_running(server)
+
+
+async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: Place) -> None:
+    heard = Heard()
+    worker_group = place.worker_group(heard.events, behaviour=FORKED)
+    await worker_group.start()
+    server = the_server(place)
+    killed = server.pid
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: server.pid not in (0, killed), "another one starts without being asked")
+    worker_group.leader("generate").decide(one_request())
+    await heard.wait_until(lambda: heard.results)
+    await worker_group.stop()
+    await worker_group.start()
+    assert parent_of(*worker_group.pids) == os.getpid()
+    await worker_group.stop()
+    assert heard.lost == []
+
+
+async def test_fork_server_that_hangs_costs_a_deadline(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank is a new process then, and the server makes way for another one."""
+    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    await worker_group.start()
+    await worker_group.stop()
+    server = the_server(place)
+    hung = server.pid
+    os.kill(hung, signal.SIGSTOP)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.01)
+    await worker_group.start()
+    assert "generate rank 0: a new process instead: the fork server said nothing" in caplog.text
+    await until(lambda: server.pid not in (0, hung), "another one starts")
+    await worker_group.stop()
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("tests.unit.rank.no_such_module", "ModuleNotFoundError"),
+        ("tests.unit.rank.thread_at_import", "starts threads when it is imported"),
+    ],
+)
+async def test_ranks_are_new_processes_where_nothing_can_be_forked(
+    module: str, said: str, place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+    worker_group = place.worker_group(heard.events, behaviour=Behaviour(forkable=(module,)))
+    await worker_group.start()
+    assert said in capfd.readouterr().err
+    worker_group.leader("generate").decide(one_request())
+    await heard.wait_until(lambda: heard.results)
+    await until(lambda: the_server(place).pid == 0, "the end of the server is seen")
+    await worker_group.stop()
+
+
+async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None:
+    """Nothing was forked yet, and nothing will be."""
+    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    starting = asyncio.ensure_future(worker_group.start())
+    await until(lambda: isinstance(place.launcher, LocalLauncher) and place.launcher._fork_servers)
+    os.kill(the_server(place).pid, signal.SIGSTOP)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await worker_group.stop(grace_s=0)
+    assert worker_group.pids == []

@@ -1,0 +1,182 @@
+"""The engine's end of the fork server: it starts the server, starts it anew when it dies, and orders processes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from vsched.fork_server import HELLO, ForkOrder
+
+logger = logging.getLogger(__name__)
+PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.loading")
+"""What every rank imports, whatever its worker."""
+IMPORT_S = 120.0
+"""How long the imports may take; on two idle cores they take 4 s."""
+FORK_S = 10.0
+"""How long the server may take to be heard, once it has imported, and to fork: some milliseconds on an idle machine."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkServerLostError(Exception):
+    """The fork server died, or does not answer."""
+
+
+class ForkServer:
+    """A process that has imported `modules`, and forks others; it ends with the engine, however that ends.
+
+    One that dies while it is idle is replaced at once, so that the next loss of a rank finds it. One that dies while it
+    imports is not, until somebody asks again.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Prepare; it starts when a process is first asked for."""
+        self._command = [sys.executable, "-m", "vsched.fork_server"]
+        self._modules = [*PRELOADED, *modules]
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+        self._stop_watching: Callable[[], None] = lambda: None
+        self._imported = False
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 while it does not run."""
+        return self._process.pid if self._process is not None else 0
+
+    async def open(self) -> socket.socket:
+        """Return a channel for one order, once the server has imported everything; the caller closes it.
+
+        Blocks: for `IMPORT_S` at most, for `FORK_S` when it has imported; may be cancelled.
+
+        Raises:
+            ForkServerLostError: When it dies meanwhile, or does not answer; it is killed then.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._forget()
+            self._begin()
+        assert self._orders is not None
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.setblocking(False)
+        try:
+            with theirs:
+                socket.send_fds(self._orders, [b"\n"], [theirs.fileno()])
+            said = await self._hear(channel, FORK_S if self._imported else IMPORT_S)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, OSError):
+                raise ForkServerLostError(f"the fork server is gone ({error})") from None
+            raise
+        if said != HELLO:
+            channel.close()
+            raise ForkServerLostError("the fork server ended while it imported")
+        self._imported = True
+        return channel
+
+    async def fork(
+        self, channel: socket.socket, order: ForkOrder, descriptors: Sequence[int]
+    ) -> int:
+        """Return the id of a new process, a child of this one, which has these descriptors.
+
+        Blocks: for `FORK_S` at most. Whoever cancels it loses the process.
+
+        Raises:
+            ForkServerLostError: When the server does not answer; it is killed then.
+        """
+        try:
+            with _adopting_orphans():
+                socket.send_fds(channel, [msgspec.json.encode(order)], descriptors)
+                pid = await self._hear(channel, FORK_S)
+        except (OSError, ValueError) as error:
+            raise ForkServerLostError(f"the fork server takes no order ({error})") from None
+        if not pid:
+            raise ForkServerLostError("the fork server could not fork")
+        return int.from_bytes(pid, "little")
+
+    async def _hear(self, channel: socket.socket, deadline_s: float) -> bytes:
+        """Return what the server says next; one that says nothing is killed."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.get_running_loop().sock_recv(channel, len(HELLO))
+        except TimeoutError:
+            if self._process is not None:
+                self._process.kill()
+            raise ForkServerLostError(
+                f"the fork server said nothing for {deadline_s:g} s"
+            ) from None
+
+    def close(self) -> None:
+        """End the server; nobody waits for a process any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._forget()
+
+    def _begin(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
+                [*self._command, str(number), *self._modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(number,),
+                env=self._environment,
+                start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+            )
+        self._imported = False
+        self._watch(asyncio.get_running_loop(), os.pidfd_open(self._process.pid))
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, pidfd: int) -> None:
+        def stop() -> None:
+            if not loop.is_closed():
+                loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+        self._stop_watching = stop
+        loop.add_reader(pidfd, self._ended)
+
+    def _ended(self) -> None:
+        assert self._process is not None
+        code, imported = self._process.wait(), self._imported
+        logger.warning("the fork server ended (exit code %d)", code)
+        self._forget()
+        if imported:
+            self._begin()
+
+    def _forget(self) -> None:
+        self._stop_watching()
+        self._stop_watching = lambda: None
+        if self._orders is not None:
+            self._orders.close()
+        self._process = self._orders = None
+
+
+_adopting = 0
+_adopting_lock = threading.Lock()
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Be the parent of descendants whose parents end; several engines of a process may want that at a time."""
+    _count_adopters(1)
+    try:
+        yield
+    finally:
+        _count_adopters(-1)
+
+
+def _count_adopters(more: int) -> None:
+    global _adopting
+    with _adopting_lock:
+        _adopting += more
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(_adopting > 0), 0, 0, 0)
