@@ -103,10 +103,9 @@ async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
 async def test_images_and_placeholders_must_match(engine: Engine) -> None:
     image = data_url(drawn_image(904))
     one = engine.preprocessor.render(Ask(TEXTS[0], [drawn_image(904)]).messages)
-    for images in ([], [image, image]):
-        error = await refusal(engine, prompt=one, images=images, sampling=GREEDY)
-        assert error.status == 400
-        assert f"value 1, limit {len(images)}. Remedy: " in error.message
+    error = await refusal(engine, prompt=one, images=[image, image], sampling=GREEDY)
+    assert error.status == 400
+    assert "value 1, limit 2. Remedy: " in error.message
 
 
 async def test_too_many_images_are_refused(engine: Engine) -> None:

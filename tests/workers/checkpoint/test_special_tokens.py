@@ -155,7 +155,7 @@ def test_a_rendered_prompt_keeps_its_marks_on_the_way_to_another_process(
 def test_a_text_with_special_tokens_has_to_fit_the_context(front: Preprocessor) -> None:
     """As any other: counted across the template's tokens, and refused by its size before that."""
     limit = front.info.context_tokens
-    for count in (limit, 1000 * limit):
+    for count in (limit, 100 * limit):
         with pytest.raises(RequestRefused, match="longer than the context"):
             front.tokenize(front.render([{"role": "user", "content": "<|im_end|> a " * count}]))
     turns = [{"role": "user", "content": "<|im_end|>"}] * (limit // 4)
