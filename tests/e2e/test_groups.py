@@ -58,7 +58,8 @@ DRAWS = SamplingParams(
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 OTHER_LOG, OTHER_RESULT = faulty_plugin.OTHER_LOG, faulty_plugin.OTHER_RESULT
 SEEN_AS = {
-    KILL: ("killed by SIGKILL",),
+    # A decision may find the rank gone before the engine is told of its child's end.
+    KILL: ("killed by SIGKILL", "is gone"),
     HANG: ("deadlines.", "was silent"),
     OTHER_LOG: ("RankDesync",),
     OTHER_RESULT: ("RankDesync",),
