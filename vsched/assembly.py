@@ -50,17 +50,27 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
         dtype=config.model.dtype,
         item_tokens_max=policies.item_tokens_max or 0,
     )
+    config, info = as_served(config, info)
     check_parallel(config, info)
     arena_layout(config, info)
     return msgspec.structs.replace(info, context_tokens=context_tokens(config, info))
 
 
+def as_served(config: Config, info: ModelInfo) -> tuple[Config, ModelInfo]:
+    """Return both without images where the checkpoint takes none, or there is nobody to encode them."""
+    if info.takes_images and config.encode.replicas:
+        return config, info
+    return config.text_alone, info.text_alone
+
+
 def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
-    """Return the arena's layout for a checkpoint.
+    """Return the arena's layout for a checkpoint; without encoders it is empty.
 
     Raises:
         ConfigError: When the embedding region is smaller than one page.
     """
+    if not config.encode.replicas:
+        return ArenaLayout(pixel_bytes=0, pages=0, page_rows=PAGE_ROWS, row_bytes=0)
     page_bytes = PAGE_ROWS * info.embedding_row_bytes
     pages = config.arena.embedding_bytes // page_bytes
     if pages < 1:
@@ -145,7 +155,7 @@ def check_parallel(config: Config, info: ModelInfo) -> None:
         CheckpointError: When it cannot.
     """
     for stage, section in (("encode", config.encode), ("generate", config.generate)):
-        if section.tensor_parallel > 1:
+        if section.replicas and section.tensor_parallel > 1:
             plugin = load_worker(section.plugin, path=f"{stage}.plugin")
             plugin.check_parallel(info, stage=stage, ranks=section.tensor_parallel)
 
@@ -329,7 +339,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
         ),
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
         generate=dict(zip(generators, beside, strict=True)),
-        more=host,
+        more=host if encoders else [],
         pausing=config.encode_pauses,
     )
 

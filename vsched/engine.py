@@ -28,6 +28,7 @@ from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
     arena_layout,
+    as_served,
     engine_memory,
     inspect_checkpoint,
     kv_sizing,
@@ -125,7 +126,8 @@ class Engine:
         check_record_path(config)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
-            self.info = inspect_checkpoint(config, self._policies)
+            info = inspect_checkpoint(config, self._policies)
+            self.config, self.info = as_served(config, info)
             self._running = await self._start_parts(plugin.load_preprocessor)
         except BaseException:
             self._state = "stopped"

@@ -124,6 +124,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: Bytes of K and V of one token over all layers.
         patch_values: Values of one patch: channels x temporal patch x patch x patch.
         item_tokens_max: Most tokens that one image may have after the clamp.
+        image_token_id: The placeholder of an image; None for a model of text alone, whose figures of images are 0.
         stop_token_ids: End-of-sequence tokens of the checkpoint.
     """
 
@@ -131,14 +132,32 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     dtype: str
     hidden_size: int
-    embedding_levels: int
+    embedding_levels: int = 0
     vocab_size: int
     context_tokens: int
     kv_bytes_per_token: int
-    patch_values: int
-    item_tokens_max: int
-    image_token_id: int
+    patch_values: int = 0
+    item_tokens_max: int = 0
+    image_token_id: int | None = None
     stop_token_ids: tuple[int, ...]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may hold images."""
+        return self.image_token_id is not None
+
+    @property
+    def text_alone(self) -> ModelInfo:
+        """The same model, asked about text alone."""
+        return msgspec.structs.replace(
+            self, embedding_levels=0, patch_values=0, item_tokens_max=0, image_token_id=None
+        )
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for an image, of a model that takes images."""
+        assert self.image_token_id is not None, "a model of text alone has no placeholder"
+        return self.image_token_id
 
     @property
     def itemsize(self) -> int:

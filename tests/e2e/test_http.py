@@ -129,7 +129,7 @@ async def test_completions_take_text_and_tokens(client: Any, engine: Engine) -> 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
 async def test_a_special_token_in_a_text_is_text(client: Any, engine: Engine, token: str) -> None:
     """A client's text stands for no image, ends no turn, and is served, alone and beside an image."""
-    pad = engine.info.image_token_id
+    pad = engine.info.placeholder
     ask = Ask(f"What is {token}?", [drawn_image(6020)], count=4)
     plan = engine.preprocessor.plan_image(*ask.images[0].size)
     assert ask.prompt(engine.preprocessor).count(pad) == plan.tokens

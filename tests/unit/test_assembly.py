@@ -8,6 +8,8 @@ import pytest
 
 from tests.unit.rank.fake_plugin import LAYOUT, model_info
 from vsched.assembly import (
+    arena_layout,
+    as_served,
     check_parallel,
     kv_sizing,
     leader_deadlines,
@@ -40,6 +42,8 @@ TWO_BY_TWO = (
     [
         ((), [(["encode"], 1), (["generate"], 1)]),
         (("placement=together",), [(["encode", "generate"], 1)]),
+        (("encode.replicas=0",), [(["generate"], 1)]),
+        (("encode.replicas=0", "placement=together"), [(["generate"], 1)]),
         (
             ("generate.replicas=2", "generate.tensor_parallel=4"),
             [(["encode"], 1), (["generate-0"], 4), (["generate-1"], 4)],
@@ -54,9 +58,26 @@ def test_worker_groups_follow_replicas_and_placement(
     sets: tuple[str, ...], expected: list[tuple[list[str], int]]
 ) -> None:
     """Worker group i of two stages together serves encode-i and generate-i."""
-    config = config_of(*sets)
-    plans = worker_group_plans(config, INFO, resolve_policies(config))
+    config, info = as_served(config_of(*sets), INFO)
+    plans = worker_group_plans(config, info, resolve_policies(config))
     assert [(plan.groups, plan.ranks) for plan in plans] == expected
+
+
+def test_model_of_text_alone_is_served_without_anything_for_images() -> None:
+    """No encode group, an arena of nothing, all threads for generating, and no line in the ledger."""
+    config, info = as_served(config_of("placement=together"), INFO.text_alone)
+    policies = resolve_policies(config)
+    assert [plan.groups for plan in worker_group_plans(config, info, policies)] == [["generate"]]
+    assert not config.encode_pauses
+    assert (config.ranks, config.processes) == (1, 1)
+    layout = arena_layout(config, info)
+    assert layout.total_bytes == 0
+    limits = scheduler_limits(config, info, policies, blocks=7)
+    assert (limits.encoders, limits.pages) == (0, 0)
+    assert not kv_sizing(config, info, policies)._more
+    arena = Arena.create(layout)
+    assert (arena.pixels.nbytes, arena.embeddings.size) == (0, 0)
+    arena.close()
 
 
 @pytest.mark.parametrize(

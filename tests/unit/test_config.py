@@ -140,8 +140,8 @@ def test_config_later_set_wins() -> None:
             "encode.plugin: 'nope' is unknown. Known in vsched.workers: transformers",
         ),
         (
-            "encode.replicas=0",
-            "encode.replicas (from command line) is not valid: value 0, limit int, 1 to 64.",
+            "encode.replicas=65",
+            "encode.replicas (from command line) is not valid: value 65, limit int, 0 to 64.",
         ),
         (
             "generate.tensor_parallel=65",

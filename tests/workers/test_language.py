@@ -235,7 +235,7 @@ def test_positions_equal_those_of_the_model(
     ids = torch.from_numpy(sequence.tokens[: sequence.prompt_length][None].astype(np.int64))
     grids = torch.tensor([grid for _, _, grid in sequence.items])
     model = references(size).model.model
-    kinds = (ids == stage.info.image_token_id).int()
+    kinds = (ids == stage.info.placeholder).int()
     positions, delta = model.get_rope_index(ids, kinds, image_grid_thw=grids)
     assert np.array_equal(sequence.state.positions, positions[:, 0].numpy())
     assert sequence.state.delta == int(delta)

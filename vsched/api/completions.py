@@ -23,7 +23,7 @@ from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import ImageReference
+from vsched.media import ImageReference, refuse_images
 from vsched.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -276,6 +276,8 @@ class ChatEndpoint(CompletionEndpoint):
         check_model(request.model, self._engine)
         parameters.refuse_unsupported(request)
         messages, images = parameters.split_messages(request.messages, self._settings)
+        if images:
+            refuse_images(self._engine.info)  # before a template that knows no images sees them
         arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
         prompt = await render(self._engine, messages, arguments)
         limit = request.max_completion_tokens

@@ -115,7 +115,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 def items_per_replica(items: int, replicas: int) -> int:
     """Return the share of one replica in a batch cap: at least 1."""
-    return max(items // replicas, 1)
+    return max(items // max(replicas, 1), 1)
 
 
 def policy_table(config: Config, path: str) -> PolicyTable:
@@ -174,7 +174,7 @@ def check_together(config: Config) -> None:
     Raises:
         ConfigError: With value, limit and remedy.
     """
-    if config.placement != "together":
+    if config.placement != "together" or not config.encode.replicas:
         return
     for key in ("replicas", "tensor_parallel"):
         encode, generate = getattr(config.encode, key), getattr(config.generate, key)

@@ -218,6 +218,15 @@ class StageConfig(Section, frozen=True, kw_only=True):
 class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     """The encode stage: images to embeddings."""
 
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Replicas of the stage, each with its own copy of the model; 0 to serve text alone, as a "
+            "checkpoint without a vision part always is.",
+        ),
+    ] = 1
     reserved: Annotated[
         Size,
         Meta(
@@ -389,7 +398,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def encode_pauses(self) -> bool:
         """Whether batches of images pause for the steps of their processes; on a GPU they do not yet."""
         on_gpu = self.encode.device.startswith("cuda")
-        return self.placement == "together" and not on_gpu and self.generate.step_target_ms > 0
+        together = self.placement == "together" and self.encode.replicas > 0
+        return together and not on_gpu and self.generate.step_target_ms > 0
+
+    @property
+    def text_alone(self) -> Config:
+        """The same configuration without images: nothing encodes, and nothing is kept for images."""
+        return msgspec.structs.replace(
+            self,
+            placement="separate",
+            media=msgspec.structs.replace(self.media, images_max=0),
+            encode=msgspec.structs.replace(self.encode, replicas=0),
+        )
 
     @property
     def oversubscribed(self) -> bool:

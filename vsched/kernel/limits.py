@@ -32,7 +32,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
         generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
         waiting_ns: How long a request may wait for its first step; 0 for no limit.
-        encoders: Encode groups.
+        encoders: Encode groups; 0 where no request has images.
         generators: Generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
     """

@@ -248,7 +248,7 @@ class Scheduler:
             self.encode.free_orphaned(group)
         commands: list[Command] = [Notice(f"{event.group} is given up: {event.failure}")]
         generators_gone = all(one.retired for one in self.generators)
-        if generators_gone or all(one.retired for one in self.encode.groups):
+        if generators_gone or self.encode.gone:
             commands += moves.give_up(str(event.failure), now_ns)
         elif isinstance(group, GenerateGroup):
             for state in moves.requests_of(group):

@@ -4,6 +4,7 @@
 """
 
 from vsched.media.embeddings import EmbeddedImage, ImageReference
+from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
@@ -18,4 +19,5 @@ __all__ = [
     "PixelStore",
     "PrepareTimings",
     "PreparedRequest",
+    "refuse_images",
 ]

@@ -19,6 +19,7 @@ from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
 from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
+from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, Preprocessor
 
 
@@ -52,6 +53,19 @@ class Planned:
 
     plan: ImagePlan
     work_bytes: int
+
+
+def refuse_images(info: ModelInfo) -> None:
+    """Refuse a request with images to a model that takes none.
+
+    Raises:
+        RequestRefused: With status 400.
+    """
+    if not info.takes_images:
+        raise RequestRefused(
+            "the model takes no images. Remedy: send text alone, or ask a model that sees.",
+            code="images_not_taken",
+        )
 
 
 def blame(error: RequestRefused, index: int) -> RequestRefused:

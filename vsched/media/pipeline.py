@@ -33,6 +33,7 @@ from vsched.media.measure import (
     check_total,
     pixel_limits,
     reference_bytes,
+    refuse_images,
 )
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
@@ -179,6 +180,8 @@ class MediaPipeline:
 
     def _check_room(self, images: int) -> None:
         settings = self._settings
+        if images:
+            refuse_images(self._preprocessor.info)
         if images > settings.images_max:
             message = limit_message(
                 "the request has too many images",

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.assembly import arena_layout, scheduler_limits
+from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
@@ -78,6 +78,7 @@ def prepare(
         configured = resolve_policies(config)
     configured = _replace(configured, policies or {})
     info = info or cost.shape or inspect_checkpoint(config, config.model.path)
+    config, info = as_served(config, info)
     blocks = _kv_tokens(config, info, cost, kv_tokens) // config.generate.block_size
     if blocks < 1:
         raise ConfigError(

@@ -23,7 +23,8 @@ class Arena:
     def __init__(self, fd: int, layout: ArenaLayout) -> None:
         self.fd = fd
         self.layout = layout
-        self._map = mmap.mmap(fd, layout.total_bytes)
+        # An arena of nothing, where there are no images, cannot be mapped.
+        self._map = mmap.mmap(fd if layout.total_bytes else -1, layout.total_bytes or mmap.PAGESIZE)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:

@@ -238,11 +238,10 @@ class _DecisionWriter:
         known = self._data.get(prompt_tokens)
         if known is not None:
             return known
-        image = self._info.image_token_id
-        prompt = np.full(prompt_tokens, 0 if image else 1, np.int32)
+        prompt = np.full(prompt_tokens, 1 if self._info.image_token_id == 0 else 0, np.int32)
         places = self._places(prompt_tokens)
         for place in places:
-            prompt[place.offset : place.offset + place.tokens] = image
+            prompt[place.offset : place.offset + place.tokens] = self._info.placeholder
         self._data[prompt_tokens] = RequestData(
             tokens=prompt.tobytes(),
             prompt_length=prompt_tokens,

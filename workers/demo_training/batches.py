@@ -123,7 +123,7 @@ def _line(
     first_turn: int,
 ) -> _Line:
     """Lay one conversation out as the chat template does."""
-    pad = front.info.image_token_id
+    pad = front.info.placeholder
     ids: list[int] = []
     places: list[int] = []
     asked: list[int] = []

@@ -267,7 +267,9 @@ def load_front(directory: Path) -> QwenPreprocessor:
     """Load the front end that a server would load: training sees the pixels that serving will see."""
     info = inspect_checkpoint(str(directory), dtype="float32", item_tokens_max=0)
     assert info.item_tokens_max >= IMAGE_TOKENS[1]
-    return load_preprocessor(info)
+    front = load_preprocessor(info)
+    assert isinstance(front, QwenPreprocessor)
+    return front
 
 
 def answers_loss(model: Any, embeddings: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:

@@ -125,7 +125,7 @@ class Load:
         info = self._model.info
         tokens = self._chance.integers(0, 256, length).astype(np.int32)
         for offset, count, _ in items:
-            tokens[offset : offset + count] = info.image_token_id
+            tokens[offset : offset + count] = info.placeholder
         sequence = SequenceState(
             number=number,
             tokens=tokens,

@@ -352,3 +352,14 @@ def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
     cluster.drain()
     assert_served(cluster, "runs")
     assert_holds_nothing(cluster)
+
+
+def test_text_alone_outlives_the_retirement_of_one_group() -> None:
+    """No encode group is left, for there was none: that ends nothing."""
+    cluster = ModelCluster(make_limits(encoders=0, pages=0, generators=2))
+    for index in range(4):
+        cluster.submit(text(f"t{index}", start=10 * index))
+    cluster.lose("generate-0")
+    cluster.retire("generate-0")
+    cluster.drain()
+    assert_served(cluster, *(f"t{index}" for index in range(4)))

@@ -55,6 +55,16 @@ async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
     assert len((await bench.pipeline.prepare("x" * 900, [])).token_ids) == 900
 
 
+async def test_prepare_refuses_images_where_the_model_takes_none(bench: Bench) -> None:
+    """Before anything is fetched or counted."""
+    bench.preprocessor.info = model_info().text_alone
+    with pytest.raises(RequestRefused, match="takes no images. Remedy: ") as caught:
+        await bench.pipeline.prepare("a\x01", ["no url at all"])
+    assert (caught.value.code, caught.value.status) == ("images_not_taken", 400)
+    prepared = await bench.pipeline.prepare("hi", [])
+    prepared.lease.release()
+
+
 async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
     images = [data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))]
     prepared = await bench.pipeline.prepare("a\x01b\x01", images)

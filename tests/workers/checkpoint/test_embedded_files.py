@@ -34,7 +34,7 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
 def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
     """A client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
     stage = stages("nano25")
-    mark = stage.info.image_token_id
+    mark = stage.info.placeholder
     ids, offsets = stage.preprocessor.expand([7, mark, 8, 9, mark], [3, 2])
     assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
     assert offsets == [1, 6]

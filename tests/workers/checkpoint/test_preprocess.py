@@ -164,7 +164,7 @@ def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
 
 def test_expand_replaces_placeholders(load: Load) -> None:
     preprocessor = load("nano25")
-    mark = preprocessor.info.image_token_id
+    mark = preprocessor.info.placeholder
     assert preprocessor.expand([9, mark, 8, mark, 7], [2, 3]) == (
         [9, mark, mark, 8, mark, mark, mark, 7],
         [1, 4],
@@ -176,7 +176,7 @@ def test_expand_replaces_placeholders(load: Load) -> None:
 def test_expand_refuses_other_numbers(load: Load, tokens: list[int]) -> None:
     """As many placeholders as images, neither more nor fewer."""
     preprocessor = load("nano25")
-    mark = preprocessor.info.image_token_id
+    mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused, match=f"value 2, limit {len(tokens)}") as refusal:
         preprocessor.expand([mark, 8, mark], tokens)
     assert refusal.value.code == "image_count_mismatch"
@@ -185,7 +185,7 @@ def test_expand_refuses_other_numbers(load: Load, tokens: list[int]) -> None:
 def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
     """Between two images that touch, nothing tells a model where one ends."""
     preprocessor = load("nano25")
-    mark = preprocessor.info.image_token_id
+    mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused) as refusal:
         preprocessor.expand([mark, mark], [2, 2])
     assert refusal.value.code == "image_placeholders_touch"
@@ -266,7 +266,7 @@ def test_detokenizer_holds_half_a_character_back(load: Load) -> None:
 
 def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
     preprocessor = load("nano25")
-    assert preprocessor.token_bytes(preprocessor.info.image_token_id) == b"<|image_pad|>"
+    assert preprocessor.token_bytes(preprocessor.info.placeholder) == b"<|image_pad|>"
     assert preprocessor.token_bytes(10**6) == b""
     assert preprocessor.detokenize([10**6]) == ""
 

@@ -104,8 +104,8 @@ def test_an_image_beside_its_placeholder_in_a_text(front: Preprocessor) -> None:
     pad = "<|image_pad|>"
     content = [text_part(pad), IMAGE, text_part(pad)]
     ids = front.tokenize(front.render([{"role": "user", "content": content}]))
-    assert ids.count(front.info.image_token_id) == 1
-    assert front.expand(ids, [3])[0].count(front.info.image_token_id) == 3
+    assert ids.count(front.info.placeholder) == 1
+    assert front.expand(ids, [3])[0].count(front.info.placeholder) == 3
 
 
 def test_a_raw_prompt_has_special_tokens_and_without_images_no_placeholder(
@@ -113,7 +113,7 @@ def test_a_raw_prompt_has_special_tokens_and_without_images_no_placeholder(
 ) -> None:
     """Who writes a raw prompt writes the template; where no image can come, a placeholder stands for none."""
     raw = "<|im_start|>user\nWhat is <|image_pad|>?<|im_end|>"
-    pad = front.info.image_token_id
+    pad = front.info.placeholder
     with_images, without = front.tokenize(raw), front.tokenize(raw, images=False)
     assert with_images.count(pad) == 1
     assert pad not in without

@@ -149,7 +149,7 @@ class RequestTexts:
             if type(part) is Text:
                 ids += self.text(part.content, part.tokens)
             elif type(part) is Image:
-                ids.append(self._preprocessor.info.image_token_id)
+                ids.append(self._preprocessor.info.placeholder)
             else:
                 ids += left.pop(0)[: part.tokens]
         return ids

@@ -235,8 +235,13 @@ class EncodeStage:
 
     @property
     def ready(self) -> bool:
-        """Whether any group is there to work."""
-        return any(group.open for group in self.groups)
+        """Whether any group is there to work, or nothing is ever encoded."""
+        return not self.groups or any(group.open for group in self.groups)
+
+    @property
+    def gone(self) -> bool:
+        """Whether there were groups, and all are retired."""
+        return bool(self.groups) and all(group.retired for group in self.groups)
 
     @property
     def orphaned(self) -> list[int]:

@@ -64,7 +64,7 @@ class SimulatedPreprocessor:
 
     def _token(self, word: str) -> int:
         if word == IMAGE_TEXT:
-            return self.info.image_token_id
+            return self.info.placeholder
         if not word.isdecimal():
             raise RequestRefused(f"{word!r} is no token. Remedy: send numbers.", code="no_token")
         return int(word)
@@ -108,7 +108,7 @@ class SimulatedPreprocessor:
                 break
             offsets.append(len(ids))
             ids += [token] * left.pop(0)
-        if left or len(offsets) != list(token_ids).count(self.info.image_token_id):
+        if left or len(offsets) != list(token_ids).count(self.info.placeholder):
             message = "placeholders and images differ in number. Remedy: send one for each."
             raise RequestRefused(message, code="placeholders")
         return ids, offsets

@@ -57,6 +57,7 @@ class Ingress:
         """Prepare to prepare; `on_job` is handed jobs that begin, with their ends and the time, for `done`."""
         self.preparing = 0
         self._media = config.media
+        self._takes_images = config.encode.replicas > 0
         self._prepare_ns = int(config.media.prepare_s * 1e9)
         self._size = self._free = config.arena.pixel_bytes
         self._held: dict[str, int] = {}
@@ -79,7 +80,9 @@ class Ingress:
             arrival, now_ns, {arrival.key_of(image): bytes_of(image) for image in images}
         )
         refused = ""
-        if len(images) > self._media.images_max:
+        if images and not self._takes_images:
+            refused = "images_not_taken"
+        elif len(images) > self._media.images_max:
             refused = "too_many_images"
         elif self.preparing >= self._media.preparing_max:
             refused = "queue_full"

@@ -357,7 +357,7 @@ def figures_of(
         preemptions=collector.preemptions,
         encode_steps=of["encode_steps"],
         generate_steps=of["steps"],
-        encode_busy=of["encode_busy_ns"] / span_ns / groups[0],
+        encode_busy=of["encode_busy_ns"] / span_ns / max(groups[0], 1),
         generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
         policy_faults=dict(kernel["policy_faults"]),
     )

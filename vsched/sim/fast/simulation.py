@@ -357,7 +357,7 @@ class Simulation:
             statistics["running"],
             encode["waiting_items"],
             generate["blocks_held"] / generate["blocks_total"],
-            used / pages,
+            used / max(pages, 1),
         )
         self.sampler.take(now_ns, gauges, self._totals())
 

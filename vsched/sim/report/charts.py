@@ -141,7 +141,7 @@ def over_time(outcomes: Sequence[SimulationOutcome]) -> list[DrawChart]:
     def busy(title: str, name: str, stage: int) -> DrawChart:
         def draw(axes: Any) -> None:
             for index, one in enumerate(outcomes):
-                scale = 100 / (one.series.interval_s * 1e9) / one.groups[stage]
+                scale = 100 / (one.series.interval_s * 1e9) / max(one.groups[stage], 1)
                 values = [value * scale for value in _smooth(one.series, name)]
                 _line(axes, one.series, values, colour(index), one.label)
             axes.set_ylabel("% of the time")

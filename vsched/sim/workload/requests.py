@@ -128,7 +128,7 @@ class RequestMaker:
 
     def __init__(self, info: ModelInfo, *, patches_per_token: int, item_tokens_max: int) -> None:
         """Prepare for a model; images of more tokens than `item_tokens_max` are scaled down to it, as a server does."""
-        self._image_token = info.image_token_id
+        self._info = info
         self._patches_per_token = patches_per_token
         self._pixel_bytes = 4 * info.patch_values * patches_per_token
         self._item_tokens_max = item_tokens_max
@@ -147,7 +147,7 @@ class RequestMaker:
                 tokens += text_tokens(part)
             elif type(part) is Image:
                 items.append(self._item(part, len(tokens), arrival.key_of(part)))
-                tokens += [self._image_token] * items[-1].tokens
+                tokens += [self._info.placeholder] * items[-1].tokens
             else:
                 tokens += [OUTPUT_TOKEN] * part.tokens
         return Request(

@@ -301,7 +301,7 @@ class _WorkerBench:
                 prompt += self._text(rng, rng.randint(1, max(1, room // 4)))
                 image = rng.randrange(len(self.images))
                 images.append((len(prompt), image))
-                prompt += [self.info.image_token_id] * self.images[image].plan.tokens
+                prompt += [self.info.placeholder] * self.images[image].plan.tokens
             if len(prompt) < self.length_max - OUTPUTS_MAX:
                 most = min(room // 2, self.length_max - OUTPUTS_MAX - len(prompt))
                 prompt += self._text(rng, rng.randint(1, max(1, most)))

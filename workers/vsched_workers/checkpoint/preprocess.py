@@ -38,33 +38,21 @@ from vsched_workers.families.qwen_image import (
 )
 
 
-class QwenPreprocessor:
-    """Tokenizer, chat template and image processor of one checkpoint.
+class TextPreprocessor:
+    """Tokenizer and chat template of one checkpoint; it refuses images.
 
     Every method may be called from any thread: nothing is changed after loading.
     """
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        tokenizer: Any,
-        settings: Mapping[str, Any],
-        limits: ResizeLimits,
-        levels: npt.NDArray[np.float32],
-    ) -> None:
+    settings_digest = b""
+    _placeholder = ""
+
+    def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
         self.info = info
         self._tokenizer = tokenizer
         backend = tokenizer.backend_tokenizer
         self._table = TokenTable.of_tokenizer(backend)
         self._special = SpecialTokens(backend, self._table.raw, info.context_tokens)
-        self._placeholder = backend.id_to_token(info.image_token_id) or ""
-        self._limits = limits
-        self._patch = int(settings["patch_size"])
-        self._merge = int(settings["merge_size"])
-        self._temporal = int(settings["temporal_patch_size"])
-        self._resample = Image.Resampling(int(settings["resample"]))
-        self._levels = levels
-        self.settings_digest = _digest(info, settings, limits)
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
@@ -76,11 +64,18 @@ class QwenPreprocessor:
         """
         from jinja2 import TemplateError
 
+        if not self._tokenizer.chat_template:
+            raise RequestRefused(
+                "the checkpoint has no chat template. Remedy: send a prompt to /v1/completions.",
+                code="chat_template_missing",
+            )
         mark = self._special.mark
         arguments = {"add_generation_prompt": True, **mark(template_arguments)}
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [mark(_for_template(message)) for message in messages], tokenize=False, **arguments
+                [mark(self._for_template(message)) for message in messages],
+                tokenize=False,
+                **arguments,
             )
         except TemplateError as error:
             raise RequestRefused(
@@ -114,6 +109,77 @@ class QwenPreprocessor:
     def detokenizer(self) -> ByteDetokenizer:
         """Return a fresh incremental detokenizer for one request."""
         return ByteDetokenizer(self._table)
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message whose content is one string: templates of such models know no parts."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        return {**message, "content": "\n".join(part.get("text", "") for part in content)}
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def expand(
+        self, token_ids: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids, in which nothing stands for an image.
+
+        Raises:
+            RequestRefused: When there are images.
+        """
+        if tokens:
+            raise self._refusal()
+        return list(token_ids), []
+
+    def _refusal(self) -> RequestRefused:
+        return RequestRefused(
+            "the model takes no images. Remedy: send text alone.", code="images_not_taken"
+        )
+
+
+class QwenPreprocessor(TextPreprocessor):
+    """Tokenizer, chat template and image processor of one checkpoint."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        limits: ResizeLimits,
+        levels: npt.NDArray[np.float32],
+    ) -> None:
+        super().__init__(info, tokenizer)
+        self._placeholder = tokenizer.backend_tokenizer.id_to_token(info.placeholder) or ""
+        self._limits = limits
+        self._patch = int(settings["patch_size"])
+        self._merge = int(settings["merge_size"])
+        self._temporal = int(settings["temporal_patch_size"])
+        self._resample = Image.Resampling(int(settings["resample"]))
+        self._levels = levels
+        self.settings_digest = _digest(info, settings, limits)
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace each image by a bare marker, so that no image data runs through the template engine."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        parts = [
+            {"type": "image"}
+            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+            else part
+            for part in content
+        ]
+        return {**message, "content": parts}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         """Return grid and tokens of an image of this size.
@@ -218,7 +284,7 @@ class QwenPreprocessor:
         Raises:
             RequestRefused: When placeholders and images differ in number, or two images touch.
         """
-        placeholder = self.info.image_token_id
+        placeholder = self.info.placeholder
         places = [index for index, token in enumerate(token_ids) if token == placeholder]
         if len(places) != len(tokens):
             raise RequestRefused(
@@ -247,20 +313,6 @@ class QwenPreprocessor:
         return expanded, offsets
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each image by a bare marker, so that no image data runs through the template engine."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = [
-        {"type": "image"}
-        if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
-        else part
-        for part in content
-    ]
-    return {**message, "content": parts}
-
-
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
     """Digest what the pixels depend on besides the image: equal in every process and on every host."""
     parts = (
@@ -275,13 +327,15 @@ def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) 
     return digest.digest()
 
 
-def load_preprocessor(info: ModelInfo) -> QwenPreprocessor:
-    """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`.
+def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
+    """Load tokenizer, template and, where images are taken, image processor, clamped to `info.item_tokens_max`.
 
     Raises:
         CheckpointError: When tokenizer or processor are missing or cannot be loaded.
     """
     directory = checkpoint_directory(info.path)
+    if not info.takes_images:
+        return TextPreprocessor(info, _load_tokenizer(directory, info))
     config = read_json(directory, "config.json")
     family = family_of(config)
     limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
@@ -296,6 +350,16 @@ def load_preprocessor(info: ModelInfo) -> QwenPreprocessor:
                 f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
                 "Remedy: use the processor settings that belong to this checkpoint."
             )
+    tokenizer = _load_tokenizer(directory, info)
+    if not tokenizer.chat_template:
+        raise CheckpointError(
+            "the tokenizer has no chat template (chat_template.jinja). "
+            "Remedy: give the directory of a complete checkpoint."
+        )
+    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(processor))
+
+
+def _load_tokenizer(directory: Path, info: ModelInfo) -> Any:
     tokenizer = _load_part("AutoTokenizer", directory, "tokenizer")
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
@@ -312,12 +376,7 @@ def load_preprocessor(info: ModelInfo) -> QwenPreprocessor:
                 remedy="use the tokenizer that belongs to this checkpoint",
             )
         )
-    if not tokenizer.chat_template:
-        raise CheckpointError(
-            "the tokenizer has no chat template (chat_template.jinja). "
-            "Remedy: give the directory of a complete checkpoint."
-        )
-    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(processor))
+    return tokenizer
 
 
 def _load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:

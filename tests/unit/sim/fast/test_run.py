@@ -196,6 +196,7 @@ def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
         (("arena.embedding_bytes=4096",), "image_exceeds_cache"),
         (("arena.pixel_bytes=4096",), "pixels_exceeded"),
         (("media.images_max=0",), "too_many_images"),
+        (("encode.replicas=0",), "images_not_taken"),
     ],
 )
 def test_run_refuses_what_a_server_would(sets: tuple[str, ...], code: str) -> None:
