@@ -19,7 +19,7 @@ from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
 from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, ModelInfo, group_names
+from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
@@ -38,7 +38,7 @@ def media_settings(config: Config) -> MediaSettings:
 def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInfo:
     """Return the facts of the configured checkpoint, without loading weights; check that the configuration suits it.
 
-    The longest sequence is the configured one: that is what everybody is told and checks against.
+    The longest sequence is the configured one, and so are template and defaults: what everybody is told and goes by.
 
     Raises:
         CheckpointError: When there is no checkpoint, or one that cannot be served so.
@@ -53,7 +53,12 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     config, info = as_served(config, info)
     check_parallel(config, info)
     arena_layout(config, info)
-    return msgspec.structs.replace(info, context_tokens=context_tokens(config, info))
+    return msgspec.structs.replace(
+        info,
+        context_tokens=context_tokens(config, info),
+        sampling=info.sampling if config.model.sampling_defaults else SamplingDefaults(),
+        chat_template=config.model.chat_template,
+    )
 
 
 def as_served(config: Config, info: ModelInfo) -> tuple[Config, ModelInfo]:

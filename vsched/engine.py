@@ -199,7 +199,8 @@ class Engine:
     ) -> TokenStream:
         """Prepare the images, submit the request, and return once it is accepted.
 
-        `max_tokens` of 0 means as many as the context leaves after the prompt. Cancelling this call undoes everything.
+        `max_tokens` of 0 means as many as the context leaves after the prompt. Without `sampling`, that is so, and the
+        rest is as the checkpoint states. Cancelling this call undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -215,7 +216,7 @@ class Engine:
             return self._submit(
                 parts.shell,
                 prepared,
-                sampling or SamplingParams(max_tokens=0),
+                sampling or self._default_sampling(),
                 request_id=request_id,
                 priority=priority,
                 ttft_target_ms=ttft_target_ms,
@@ -272,6 +273,9 @@ class Engine:
         )
         shell.submit(request, stop_token_ids, generation)
         return generation
+
+    def _default_sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, within all the limits of a prompt.

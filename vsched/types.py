@@ -114,6 +114,16 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that says nothing of them gets: of `SamplingParams`, those that checkpoints state."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the rest of the system must know of a checkpoint without loading it.
 
@@ -126,6 +136,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         item_tokens_max: Most tokens that one image may have after the clamp.
         image_token_id: The placeholder of an image; None for a model of text alone, whose figures of images are 0.
         stop_token_ids: End-of-sequence tokens of the checkpoint.
+        sampling: What its `generation_config.json` states, or nothing where the configuration says so.
+        chat_template: Name or file of the chat template to use; empty for the checkpoint's default.
     """
 
     family: str
@@ -140,6 +152,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     item_tokens_max: int = 0
     image_token_id: int | None = None
     stop_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults = SamplingDefaults()
+    chat_template: str = ""
 
     @property
     def takes_images(self) -> bool:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
+import json
+import shutil
+from pathlib import Path
 
-from vsched.assembly import media_settings
-from vsched.config import Config
+import msgspec
+import pytest
+
+from tests.unit.media.fakes import model_info
+from vsched.assembly import inspect_checkpoint, media_settings
+from vsched.config import Config, load_config
+from vsched.engine import Engine
 from vsched.media.settings import MediaSettings
+from vsched.types import SamplingDefaults, SamplingParams
+
+DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
 
 
 def test_media_section_has_the_pipelines_keys_and_defaults() -> None:
@@ -14,3 +24,27 @@ def test_media_section_has_the_pipelines_keys_and_defaults() -> None:
     assert [field.name for field in msgspec.structs.fields(type(Config().media))] == [
         field.name for field in msgspec.structs.fields(MediaSettings)
     ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "temperature"), [((), 0.3), (("model.sampling_defaults=false",), 1.0)]
+)
+def test_model_section_decides_what_is_taken_from_the_checkpoint(
+    tmp_path: Path, sets: tuple[str, ...], temperature: float
+) -> None:
+    path = shutil.copytree(DEMO, tmp_path / "copy")
+    stated = {"eos_token_id": 2, "temperature": 0.3}
+    (path / "generation_config.json").write_text(json.dumps(stated))
+    chosen = (f"model.path={path}", "model.chat_template=mine.jinja", *sets)
+    loaded = load_config(None, sets=chosen, environ={})
+    info = inspect_checkpoint(loaded.config, loaded.policies)
+    assert info.sampling == SamplingDefaults(temperature=temperature)
+    assert info.chat_template == "mine.jinja"
+
+
+def test_engine_samples_as_the_checkpoint_states_where_nobody_says() -> None:
+    engine = Engine(Config())
+    engine.info = msgspec.structs.replace(
+        model_info(), sampling=SamplingDefaults(temperature=0.3, top_k=5)
+    )
+    assert engine._default_sampling() == SamplingParams(max_tokens=0, temperature=0.3, top_k=5)

@@ -164,7 +164,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Build the engine's parameters.
 
-    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context"; an absent seed is drawn.
+    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context"; an absent seed is drawn;
+    what else is absent is as the checkpoint states.
 
     Raises:
         ParameterRefused: When one is out of bounds.
@@ -192,17 +193,18 @@ def sampling_params(
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
-    top_k = request.top_k or 0
+    own = info.sampling
+    top_k = own.top_k if request.top_k is None else request.top_k
     seed = secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1)
     return SamplingParams(
         max_tokens=max_tokens or 0,
         min_tokens=request.min_tokens,
-        temperature=given(request.temperature, 1.0),
-        top_p=given(request.top_p, 1.0),
+        temperature=given(request.temperature, own.temperature),
+        top_p=given(request.top_p, own.top_p),
         top_k=max(top_k, 0),
-        min_p=given(request.min_p, 0.0),
+        min_p=given(request.min_p, own.min_p),
         seed=seed,
-        repetition_penalty=given(request.repetition_penalty, 1.0),
+        repetition_penalty=given(request.repetition_penalty, own.repetition_penalty),
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
         stop=_stop(request.stop, settings),

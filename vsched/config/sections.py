@@ -37,6 +37,19 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             "prompt is cut, and after preemption or a restart. On a CPU in bfloat16 only; see docs/determinism.md."
         ),
     ] = False
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="Chat template: a file, or the name of one of the checkpoint's; empty for its default."
+        ),
+    ] = ""
+    sampling_defaults: Annotated[
+        bool,
+        Meta(
+            description="Whether a request without `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` "
+            "gets that of the checkpoint's `generation_config.json`; otherwise it gets 1, or none."
+        ),
+    ] = True
     name: Annotated[
         str,
         Meta(description="Name that clients use; empty for the last part of `model.path`."),

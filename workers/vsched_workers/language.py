@@ -221,14 +221,15 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     torch.set_num_threads(torch_threads(settings))
     paged_attention.register()
     family = FAMILIES[info.family]
-    index = WeightIndex.open(checkpoint_directory(info.path))
+    config = family.model_config(info.path)
+    tied = bool(config.tie_word_embeddings)
+    index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
     ranks, rank = settings.ranks, settings.rank
     with torch.device("meta"):
         model = family.build_language(info.path, paged_attention.NAME)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
-    config = family.model_config(info.path)
     vocabulary: int = config.text_config.vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     with typed_out_of_memory("loading the language model"):
@@ -246,7 +247,6 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
         head = load_head(
             model,
             index,
-            tied=bool(config.tie_word_embeddings),
             dtype=dtype,
             device=settings.device,
             cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,

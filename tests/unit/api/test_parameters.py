@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+from vsched.types import SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,28 @@ async def test_absent_sampling_fields_take_defaults() -> None:
     assert first.logprobs is None
     await post(engine, CHAT, chat())
     assert engine.sampling.seed != first.seed
+
+
+async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
+    """What a request gives wins, also where it switches something off."""
+    engine = FakeEngine()
+    stated: dict[str, Any] = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_p": 0.1,
+        "repetition_penalty": 1.05,
+    }
+    engine.preprocessor.info = msgspec.structs.replace(
+        engine.info, sampling=SamplingDefaults(**stated)
+    )
+    await post(engine, CHAT, chat())
+    assert stated.items() <= msgspec.to_builtins(engine.sampling).items()
+    given = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    await post(engine, CHAT, chat(**given))
+    assert given.items() <= msgspec.to_builtins(engine.sampling).items()
+    await post(engine, CHAT, chat(top_k=-1))
+    assert (engine.sampling.top_k, engine.sampling.temperature) == (0, 0.6)
 
 
 @pytest.mark.parametrize(

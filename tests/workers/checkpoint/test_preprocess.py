@@ -319,7 +319,6 @@ def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
     [
         ("processor_config.json", {"image_processor": {"patch_size": 16}}, "patch_size is 16"),
         ("processor_config.json", {"image_processor": {"do_resize": False}}, "do_resize is False"),
-        ("chat_template.jinja", None, "no chat template"),
         ("tokenizer.json", None, "tokenizer"),
     ],
 )

@@ -177,7 +177,6 @@ def test_load_head_reads_the_own_part_of_the_vocabulary(
     head = load_head(
         model,
         untied,
-        tied=False,
         dtype=torch.float32,
         device="cpu",
         cut=cut_of(6, ranks=2, rank=1),
@@ -186,11 +185,12 @@ def test_load_head_reads_the_own_part_of_the_vocabulary(
     assert recorder.read == {"lm_head.weight": 3 * 3 * 4}
 
 
-def test_load_head_that_is_tied_takes_no_memory(untied: WeightIndex) -> None:
+def test_load_head_that_is_tied_takes_no_memory(tmp_path: Path) -> None:
     model = nn.Module()
     model.embed_tokens = nn.Embedding(6, 3)
     cut = cut_of(6, ranks=2, rank=1)
-    head = load_head(model, untied, tied=True, dtype=torch.float32, device="cpu", cut=cut)
+    index = WeightIndex(tmp_path, {}, tied=True)
+    head = load_head(model, index, dtype=torch.float32, device="cpu", cut=cut)
     embedding = model.embed_tokens.weight
     assert torch.equal(head, embedding[3:])
     assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()

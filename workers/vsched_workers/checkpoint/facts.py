@@ -10,6 +10,8 @@ from typing import Any
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
+from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import Family, family_of
 from vsched_workers.families.qwen_image import (
@@ -20,7 +22,6 @@ from vsched_workers.families.qwen_image import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-TOKENIZER_FILES = ("tokenizer.json",)
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 RANKS_MAX = 64
@@ -109,11 +110,7 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
 def _inspect(
     directory: Path, config: dict[str, Any], family: Family, dtype: str, item_tokens_max: int
 ) -> ModelInfo:
-    for name in TOKENIZER_FILES:
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"{name} is missing. Remedy: give the directory of a complete checkpoint."
-            )
+    tokenizer_files(directory)
     unsupported = "quantised weights" if config.get("quantization_config") else None
     unsupported = unsupported or family.unsupported(config)
     if unsupported is not None:
@@ -149,7 +146,8 @@ def _inspect(
         patch_values=channels * temporal * patch * patch,
         item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
         image_token_id=image_token,
-        stop_token_ids=_stop_token_ids(directory, config),
+        stop_token_ids=stop_token_ids(directory, config),
+        sampling=sampling_defaults(directory),
     )
 
 
@@ -174,21 +172,3 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
         f"config.json: {', '.join(wrong)}, which {ranks} ranks cannot share equally. "
         f"Remedy: set {stage}.tensor_parallel to one of {', '.join(allowed)}."
     )
-
-
-def _stop_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the end-of-sequence tokens: those for generation win over those of the model."""
-    text = config.get("text_config")
-    tables: list[Mapping[str, Any]] = []
-    if (directory / "generation_config.json").is_file():
-        tables.append(read_json(directory, "generation_config.json"))
-    tables.append(config)
-    if isinstance(text, Mapping):
-        tables.append(text)
-    for table in tables:
-        stated = table.get("eos_token_id")
-        if isinstance(stated, int):
-            return (stated,)
-        if isinstance(stated, list) and stated:
-            return tuple(int(token) for token in stated)
-    return ()

@@ -15,7 +15,6 @@ import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.special_tokens import SpecialTokens
+from vsched_workers.checkpoint.tokenizer_files import load_part, load_tokenizer
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -36,6 +36,9 @@ from vsched_workers.families.qwen_image import (
     clamp_settings,
     resized,
 )
+
+IMAGE_PROCESSOR = "Qwen2VLImageProcessorPil"
+"""The class of transformers for all these families, whatever older checkpoints call it."""
 
 
 class TextPreprocessor:
@@ -60,13 +63,14 @@ class TextPreprocessor:
         Special tokens in the messages are text, which `tokenize` knows from the value that this returns.
 
         Raises:
-            RequestRefused: When the template rejects the messages.
+            RequestRefused: When the template rejects the messages, or there is none.
         """
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
             raise RequestRefused(
-                "the checkpoint has no chat template. Remedy: send a prompt to /v1/completions.",
+                "this model has no chat template. "
+                "Remedy: send a prompt to /v1/completions, or serve it with model.chat_template.",
                 code="chat_template_missing",
             )
         mark = self._special.mark
@@ -334,12 +338,15 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
         CheckpointError: When tokenizer or processor are missing or cannot be loaded.
     """
     directory = checkpoint_directory(info.path)
+    tokenizer = load_tokenizer(
+        directory, vocab_size=info.vocab_size, chat_template=info.chat_template
+    )
     if not info.takes_images:
-        return TextPreprocessor(info, _load_tokenizer(directory, info))
+        return TextPreprocessor(info, tokenizer)
     config = read_json(directory, "config.json")
     family = family_of(config)
     limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
-    processor = _load_part("AutoImageProcessor", directory, "image processor", backend="pil")
+    processor = load_part(IMAGE_PROCESSOR, directory, "image processor")
     settings = processor.to_dict()
     patch = int(family.vision(config, "patch_size"))
     merge = int(family.vision(config, "spatial_merge_size"))
@@ -350,48 +357,7 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
                 f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
                 "Remedy: use the processor settings that belong to this checkpoint."
             )
-    tokenizer = _load_tokenizer(directory, info)
-    if not tokenizer.chat_template:
-        raise CheckpointError(
-            "the tokenizer has no chat template (chat_template.jinja). "
-            "Remedy: give the directory of a complete checkpoint."
-        )
     return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(processor))
-
-
-def _load_tokenizer(directory: Path, info: ModelInfo) -> Any:
-    tokenizer = _load_part("AutoTokenizer", directory, "tokenizer")
-    if not getattr(tokenizer, "is_fast", False):
-        raise CheckpointError(
-            "tokenizer.json is missing or cannot be used. "
-            "Remedy: give the directory of a complete checkpoint."
-        )
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= info.vocab_size:
-        raise CheckpointError(
-            limit_message(
-                "tokenizer.json has token ids that the model has not",
-                value=largest,
-                limit=info.vocab_size - 1,
-                remedy="use the tokenizer that belongs to this checkpoint",
-            )
-        )
-    return tokenizer
-
-
-def _load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:
-    import transformers
-
-    try:
-        return getattr(transformers, kind).from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, **options
-        )
-    except Exception as error:
-        # Loading parses files that we know nothing of; whatever goes wrong means the same to the operator.
-        raise CheckpointError(
-            f"the {what} cannot be loaded ({type(error).__name__}). "
-            "Remedy: give the directory of a complete checkpoint."
-        ) from error
 
 
 def _level_table(processor: Any) -> npt.NDArray[np.float32]:

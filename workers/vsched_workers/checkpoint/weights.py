@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+COMPARED_ROWS = 4096
 
 
 @contextmanager
@@ -48,20 +51,25 @@ def _reading(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """Which file of a checkpoint holds which tensor."""
+    """Which file of a checkpoint holds which tensor.
+
+    Attributes:
+        tied: Whether output projection and embedding are one tensor, which may lie under either name.
+    """
 
     directory: Path
     files: dict[str, str]
+    tied: bool = False
 
     @classmethod
-    def open(cls, directory: Path) -> WeightIndex:
+    def open(cls, directory: Path, *, tied: bool = False) -> WeightIndex:
         """Read the index, or the header of the only file.
 
         Raises:
             CheckpointError: When there are no safetensors weights, or a file that the index names is missing.
         """
         if (directory / INDEX_FILE).is_file():
-            return cls(directory, _read_index(directory))
+            return cls(directory, _read_index(directory), tied)
         if not (directory / SINGLE_FILE).is_file():
             pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
             found = (
@@ -78,11 +86,14 @@ class WeightIndex:
         from safetensors import safe_open
 
         with _reading(SINGLE_FILE), safe_open(directory / SINGLE_FILE, framework="numpy") as file:
-            return cls(directory, dict.fromkeys(file.keys(), SINGLE_FILE))
+            return cls(directory, dict.fromkeys(file.keys(), SINGLE_FILE), tied)
 
     def find(self, name: str, prefixes: tuple[str, ...]) -> str | None:
         """Return the full name of a module's tensor, under the first prefix that has it."""
-        return next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
+        found = next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
+        if found is None and self.tied and name == EMBEDDING and HEAD in self.files:
+            return HEAD
+        return found
 
 
 def _read_index(directory: Path) -> dict[str, str]:
@@ -217,22 +228,22 @@ def load_head(
     model: Any,
     index: WeightIndex,
     *,
-    tied: bool,
     dtype: torch.dtype,
     device: str,
     cut: Cut | None = None,
 ) -> torch.Tensor:
     """Return the output projection [vocabulary, hidden]: the embedding itself, or a view of it, where the two are tied.
 
-    `cut` is the part of the vocabulary that is wanted.
+    A checkpoint that ties them and yet has two different tensors gets both, as in transformers. `cut` is the part of
+    the vocabulary that is wanted.
 
     Raises:
         CheckpointError: When it is neither tied nor in the checkpoint.
     """
     embedding: torch.Tensor = model.embed_tokens.weight
-    if tied:
+    if index.tied and not _differs(index, embedding):
         return embedding if cut is None else cut.read(embedding)
-    name = "lm_head.weight"
+    name = HEAD
     if name not in index.files:
         raise CheckpointError(
             f"tensor {name} is in none of the weight files, and config.json does not tie it to the embedding. "
@@ -247,3 +258,22 @@ def load_head(
         report=lambda _: None,
         cuts=None if cut is None else {name: cut},
     )[name]
+
+
+def _differs(index: WeightIndex, embedding: torch.Tensor) -> bool:
+    """Return whether there is an output projection that is not the embedding; a few rows at a time."""
+    import torch
+    from safetensors import safe_open
+
+    name = index.files.get(HEAD)
+    if name is None:
+        return False
+    with _reading(name), safe_open(index.directory / name, framework="pt", device="cpu") as file:
+        head: Any = file.get_slice(HEAD)
+        if tuple(head.get_shape()) != tuple(embedding.shape):
+            return True
+        for start in range(0, len(embedding), COMPARED_ROWS):
+            rows = head[start : start + COMPARED_ROWS].to(embedding)
+            if not torch.equal(rows, embedding[start : start + COMPARED_ROWS]):
+                return True
+    return False

@@ -16,14 +16,39 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """Return the family that a checkpoint's `config.json` names.
+
+    Some are published under a `model_type` of their own that nobody else knows, while `architectures` names the class
+    that computes them: Kimi K2, say, is a DeepSeek-V3 in all but name. Then that class's family is meant.
+    """
+    stated = config.get("model_type")
+    name = stated if isinstance(stated, str) else ""
+    classes = config.get("architectures")
+    if name in FAMILIES or not isinstance(classes, list) or not classes:
+        return name
+    from transformers import CONFIG_MAPPING
+
+    if name in CONFIG_MAPPING:
+        return name
+    from transformers.models.auto import modeling_auto
+
+    tables = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+    known = (family for table in tables for family, made in table.items() if made == classes[0])
+    return next(known, name)
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a checkpoint's `config.json` names.
 
     Raises:
         CheckpointError: When the family is not supported.
     """
-    name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+    name = model_type_of(config)
+    family = FAMILIES.get(name)
     if family is None:
         supported = ", ".join(sorted(FAMILIES))
         raise CheckpointError(
@@ -33,4 +58,4 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_of", "model_type_of"]
