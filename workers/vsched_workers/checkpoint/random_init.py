@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vsched.errors import CheckpointError
+from vsched_workers.checkpoint.files import new_checkpoint
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -199,16 +200,11 @@ def make_checkpoint(path: str, size: str, *, dtype: str = "bfloat16", seed: int 
         raise CheckpointError(f"unknown size {size!r}. Known: {', '.join(SIZES)}.")
     if dtype not in {"float32", "bfloat16", "float16"}:
         raise CheckpointError(f"unknown data type {dtype!r}. Known: float32, bfloat16, float16.")
-    directory = Path(path)
-    if (directory / "config.json").exists() or directory.is_file():
-        raise CheckpointError(
-            f"{directory.name!r} holds a checkpoint already. Remedy: name another directory."
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _make_tokenizer(chosen)
-    tokenizer.save_pretrained(directory)
-    _write_processor(directory, chosen)
-    return _write_model(directory, chosen, tokenizer, dtype, seed)
+    with new_checkpoint(path) as directory:
+        tokenizer = _make_tokenizer(chosen)
+        tokenizer.save_pretrained(directory)
+        _write_processor(directory, chosen)
+        return _write_model(directory, chosen, tokenizer, dtype, seed)
 
 
 def _library_text() -> Iterator[str]:

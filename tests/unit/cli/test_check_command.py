@@ -1,0 +1,137 @@
+"""`vsched check`: what a checkpoint is, and whether it can be served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vsched.cli import app, main
+from vsched.errors import CheckpointError
+
+pytest.importorskip("torch")  # so that the command does not hide it from this process
+DEMO = Path(__file__).parents[3] / "workers" / "demo-model"
+
+
+def check(path: Path, *words: str) -> tuple[int, str]:
+    assert main.COMMANDS, "importing the module is what adds the commands"
+    done = CliRunner().invoke(app, ["check", str(path), *words], catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+def check_json(path: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    status, output = check(path, *words, "--json", "-")
+    report: dict[str, Any] = json.loads(output)
+    return status, report
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy of the demo model with other values in its `config.json`."""
+
+    def copy_one(**values: object) -> Path:
+        path = Path(shutil.copytree(DEMO, tmp_path / "copy"))
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **values}))
+        return path
+
+    return copy_one
+
+
+def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
+    status, output = check(DEMO, "--set", "generate.memory_limit=1GiB")
+    assert status == 0
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert lines[0] == "demo-model"
+    assert lines[-1] == "It can be served."
+    for expected in (
+        "family qwen2_5_vl (Qwen2_5_VLForConditionalGeneration)",
+        "path fused",
+        "language model 4 layers, 128 wide, 4 heads, 2 KV heads, 512 tokens of vocabulary",
+        "tokenizer tokenizer.json",
+        "chat templates default",
+        "served in bfloat16",
+        "context 4,096 tokens",
+        "end tokens 2",
+        "sampling temperature 1, nothing cut off",
+        "image 448x448: 36 tokens",
+        "not supported videos",
+    ):
+        assert any(line.startswith(expected) for line in lines), expected
+    (generate,) = [line for line in lines if line.startswith("generate rank")]
+    assert "KV 1.0 KiB a token, 4.0 MiB a full context; limit 1.00 GiB: KV for" in generate
+    (parameters,) = [line for line in lines if line.startswith("parameters")]
+    assert "in bfloat16; 1 file," in parameters
+
+
+def test_check_writes_json(tmp_path: Path) -> None:
+    status, report = check_json(DEMO, "--set", "generate.memory_limit=1GiB")
+    assert (status, report["served"], report["path"], report["problems"]) == (0, True, "fused", [])
+    assert report["info"]["family"] == "qwen2_5_vl"
+    assert set(report["image_tokens"]) == {"448x448", "1024x768", "1920x1080"}
+    memory = report["memory"]["generate"]
+    assert memory["weights_bytes"] == report["description"]["parameters"]["language"] * 2
+    assert memory["kv_bytes_per_token"] == 1024
+    assert memory["kv_tokens_max"] == ((1 << 30) - memory["weights_bytes"]) // 1024
+    check(DEMO, "--json", str(tmp_path / "report.json"))
+    assert json.loads((tmp_path / "report.json").read_text())["served"] is True
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "unheard_of", "architectures": None}, "'unheard_of' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
+        ({"image_token_id": None}, "image_token_id is missing"),
+    ],
+)
+def test_check_tells_why_a_checkpoint_cannot_be_served(
+    copy: Callable[..., Path], values: dict[str, object], reason: str
+) -> None:
+    """What is known of it is told nevertheless."""
+    path = copy(**values)
+    status, report = check_json(path)
+    assert (status, report["served"], report["path"]) == (1, False, "refused")
+    assert reason in report["problems"][0]
+    assert report["description"]["parameters"]["language"] > 0
+    shutil.rmtree(path)
+    status, output = check(copy(**values))
+    assert status == 1
+    assert output.splitlines()[-1].startswith("It cannot be served: ")
+
+
+def test_check_reads_tokenizer_and_template_as_serving_does(copy: Callable[..., Path]) -> None:
+    path = copy()
+    (path / "tokenizer.json").write_text("{}")
+    status, report = check_json(path)
+    assert status == 1
+    assert "tokenizer cannot be loaded" in report["problems"][0]
+
+
+def test_check_compares_the_weights_with_the_limit() -> None:
+    status, report = check_json(DEMO, "--set", "generate.memory_limit=1KiB")
+    assert status == 1
+    assert report["problems"][0].startswith("generate.memory_limit: no room beside the weights")
+
+
+def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]) -> None:
+    path = copy()
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "other.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "chat_template.jinja").unlink()
+    status, report = check_json(path)
+    assert status == 1
+    assert "other.safetensors, named by model.safetensors.index.json, is missing" in str(report)
+    assert report["description"]["files"] == 1
+    assert any(thing.startswith("chat requests") for thing in report["unsupported"])
+
+
+def test_check_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'nowhere' does not exist. Remedy"):
+        check(tmp_path / "nowhere")

@@ -1,0 +1,228 @@
+"""A checkpoint from a GGUF file: the same weights, the same tokens, all of it or nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+
+from vsched.errors import CheckpointError
+from vsched_workers.checkpoint.gguf import check_conversion, convert_gguf
+from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
+
+gguf: Any = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+TEXTS = [
+    "The red square.",
+    "In 1234 there were 56.",
+    " two  spaces\n\nand naïve café",
+    "<|im_start|>user\nhi",
+]
+QUANTISED = "blk.0.ffn_down.weight"
+
+Make = Callable[..., Path]
+
+
+def digits_apart() -> Any:
+    """How SmolLM splits words."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return learnt_tokenizer([SMALL_TEXT], digits_apart(), words=384, longest=512)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Llama of random weights."""
+    library: Any = transformers
+    config = library.LlamaConfig(
+        vocab_size=384,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return library.LlamaForCausalLM(config).eval()
+
+
+def permuted(weight: Any, heads: int) -> Any:
+    """Return the rows of a projection in the order in which llama.cpp rotates them."""
+    shape = weight.shape
+    return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
+
+
+def gguf_tensors(model: Any) -> dict[str, Any]:
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    held = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    tensors = {
+        "token_embd.weight": held["model.embed_tokens.weight"],
+        "output_norm.weight": held["model.norm.weight"],
+    }
+    for layer in range(LAYERS):
+        for name, short in names.items():
+            weight = held[f"model.layers.{layer}.{name}.weight"]
+            if short in {"attn_q", "attn_k"}:
+                weight = permuted(weight, HEADS if short == "attn_q" else KV_HEADS)
+            tensors[f"blk.{layer}.{short}.weight"] = weight
+    return tensors
+
+
+@pytest.fixture
+def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
+    """Write a GGUF file of the model, one tensor quantised; `pre` names how words are split."""
+
+    def write(pre: str = "smollm") -> Path:
+        path = tmp_path / "source" / "tiny.gguf"
+        path.parent.mkdir()
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_name("tiny")
+        writer.add_context_length(512)
+        writer.add_embedding_length(HIDDEN)
+        writer.add_block_count(LAYERS)
+        writer.add_feed_forward_length(INNER)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(100000.0)
+        writer.add_vocab_size(384)
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocabulary = tokenizer.get_vocab()
+        tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+        special = {one["content"] for one in content["added_tokens"]}
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+        writer.add_bos_token_id(vocabulary["<|im_start|>"])
+        writer.add_eos_token_id(vocabulary["<|im_end|>"])
+        writer.add_chat_template(TEMPLATE)
+        kind = gguf.GGMLQuantizationType.Q4_1
+        for name, value in gguf_tensors(model).items():
+            if name == QUANTISED:
+                writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(name, np.ascontiguousarray(value))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def convert(file: Path, path: Path, dtype: str = "float32") -> int:
+    return convert_gguf(str(file), str(path), dtype=dtype, progress=lambda _what, _fraction: None)
+
+
+@pytest.mark.slow
+def test_convert_gguf_keeps_weights_tokens_and_template(
+    make: Make, tmp_path: Path, model: Any, tokenizer: Any
+) -> None:
+    path = tmp_path / "made"
+    parameters = convert(make(), path)
+    assert parameters == sum(value.numel() for value in model.parameters())
+    library: Any = transformers
+    made = library.AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    assert made.config.rope_parameters["rope_theta"] == pytest.approx(100000.0)
+    wanted, found = model.state_dict(), made.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        close = 0.02 if name == "model.layers.0.mlp.down_proj.weight" else 0.0  # of 4 bits
+        assert torch.allclose(found[name], value, rtol=0, atol=close), name
+    read = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    for text in TEXTS:
+        assert read(text).input_ids == tokenizer(text).input_ids
+        assert read.decode(read(text).input_ids) == text
+    assert read.chat_template == TEMPLATE
+    assert made.generation_config.eos_token_id == tokenizer.eos_token_id == read.eos_token_id
+
+
+@pytest.mark.slow
+def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    source = make()
+    (tmp_path / "there").mkdir()
+    heard: list[tuple[str, float]] = []
+
+    def progress(what: str, fraction: float) -> None:
+        heard.append((what, fraction))
+        if fraction > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(
+            str(source), str(tmp_path / "there" / "made"), dtype="float32", progress=progress
+        )
+    assert heard[-1][0] == "undoing the quantisation"
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_convert_gguf_refuses_words_that_are_split_by_an_unknown_rule(
+    make: Make, tmp_path: Path
+) -> None:
+    """The tokens would be others than those that the model has learned, and nobody would see it."""
+    with pytest.raises(
+        CheckpointError, match=r"'tiny\.gguf' splits words by the rule 'odd'.*Remedy"
+    ):
+        convert(make(pre="odd"), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_convert_gguf_refuses_what_is_no_gguf(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'none\.gguf' is no file. Remedy"):
+        convert(tmp_path / "none.gguf", tmp_path / "made")
+    (tmp_path / "text.gguf").write_text("no model")
+    with pytest.raises(CheckpointError, match=r"'text\.gguf' cannot be converted: .*Remedy"):
+        convert(tmp_path / "text.gguf", tmp_path / "made")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.gguf"]
+
+
+def test_check_conversion_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match="unknown data type 'int8'"):
+        check_conversion(str(tmp_path / "made"), dtype="int8")
+    (tmp_path / "other").write_text("something")
+    with pytest.raises(CheckpointError, match="holds a checkpoint already, or other files"):
+        check_conversion(str(tmp_path), dtype="bfloat16")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"needs accelerate. Remedy: pip install 'vsched\[convert\]'"
+    ):
+        check_conversion(str(tmp_path / "made"), dtype="bfloat16")

@@ -1,0 +1,140 @@
+"""`vsched check`: what a checkpoint is, whether it can be served, and what that takes, before any weights are read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from vsched.cli import app
+from vsched.cli.checkpoint_report import CheckpointReport, StageMemory, as_json, check_checkpoint
+from vsched.memory import size_text
+from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
+from vsched.types import ModelInfo, SamplingDefaults
+from vsched.worker.capabilities import CheckpointDescription, LeanPreprocessing
+from vsched.worker.registry import load_worker
+
+STANDARD_OUTPUT = Path("-")
+_LABEL_COLUMNS = 15
+_SIZE_WORDS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "wide",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "KV heads",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "vocab_size": "tokens of vocabulary",
+}
+
+
+@app.command()
+def check(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    out: JsonOption = None,
+) -> None:
+    """Tell what a checkpoint is, whether it can be served here, and what that takes; no weights are read.
+
+    The exit status is 1 when it cannot be served. `--json -` writes the report to standard output instead of the text.
+    """
+    loaded = load(config, [*(assignments or ()), f"model.path={path}"])
+    plugin = load_worker(loaded.config.generate.plugin, path="generate.plugin")
+    if isinstance(plugin, LeanPreprocessing):
+        plugin.forgo_models()
+    report = check_checkpoint(loaded)
+    if out == STANDARD_OUTPUT:
+        sys.stdout.buffer.write(msgspec.json.encode(as_json(report)) + b"\n")
+    else:
+        for line in describe(report):
+            typer.echo(line)
+        if out is not None:
+            write_json(out, as_json(report))
+            typer.echo(f"JSON: {out}")
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def describe(report: CheckpointReport) -> Iterator[str]:
+    """Yield a report in lines for people."""
+    yield report.checkpoint
+    for label, text in _facts(report):
+        yield f"  {label:{_LABEL_COLUMNS}}{text}"
+    for problem in report.problems:
+        yield f"It cannot be served: {problem}"
+    if not report.problems:
+        yield "It can be served."
+
+
+def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
+    description, info = report.description, report.info
+    family = description.model_type or "not told"
+    yield (
+        "family",
+        f"{family} ({description.architecture})" if description.architecture else family,
+    )
+    yield "path", report.path
+    yield "parameters", _parameters(description)
+    yield "language model", _sizes(description)
+    yield "tokenizer", description.tokenizer or "none that can be read"
+    yield "chat templates", ", ".join(description.chat_templates) or "none"
+    if info is not None:
+        yield from _served_facts(info)
+    for size, tokens in report.image_tokens.items():
+        told = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
+        yield "image", f"{size}: {told}"
+    for stage, need in report.memory.items():
+        yield f"{stage} rank", _memory(need, info)
+    for thing in report.unsupported:
+        yield "not supported", thing
+
+
+def _parameters(description: CheckpointDescription) -> str:
+    total = sum(description.parameters.values())
+    if not total:
+        return "none found"
+    parts = ", ".join(
+        f"{part} {_count(values)}" for part, values in sorted(description.parameters.items())
+    )
+    types = ", ".join(sorted(description.dtypes))
+    files = f"{description.files} file" + "s" * (description.files != 1)
+    return f"{_count(total)} ({parts}) in {types}; {files}, {size_text(description.file_bytes)}"
+
+
+def _count(values: int) -> str:
+    return f"{values / 1e9:.2f} B" if values >= 1e9 else f"{values / 1e6:.1f} M"
+
+
+def _sizes(description: CheckpointDescription) -> str:
+    words = [
+        f"{description.sizes[key]:,} {word}"
+        for key, word in _SIZE_WORDS.items()
+        if key in description.sizes
+    ]
+    return ", ".join(words) or "not told"
+
+
+def _served_facts(info: ModelInfo) -> Iterator[tuple[str, str]]:
+    yield "served in", info.dtype
+    yield "context", f"{info.context_tokens:,} tokens"
+    yield "end tokens", ", ".join(map(str, info.stop_token_ids)) or "none"
+    own = msgspec.structs.asdict(info.sampling)
+    usual = msgspec.structs.asdict(SamplingDefaults())
+    stated = [f"{name} {value:g}" for name, value in own.items() if value != usual[name]]
+    yield "sampling", ", ".join(stated) or "temperature 1, nothing cut off"
+
+
+def _memory(need: StageMemory, info: ModelInfo | None) -> str:
+    said = f"weights {size_text(need.weights_bytes)}"
+    if need.kv_bytes_per_token and info is not None:
+        whole = size_text(need.kv_bytes_per_token * info.context_tokens)
+        said += f"; KV {size_text(need.kv_bytes_per_token)} a token, {whole} a full context"
+    if need.limit_bytes:
+        said += f"; limit {size_text(need.limit_bytes)}"
+    if need.kv_tokens_max is not None:
+        said += f": KV for fewer than {need.kv_tokens_max:,} tokens"
+    return said

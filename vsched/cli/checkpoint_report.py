@@ -1,0 +1,160 @@
+"""What `vsched check` finds out about a checkpoint under a configuration, before any weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vsched.assembly import inspect_checkpoint, memory_limit, rank_kv_bytes_per_token
+from vsched.assembly import worker_group_plans as group_plans
+from vsched.config import Config, LoadedConfig
+from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import CheckpointDescriber, CheckpointDescription
+from vsched.worker.contract import Preprocessor
+from vsched.worker.memory import host_available
+from vsched.worker.registry import load_worker
+
+IMAGE_SIZES = ((448, 448), (1024, 768), (1920, 1080))
+"""Width and height of the images whose tokens are told."""
+NO_CHAT_TEMPLATE = "chat requests, for there is no chat template (model.chat_template)"
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of one stage needs.
+
+    Attributes:
+        weights_bytes: Its share of the weights, in the type that is served.
+        limit_bytes: What it may take; 0 where only the device limits it.
+        kv_bytes_per_token: Its share of the KV cache of a token; 0 for an encoder.
+        kv_tokens_max: KV cache beside the weights, if a step needed nothing; None without a limit.
+    """
+
+    weights_bytes: int
+    limit_bytes: int
+    kv_bytes_per_token: int = 0
+    kv_tokens_max: int | None = None
+
+
+class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found out.
+
+    Attributes:
+        path: How it is computed: `fused`, `generic`, or `refused`.
+        problems: Why it cannot be served; empty where it can.
+        image_tokens: Tokens of an image by its size, or why it is refused.
+    """
+
+    checkpoint: str
+    path: str
+    problems: list[str]
+    unsupported: list[str]
+    description: CheckpointDescription
+    info: ModelInfo | None
+    image_tokens: dict[str, int | str]
+    memory: dict[str, StageMemory]
+
+
+def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
+    """Find out what a checkpoint is, whether it can be served with this configuration, and what that takes.
+
+    Raises:
+        CheckpointError: When there is no checkpoint at all.
+        ConfigError: When the plug-in cannot tell.
+    """
+    config = loaded.config
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    if not isinstance(plugin, CheckpointDescriber):
+        raise ConfigError(
+            f"generate.plugin: {config.generate.plugin!r} cannot describe checkpoints. "
+            "Remedy: use `vsched config check`."
+        )
+    description = plugin.describe(config.model.path)
+    unsupported = list(description.unsupported)
+    if not description.chat_templates and not config.model.chat_template:
+        unsupported.append(NO_CHAT_TEMPLATE)
+    problems: list[str] = []
+    info: ModelInfo | None = None
+    images: dict[str, int | str] = {}
+    memory: dict[str, StageMemory] = {}
+    try:
+        info = inspect_checkpoint(config, loaded.policies)
+        images = _image_tokens(config, info, plugin.load_preprocessor(info))
+    except VschedError as error:
+        problems.append(str(error))
+    if info is not None:
+        memory = _memory(loaded, info, description.parameters)
+        problems += [
+            limit_message(
+                f"{stage}.memory_limit: no room beside the weights",
+                value=f"{need.limit_bytes} bytes",
+                limit=f"over {need.weights_bytes} bytes",
+                remedy="raise it, share the model among more ranks, or serve a smaller model",
+            )
+            for stage, need in memory.items()
+            if 0 < need.limit_bytes <= need.weights_bytes or need.kv_tokens_max == 0
+        ]
+    return CheckpointReport(
+        checkpoint=config.model.served_name,
+        path="refused" if problems else description.path,
+        problems=problems,
+        unsupported=unsupported,
+        description=description,
+        info=info,
+        image_tokens=images,
+        memory=memory,
+    )
+
+
+def _image_tokens(
+    config: Config, info: ModelInfo, preprocessor: Preprocessor
+) -> dict[str, int | str]:
+    """Return the tokens of images of three sizes; nothing for a model of text alone."""
+    if not info.item_tokens_max or not config.media.images_max:
+        return {}
+    tokens: dict[str, int | str] = {}
+    for width, height in IMAGE_SIZES:
+        try:
+            found: int | str = preprocessor.plan_image(width, height).tokens
+        except RequestRefused as error:
+            found = str(error)
+        tokens[f"{width}x{height}"] = found
+    return tokens
+
+
+def _memory(
+    loaded: LoadedConfig, info: ModelInfo, parameters: Mapping[str, int]
+) -> dict[str, StageMemory]:
+    """Return what a rank of each stage needs."""
+    config = loaded.config
+    kv_bytes = rank_kv_bytes_per_token(config, info)
+    found: dict[str, StageMemory] = {}
+    for plan in group_plans(config, info, loaded.policies):
+        limit = memory_limit(config, plan)
+        if not limit and config.generate.on_cpu:
+            limit = host_available()
+        weights = {
+            stage: parameters.get(part, 0) * info.itemsize // plan.ranks
+            for stage, role, part in (
+                ("encode", plan.encode, "vision"),
+                ("generate", plan.generate, "language"),
+            )
+            if role is not None
+        }
+        room = max(limit - sum(weights.values()), 0)
+        for stage, size in weights.items():
+            has_kv = stage == "generate" and kv_bytes > 0
+            found[stage] = StageMemory(
+                weights_bytes=size,
+                limit_bytes=limit,
+                kv_bytes_per_token=kv_bytes if has_kv else 0,
+                kv_tokens_max=room // kv_bytes if has_kv and limit else None,
+            )
+    return found
+
+
+def as_json(report: CheckpointReport) -> Any:
+    """Return a report as plain values."""
+    return msgspec.to_builtins(report) | {"served": not report.problems}

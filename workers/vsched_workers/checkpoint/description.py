@@ -1,0 +1,100 @@
+"""Tells what a checkpoint is from its files alone, whether it can be served or not; no weights are read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vsched.errors import CheckpointError
+from vsched.worker.capabilities import CheckpointDescription
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
+from vsched_workers.families import FAMILIES, model_type_of
+
+_VISION = re.compile(
+    r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
+)
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def describe_checkpoint(path: str) -> CheckpointDescription:
+    """Return what the files of a checkpoint say; what cannot be read is left out.
+
+    Raises:
+        CheckpointError: When there is no checkpoint, or its `config.json` cannot be read.
+    """
+    directory = checkpoint_directory(path)
+    config = read_json(directory, "config.json")
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    model_type = model_type_of(config)
+    stated = config.get("architectures")
+    parameters: Counter[str] = Counter()
+    types: Counter[str] = Counter()
+    files = sorted(directory.glob("*.safetensors"))
+    for name, count, dtype in _tensors(files):
+        parameters["vision" if _VISION.search(name) else "language"] += count
+        types[_DTYPES.get(dtype, dtype)] += count
+    try:
+        tokenizer = tokenizer_files(directory)
+        templates = tuple(sorted(chat_templates(directory)))
+    except CheckpointError:
+        tokenizer, templates = "", ()  # whoever asks whether it can be served is told why not
+    return CheckpointDescription(
+        model_type=model_type,
+        architecture=str(stated[0]) if isinstance(stated, list) and stated else "",
+        path="fused" if model_type in FAMILIES else "generic",
+        parameters=dict(parameters),
+        dtypes=dict(types),
+        files=len(files),
+        file_bytes=sum(file.stat().st_size for file in files),
+        sizes={key: text[key] for key in _SIZES if isinstance(text.get(key), int)},
+        tokenizer=tokenizer,
+        chat_templates=templates,
+        unsupported=tuple(_unsupported(directory, config)),
+    )
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, int, str]]:
+    """Yield name, number of values and type of every tensor, from the headers of the files."""
+    from math import prod
+
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as content:
+                for name in content.keys():  # noqa: SIM118 - it is no mapping
+                    part = content.get_slice(name)
+                    yield name, prod(part.get_shape()), str(part.get_dtype())
+        except (SafetensorError, OSError):
+            continue  # whoever asks whether it can be served is told why not
+
+
+def _unsupported(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the checkpoint could do elsewhere, and does not here."""
+    if config.get("video_token_id") is not None or "video_token_index" in config:
+        yield "videos"
+    if any(key in config for key in ("audio_config", "audio_token_id", "audio_token_index")):
+        yield "audio"
+    text = config.get("text_config")
+    tables = (config, text if isinstance(text, Mapping) else {})
+    if any(table.get("num_nextn_predict_layers") for table in tables):
+        yield "prediction of several tokens at a time (num_nextn_predict_layers)"
+    if config.get("auto_map"):
+        yield "the checkpoint's own code (auto_map), which is not run"
+    if (directory / "adapter_config.json").is_file():
+        yield "adapters (adapter_config.json)"

@@ -1,0 +1,164 @@
+"""Makes a checkpoint from a GGUF file: weights as safetensors, tokenizer, chat template and generation settings.
+
+Transformers reads the file and undoes its quantisation. What it does not take over is added here: how SmolLM splits
+words, the end token as a generation setting, and a tokenizer that is loaded as it was saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vsched.errors import CheckpointError
+from vsched.worker.contract import Progress
+from vsched_workers.checkpoint.facts import DTYPES
+from vsched_workers.checkpoint.files import check_new, new_checkpoint
+
+PACKAGES = ("gguf", "accelerate")
+"""What transformers needs to read a GGUF file, beside what it always needs."""
+_GPT2_SPLITS = ("gpt-2", "default")
+_SMOLLM_SPLIT = "smollm"
+
+
+def check_conversion(path: str, *, dtype: str) -> None:
+    """Check what can be checked before a GGUF file is there.
+
+    Raises:
+        CheckpointError: When a package is missing, the type is unknown, or there is something at `path`.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"unknown data type {dtype!r}. Known: {', '.join(DTYPES)}.")
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CheckpointError(
+            f"reading a GGUF file needs {' and '.join(missing)}. Remedy: pip install 'vsched[convert]'"
+        )
+    check_new(path)
+
+
+def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int:
+    """Write the checkpoint of a GGUF file to a directory; return its number of parameters.
+
+    Raises:
+        CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
+    """
+    check_conversion(path, dtype=dtype)
+    source = Path(file)
+    if not source.is_file():
+        raise CheckpointError(f"{source.name!r} is no file. Remedy: give the path of a GGUF file.")
+    with new_checkpoint(path) as folder:
+        progress("reading the tokenizer", 0.0)
+        with _reading(source):
+            tokenizer = _tokenizer(source)
+        tokenizer.save_pretrained(folder)
+        with _reading(source):
+            model = _model(source, dtype, progress)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        progress("writing the weights", 0.0)
+        with _quiet():
+            model.save_pretrained(folder)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The library parses what may be anything; whatever goes wrong means the same to who asked for it.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{source.name!r} cannot be converted: {first} "
+            "Remedy: convert a GGUF file of an architecture that transformers reads."
+        ) from error
+
+
+def _tokenizer(source: Path) -> Any:
+    """Return the file's tokenizer, which splits words as the model's own does."""
+    import transformers
+
+    read: Any = transformers.AutoTokenizer.from_pretrained(
+        str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
+    backend = read.backend_tokenizer
+    _mend_split(backend, source)
+    make: Any = (
+        transformers.PreTrainedTokenizerFast
+    )  # a class of the model's would split by rules of its own
+    special = {name: value for name, value in read.special_tokens_map.items() if value}
+    tokenizer = make(tokenizer_object=backend, **special)
+    tokenizer.chat_template = read.chat_template
+    return tokenizer
+
+
+def _mend_split(backend: Any, source: Path) -> None:
+    """See to the splitting of words where transformers does not know the file's name for it, and takes GPT-2's."""
+    from tokenizers import pre_tokenizers
+
+    if type(backend.pre_tokenizer) is not pre_tokenizers.ByteLevel:
+        return  # transformers knew it, or the tokenizer splits nothing
+    name = _field(source, "tokenizer.ggml.pre") or "default"
+    if name == _SMOLLM_SPLIT:
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif name not in _GPT2_SPLITS:
+        raise CheckpointError(
+            f"{source.name!r} splits words by the rule {name!r}, which transformers does not know: "
+            "its tokens would not be those that the model has learned. "
+            "Remedy: get the model as safetensors, with its tokenizer.json."
+        )
+
+
+def _field(source: Path, name: str) -> str:
+    from gguf import GGUFReader
+
+    field = GGUFReader(source).get_field(name)
+    return str(field.contents()) if field is not None else ""
+
+
+def _model(source: Path, dtype: str, progress: Progress) -> Any:
+    import torch
+    import transformers
+
+    def counted(tensors: Iterable[Any], **_: object) -> Iterator[Any]:
+        """Stand in for the progress bar of transformers."""
+        held = list(tensors)
+        for index, tensor in enumerate(held):
+            progress("undoing the quantisation", index / len(held))
+            yield tensor
+
+    library: Any = transformers
+    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    bar, reader.tqdm = reader.tqdm, counted
+    try:
+        with _quiet():
+            return library.AutoModelForCausalLM.from_pretrained(
+                str(source.parent),
+                gguf_file=source.name,
+                dtype=getattr(torch, dtype),
+                quantization_config=library.GgufConfig(dequantize=True),
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    finally:
+        reader.tqdm = bar
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars of transformers from writing into those of the command."""
+    import transformers
+
+    library: Any = transformers
+    library.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.logging.enable_progress_bar()
