@@ -7,9 +7,14 @@ from typing import Any
 
 import msgspec
 
-from vsched.assembly import inspect_checkpoint, memory_limit, rank_kv_bytes_per_token
-from vsched.assembly import worker_group_plans as group_plans
-from vsched.config import Config, LoadedConfig
+from vsched.assembly import (
+    as_served,
+    inspect_checkpoint,
+    memory_limit,
+    rank_kv_bytes_per_token,
+    worker_group_plans,
+)
+from vsched.config import Config, ConfiguredPolicies, LoadedConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import CheckpointDescriber, CheckpointDescription
@@ -81,11 +86,12 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     memory: dict[str, StageMemory] = {}
     try:
         info = inspect_checkpoint(config, loaded.policies)
+        config, _ = as_served(config, info)
         images = _image_tokens(config, info, plugin.load_preprocessor(info))
     except VschedError as error:
         problems.append(str(error))
     if info is not None:
-        memory = _memory(loaded, info, description.parameters)
+        memory = _memory(config, loaded.policies, info, description.parameters)
         problems += [
             limit_message(
                 f"{stage}.memory_limit: no room beside the weights",
@@ -112,7 +118,7 @@ def _image_tokens(
     config: Config, info: ModelInfo, preprocessor: Preprocessor
 ) -> dict[str, int | str]:
     """Return the tokens of images of three sizes; nothing for a model of text alone."""
-    if not info.item_tokens_max or not config.media.images_max:
+    if not info.takes_images or not config.media.images_max:
         return {}
     tokens: dict[str, int | str] = {}
     for width, height in IMAGE_SIZES:
@@ -125,13 +131,12 @@ def _image_tokens(
 
 
 def _memory(
-    loaded: LoadedConfig, info: ModelInfo, parameters: Mapping[str, int]
+    config: Config, policies: ConfiguredPolicies, info: ModelInfo, parameters: Mapping[str, int]
 ) -> dict[str, StageMemory]:
     """Return what a rank of each stage needs."""
-    config = loaded.config
     kv_bytes = rank_kv_bytes_per_token(config, info)
     found: dict[str, StageMemory] = {}
-    for plan in group_plans(config, info, loaded.policies):
+    for plan in worker_group_plans(config, info, policies):
         limit = memory_limit(config, plan)
         if not limit and config.generate.on_cpu:
             limit = host_available()
