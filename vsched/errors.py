@@ -7,7 +7,7 @@ every such message in the project reads alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
@@ -16,6 +16,12 @@ from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
     """Word a violated limit: what happened, the value, the limit, the remedy."""
     return f"{what}: value {value}, limit {limit}. Remedy: {remedy}."
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return the names as a choice: `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class VschedError(Exception):

@@ -152,6 +152,17 @@ def test_config_later_set_wins() -> None:
             "generate.hooks_s (from command line) is not valid: value -1,",
         ),
         (
+            'media.hosts=["https://images.example.com"]',
+            "media.hosts: no image URL has this host: value 'https://images.example.com', limit host or host:port,",
+        ),
+        ('media.hosts=["a.com/b"]', "media.hosts: no image URL has this host: value 'a.com/b',"),
+        ('media.hosts=["a.com:0"]', "media.hosts: no image URL has this host: value 'a.com:0',"),
+        ('media.hosts=["[::1]:x"]', "media.hosts: no image URL has this host: value '[::1]:x',"),
+        (
+            'media.private_hosts=["a.com:65536"]',
+            "media.private_hosts: no image URL has this host: value 'a.com:65536',",
+        ),
+        (
             "generate.chunk_tokens=4096",
             (
                 "generate.chunk_tokens: a chunk cannot be longer than a step (generate.max_batch_tokens): "
@@ -186,6 +197,12 @@ def test_config_refusal_starts_with_the_key_and_names_the_limit(
     assignment: str, expected: str
 ) -> None:
     assert refusal([assignment]).startswith(expected)
+
+
+def test_config_takes_image_hosts() -> None:
+    hosts = ["images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080", "127.0.0.1:65535"]
+    sets = [f"media.hosts={msgspec.json.encode(hosts).decode()}"]
+    assert load_config(None, sets=sets, environ={}).config.media.hosts == tuple(hosts)
 
 
 def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:

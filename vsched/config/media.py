@@ -1,9 +1,13 @@
-"""Whether the images that the configuration allows fit into the memory that it gives them."""
+"""Whether images that the configuration allows fit into their memory, and hosts are written as such."""
 
 from __future__ import annotations
 
+import re
+
 from vsched.config.sections import MediaConfig
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError, ConfigProblems, limit_message
+
+_HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 
 _JPEG_BYTES = 12
 _WEBP_BYTES = 16
@@ -40,3 +44,25 @@ def check_decode_bytes(media: MediaConfig) -> None:
                 "media.webp_pixels_max and media.image_bytes_max",
             )
         )
+
+
+def check_image_hosts(media: MediaConfig) -> None:
+    """Refuse hosts of another form; they would match no URL and tell nobody.
+
+    Raises:
+        ConfigError: Each line starts with the path of a key.
+    """
+    problems = ConfigProblems()
+    for key, values in (("hosts", media.hosts), ("private_hosts", media.private_hosts)):
+        for value in values:
+            found = _HOST.fullmatch(value)
+            if found is None or not 0 < int(found["port"] or 80) < 65536:
+                problems.add(
+                    limit_message(
+                        f"media.{key}: no image URL has this host",
+                        value=repr(value),
+                        limit="host or host:port, as images.example.com or [::1]:8080, port 1 to 65535",
+                        remedy="write it in that form, without a scheme or a path",
+                    )
+                )
+    problems.tell()

@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 
 from vsched.config.byte_sizes import size_bytes
-from vsched.config.media import check_decode_bytes
+from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
 from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, limit_message
@@ -202,6 +202,8 @@ def check_texts(config: Config) -> None:
                 size_bytes(stage.memory_limit, path=f"{name}.memory_limit")
     with problems.collected():
         check_names(config.server)
+    with problems.collected():
+        check_image_hosts(config.media)
     if config.encode.reserved != "":
         with problems.collected():
             size_bytes(config.encode.reserved, path="encode.reserved")

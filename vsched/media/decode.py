@@ -1,6 +1,6 @@
 """Decode one image from bytes that nobody vouches for.
 
-The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `_FORMATS` are
+The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `FORMATS` are
 opened at all, and of a GIF only the first frame is read.
 """
 
@@ -14,10 +14,10 @@ from typing import Final
 
 from PIL import ExifTags, Image
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused, limit_message, one_of
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
+from vsched.media.settings import FORMATS
 
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _SEVERAL_FRAMES: Final = frozenset({"MPO", "GIF"})
 """Formats whose first frame is the image; of the others, several frames are an animation."""
 _ORIENTATIONS: Final = {
@@ -62,7 +62,7 @@ def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> Req
 def _invalid() -> RequestRefused:
     # What the decoder said may quote addresses and reprs; the client gets none of it.
     return _refuse(
-        "the image cannot be decoded: it is truncated, damaged, or not a PNG, JPEG, WEBP, GIF or BMP. "
+        f"the image cannot be decoded: it is truncated, damaged, or not a {one_of(FORMATS.values())}. "
         "Remedy: send a complete image in one of these formats."
     )
 
@@ -79,7 +79,7 @@ def _too_many_pixels(value: str, kind: str, pixels_max: int) -> RequestRefused:
 
 def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+        image = Image.open(io.BytesIO(encoded), formats=tuple(FORMATS.values()))
         animated = image.format not in _SEVERAL_FRAMES and getattr(image, "is_animated", False)
         in_python = any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ()))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):

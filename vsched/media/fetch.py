@@ -19,13 +19,13 @@ from urllib.parse import SplitResult, urlsplit
 import httpcore
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.settings import MediaSettings
+from vsched.media.settings import FORMATS, MediaSettings
 
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS_MAX = 2048
 _HEADERS = (
     ("User-Agent", "vsched"),
-    ("Accept", "image/png, image/jpeg, image/webp, image/gif, image/bmp"),
+    ("Accept", ", ".join(FORMATS)),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )

@@ -14,6 +14,7 @@ from PIL import Image
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
 from vsched.media.decode import DecodeLimits, decode, inspect
+from vsched.media.settings import FORMATS
 
 LIMITS = DecodeLimits(image=1_000_000, webp=10_000)
 
@@ -36,7 +37,7 @@ def png_with_size(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kind", FORMATS.values())
 def test_decode_reads_the_formats(kind: str) -> None:
     encoded = image_bytes(24, 16, value=200, kind=kind)
     assert size_of(encoded) == (24, 16)
@@ -102,7 +103,7 @@ def test_decode_ignores_damaged_metadata() -> None:
     assert decode(buffer.getvalue(), LIMITS).size == (8, 8)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kind", FORMATS.values())
 def test_decode_refuses_truncated_images(kind: str) -> None:
     """A 400 without paths, addresses or reprs."""
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import binascii
 import os
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.media.fakes import data_url, image_bytes
 from vsched.errors import RequestRefused
-from vsched.media.settings import MediaSettings
+from vsched.media import sources
+from vsched.media.settings import FORMATS, MediaSettings
 from vsched.media.sources import is_local, read_local, scheme_of
 
 SETTINGS = MediaSettings(image_bytes_max=3000)
@@ -45,10 +48,36 @@ def test_data_url_is_strict(reference: str) -> None:
     assert caught.value.code == "image_reference_invalid"
 
 
+@pytest.mark.parametrize("size", [5, 6, 7, 12, 13])
+def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the pieces end, all of it is decoded; a piece that is padded in the middle is noticed."""
+    pieces: list[str] = []
+
+    def decode(text: str, *, strict_mode: bool) -> bytes:
+        pieces.append(text)
+        return binascii.a2b_base64(text, strict_mode=strict_mode)
+
+    monkeypatch.setattr(sources, "_PIECE_CHARACTERS", 8)
+    monkeypatch.setattr(sources, "binascii", SimpleNamespace(a2b_base64=decode))
+    content = bytes(range(size))
+    assert read_local(data_url(content), SETTINGS) == content
+    assert "".join(pieces) == data_url(content).partition(",")[2]
+    assert max(map(len, pieces)) == 8
+    for wrong in ("AAAAAA==AAAA", "AAAAAAA=AAAAAAAA", "AAAAAAAA=AAA", "AAAAAAAA===="):
+        with pytest.raises(RequestRefused, match="base64"):
+            read_local(f"data:image/png;base64,{wrong}", SETTINGS)
+
+
 def test_data_url_needs_no_media_type() -> None:
     """The decoder looks at the bytes anyway."""
     content = image_bytes()
     assert read_local(data_url(content, ""), SETTINGS) == content
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_data_url_takes_every_format(kind: str) -> None:
+    """The decoder, data URLs and fetches accept the same: there is one list."""
+    assert read_local(data_url(b"x", kind), SETTINGS) == b"x"
 
 
 def test_data_url_refuses_other_media_types() -> None:

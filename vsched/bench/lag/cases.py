@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vsched.api.contract import ApiSettings
+from vsched.api.json_values import VALUES_MAX
 from vsched.bench.load.cases import draw_text
 from vsched.config import MediaConfig
 from vsched.types import ModelInfo
@@ -83,7 +84,10 @@ def _values(limits: _Limits) -> list[LagCase]:
     parts = [{"type": "text", "text": "a"} for _ in range(api.parts_max)]
     tokens = [100 + i % 100 for i in range(info.context_tokens - OUTPUT_TOKENS - 1)]
     lists = b",".join([b"[]"] * (limits.text_bytes // 3))
-    allowed: list[list[int]] = [[] for _ in range(100_000)]
+    refused: list[list[int]] = [[] for _ in range(100_000)]
+    allowed = refused[
+        : (VALUES_MAX + info.context_tokens) // 2 - 64
+    ]  # each has a comma and a bracket
     stops = [f"{i} never".ljust(api.stop_characters_max, "x") for i in range(api.stop_max)]
     return [
         LagCase("100,000 messages, refused", _CHAT, _body(messages=many)),
@@ -92,7 +96,8 @@ def _values(limits: _Limits) -> list[LagCase]:
         LagCase("the most content parts", _CHAT, _body(messages=[_message("user", parts)])),
         LagCase("as many tokens as fit", "/v1/completions", _body(prompt=tokens)),
         LagCase("millions of values, refused", _CHAT, b'{"metadata":[%s],"messages":0}' % lists),
-        LagCase("100,000 values", _CHAT, _chat("Hello", metadata={"lists": allowed})),
+        LagCase("100,000 empty lists, refused", _CHAT, _chat("Hello", metadata={"lists": refused})),
+        LagCase("as many values as fit", _CHAT, _chat("Hello", metadata={"lists": allowed})),
         LagCase(
             "a stream with stop strings and log-probabilities",
             _CHAT,

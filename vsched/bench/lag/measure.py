@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.server import RunningServer, running_server
+from vsched.api.server import RunningServer, forgo_models, keep_loaded, running_server
 from vsched.bench.lag.cases import LagCase, lag_cases
 from vsched.bench.lag.client_process_main import ANSWER_S, ClientsOrder
 from vsched.bench.lag.meter import LagMeter
@@ -82,6 +82,7 @@ async def measure_lag(
     """Serve every case alone, then all of them to many clients at once; return a row for each."""
     sets = [*settings, "media.allow_embeddings=true", "server.port=0"]
     config = load_config(None, sets=sets, environ={}).config
+    forgo_models(config)
     rows: list[LagRow] = []
     with tempfile.TemporaryDirectory(prefix="vsched-lag-") as folder:
         async with running_server(config) as server:
@@ -89,6 +90,7 @@ async def measure_lag(
             cases = await asyncio.to_thread(lag_cases, server.engine.info, config.media, api)
             cases = [case for case in cases if only in case.name]
             files = [_written(Path(folder), number, case) for number, case in enumerate(cases)]
+            keep_loaded()  # as `vsched serve` does
             for case, file in zip(cases, files, strict=True):
                 order = _order(server, [file], clients=1, requests=requests)
                 rows.append(await _measure(server, order, case.name, len(case.body)))
