@@ -302,7 +302,6 @@ class FusedLanguage:
                     decoding.contexts,
                     step.cache.block_size,
                     shares_of(len(decoding.rows.slots), attention.kv_heads, given.decode_threads),
-                    self._deterministic,
                     given.tag,
                 )
             if prefilling is not None:

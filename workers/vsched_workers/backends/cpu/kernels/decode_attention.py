@@ -61,21 +61,12 @@ def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) ->
 
 
 @compiled()
-def _write_row(
-    qkv_at: int,
-    heads: Any,
-    rows: RopeRows,
-    row: int,
-    keys: Any,
-    values: Any,
-    kv_first: int,
-    kv_stop: int,
-) -> None:
-    """Write some heads of a row's keys and values into the cache."""
+def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, values: Any) -> None:
+    """Write a row's keys and values into the cache."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     size = 2 * head_dim
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
-    for kv_head in range(kv_first, kv_stop):
+    for kv_head in range(kv_heads):
         at = row_at + (heads.queries + kv_head) * size
         place = (rows.slots[row] * kv_heads + kv_head) * size
         rope_head(at, keys.ctypes.data + place, rows, row, heads.key_norm_at, heads.norm_eps)
@@ -123,10 +114,11 @@ def decode(
     contexts: Any,
     block_size: int,
     shares: int,
-    related: bool,
     tag: Any,
 ) -> None:
     """Rotate the heads of decode rows, write keys and values into the cache, and attend.
+
+    Rows may see one another: all keys and values are written before a row attends.
 
     Args:
         qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
@@ -139,18 +131,13 @@ def decode(
         contexts: The tokens that a row attends to, itself included, int32 [rows]; 0 for a row that does not attend.
         block_size: Slots of a block.
         shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
-        related: Whether rows may be of one sequence. Then all keys and values are written before a row attends, which
-            takes a parallel region of its own.
         tag: The dtype tag that keys are scored in (`score_tag`).
     """
     size = keys.shape[1] // shares
-    if related:
-        for row in numba.prange(len(rows.slots)):
-            _write_row(qkv_at, heads[0], rows, row, keys, values, 0, keys.shape[1])
+    for row in numba.prange(len(rows.slots)):
+        _write_row(qkv_at, heads[0], rows, row, keys, values)
     for task in numba.prange(len(rows.slots) * shares):
         row, first = task // shares, task % shares * size
-        if not related:
-            _write_row(qkv_at, heads[0], rows, row, keys, values, first, first + size)
         if not contexts[row]:
             continue
         context = RowContext(
@@ -205,4 +192,4 @@ def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
     cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
     for kernel in decode.needed(threads):
-        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, False, tag)
+        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)
