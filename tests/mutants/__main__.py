@@ -1,105 +1,128 @@
 """`python -m tests.mutants`: mutate what handles loss, put-front, claims and digests; say which mutants survive.
 
-Each mutant meets random runs of the kernel, scenarios of the swarm, and the unit tests of its place, until one notices.
+Each mutant meets the tests, random runs of the kernel and scenarios of the swarm that reach its line, until one fails.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
+import argparse
+import json
 import random
-import signal
 import sys
-import warnings
-from collections.abc import Callable
-from types import FrameType
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.mutants.mutate import Mutant, alive, mutants_of
-from tests.mutants.places import PLACES
-from tests.unit.kernel.policy_pool import random_policies
-from vsched.sim.cluster.scenario import FIRST_PRESSED, draw_scenario
-from vsched.sim.cluster.swarm import run_guarded
-from vsched.testing import run_random
-
-RUNS = 60
-SCENARIOS = 10
-PATIENCE_S = 120
-"""Without an answer for so long, a mutant hangs, which is noticed, too."""
+from tests.mutants import report
+from tests.mutants.mutate import Mutant, mutants_of
+from tests.mutants.places import CHECKS, PLACES
+from tests.mutants.trial import Trials, Verdict, with_tests
 
 
-def run_kernel() -> bool:
-    """Return whether random runs of the kernel notice something."""
-    for seed in range(RUNS):
-        rng = random.Random(seed)
-        try:
-            run_random(rng, random_policies(rng))
-        except Exception:  # noqa: BLE001 - whatever it is, it was noticed
-            return True
-    return False
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only functions whose names contain one of these")
+    parser.add_argument("--seconds", type=float, help="begin no mutant after so many seconds")
+    parser.add_argument("--sample", type=int, help="try so many mutants, drawn from the seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--results", type=Path, help="a file of verdicts: what was killed there is not tried again"
+    )
+    parser.add_argument(
+        "--checks", nargs="+", default=list(CHECKS), help="the tests that mutants meet"
+    )
+    parser.add_argument("--table", action="store_true", help="try none; show what is in --results")
+    return parser.parse_args(words)
 
 
-def run_swarm() -> bool:
-    """Return whether scenarios of the swarm notice something."""
-    seeds = range(FIRST_PRESSED + 1, FIRST_PRESSED + 1 + 2 * SCENARIOS, 2)
-    return any(run_guarded(draw_scenario(seed)).violations for seed in seeds)
+def _load(path: Path | None) -> dict[str, Verdict]:
+    if path is None or not path.exists():
+        return {}
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return {key: Verdict(*verdict) for key, *verdict in lines}
 
 
-def run_tests(paths: tuple[str, ...]) -> bool:
-    """Return whether unit tests notice something."""
-    options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        status = pytest.main([*options, *paths])
-    assert status in (0, 1), f"pytest could not run {paths}: status {status}"
-    return status == 1
+class Run:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        words = options.words
+        self._places = tuple(
+            place for place in PLACES if not words or any(word in place for word in words)
+        )
+        self.mutants = [one for place in self._places for one in mutants_of(place)]
+        self._checks: list[str] = options.checks
+        self._results: Path | None = options.results
+        self.verdicts = _load(options.results)
+        self._deadline_s = time.monotonic() + options.seconds if options.seconds else None
+        due = [one for one in self.mutants if self._is_due(one)]
+        # What was never tried comes first, then what survived.
+        due.sort(key=lambda one: one.key in self.verdicts)
+        if options.sample is not None:
+            due = random.Random(options.seed).sample(due, min(options.sample, len(due)))
+        self._due: list[Mutant] = due
+
+    def _is_due(self, mutant: Mutant) -> bool:
+        return mutant.key not in self.verdicts or self.verdicts[mutant.key].outcome in report.ALIVE
+
+    def try_all(self) -> None:
+        """Try what is due, as far as the time reaches."""
+        with_tests(self._checks, self._try)
+
+    def _try(self, items: Sequence[pytest.Item]) -> None:
+        progress = Progress(
+            TextColumn("{task.description}"),
+            *(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+            console=Console(stderr=True),
+            auto_refresh=False,  # in a thread, it would hold its locks in a fork for ever
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with progress:
+            trials = Trials(items, self._places)
+            bar = progress.add_task("tests as they are", total=len(items))
+            trials.learn(lambda: progress.update(bar, advance=1, refresh=True))
+            bar = progress.add_task("mutants", total=len(self._due))
+            alive = 0
+            for mutant in self._due:
+                if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+                    return
+                verdict = trials.judge(mutant)
+                self._note(mutant, verdict)
+                alive += verdict.outcome in report.ALIVE
+                progress.update(
+                    bar, advance=1, description=f"mutants, {alive} survive", refresh=True
+                )
+
+    def _note(self, mutant: Mutant, verdict: Verdict) -> None:
+        self.verdicts[mutant.key] = verdict
+        if self._results is not None:
+            with self._results.open("a") as file:
+                file.write(json.dumps([mutant.key, *verdict]) + "\n")
 
 
-def noticed(mutant: Mutant) -> str:
-    """Return what notices a mutant; empty where nothing does."""
-    kernel = mutant.place.startswith("vsched.kernel")
-    looks: dict[str, Callable[[], bool]] = {}
-    if kernel:
-        looks["random runs"] = run_kernel
-    looks["unit tests"] = lambda: run_tests(PLACES[mutant.place])
-    if not mutant.place.startswith("vsched.api"):
-        looks["swarm"] = run_swarm
-    with alive(mutant):
-        for name, look in looks.items():
-            signal.alarm(PATIENCE_S)
-            try:
-                if look():
-                    return name
-            except TimeoutError:
-                return f"{name}, without an end"
-            finally:
-                signal.alarm(0)
-    return ""
-
-
-def _give_up(_number: int, _frame: FrameType | None) -> None:
-    raise TimeoutError
-
-
-def main(words: list[str]) -> int:
-    """Mutate the places whose name contains one of `words`, or all."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGALRM, _give_up)
-    chosen = [place for place in PLACES if not words or any(word in place for word in words)]
-    count, survivors = 0, []
-    for place in chosen:
-        for mutant in mutants_of(place):
-            count += 1
-            by = noticed(mutant)
-            if not by:
-                survivors.append(mutant)
-                print(f"survives: {mutant}", flush=True)
-        print(f"{place}: done, {count} mutants so far", flush=True)
-    print(f"{count} mutants, {len(survivors)} survive")
-    return 1 if survivors else 0
+def main(words: Sequence[str] | None = None) -> int:
+    """Try mutants, and show what came of them; 1 when one survives, or is wrongly said to change nothing."""
+    options = _options(words)
+    run = Run(options)
+    if not options.table:
+        run.try_all()
+    alive = report.survivors(run.mutants, run.verdicts)
+    wrong = report.misjudged(run.mutants, run.verdicts) if not options.words else []
+    print(report.table(run.mutants, run.verdicts))
+    untried = sum(one.key not in run.verdicts for one in run.mutants)
+    if untried:
+        print(f"\nnot tried: {untried}")
+    if alive:
+        print(f"\nsurvivors:\n{report.differences(alive)}")
+    if wrong:
+        print("\nsaid to change nothing, but killed or gone:", *wrong, sep="\n")
+    return 1 if alive or wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

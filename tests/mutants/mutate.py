@@ -4,12 +4,13 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import copy
 import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -33,24 +34,40 @@ REMOVABLE = (
     ast.Delete,
     ast.Continue,
     ast.Break,
+    ast.Return,
+    ast.Raise,
 )
+Change = Callable[[Any, ast.Module], str]
+REACHED = "__reached__"
 
 
 class Mutant(NamedTuple):
-    """A change: where, what the line says, and what it says then."""
+    """A change of a function.
+
+    Attributes:
+        place: The function: `module:Class.method`.
+        line: The line of the file on which the statement begins.
+        before: What is changed.
+        after: What stands there then.
+        number: Tells it from others of the function with the same words.
+        make: Returns the function with the change.
+    """
 
     place: str
     line: int
     before: str
     after: str
-    tree: ast.Module
+    number: int
+    make: Callable[[], ast.Module]
 
-    def __str__(self) -> str:
-        return f"{self.place} line {self.line}: `{self.before}` -> `{self.after}`"
+    @property
+    def key(self) -> str:
+        """What names it as long as its function stays as it is."""
+        return f"{self.place}: {self.before} -> {self.after} #{self.number}"
 
 
 def function_at(place: str) -> FunctionType:
-    """Return the function of a place (`module:Class.method`)."""
+    """Return the function of a place."""
     path, _, name = place.partition(":")
     found: Any = importlib.import_module(path)
     for part in name.split("."):
@@ -59,30 +76,69 @@ def function_at(place: str) -> FunctionType:
     return found
 
 
+def file_of(place: str) -> str:
+    """Return the file of a place, as people name it."""
+    return place.partition(":")[0].replace(".", "/") + ".py"
+
+
+def _parsed(place: str) -> tuple[ast.Module, int]:
+    lines, first = inspect.getsourcelines(function_at(place))
+    return ast.parse(textwrap.dedent("".join(lines))), first
+
+
 def mutants_of(place: str) -> list[Mutant]:
     """Return all mutants of a function, in the order of its lines."""
-    function = function_at(place)
-    lines, first = inspect.getsourcelines(function)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
+    tree, first = _parsed(place)
     found: list[Mutant] = []
+    seen: dict[tuple[str, str], int] = {}
+    statement_lines, silent = _statement_lines(tree), _silent_nodes(tree)
     for index, node in enumerate(ast.walk(tree)):
-        for change in _changes(node):
-            changed = copy.deepcopy(tree)
-            twin = list(ast.walk(changed))[index]
-            after = change(twin, changed)
-            if after is None:
-                continue
-            ast.fix_missing_locations(changed)
-            line = first + getattr(node, "lineno", 1) - 1
-            found.append(Mutant(place, line, ast.unparse(node), after, changed))
+        if id(node) in silent:
+            continue
+        for change in _changes(node, tree):
+            before = ast.unparse(node).partition("\n")[0]
+            after = change(copy.deepcopy(node), tree)
+            number = seen[before, after] = seen.get((before, after), 0) + 1
+            line = first + statement_lines[id(node)] - 1
+            make = partial(_changed, tree, index, change)
+            found.append(Mutant(place, line, before, after, number, make))
     return sorted(found, key=lambda one: one.line)
 
 
-Change = Callable[[Any, ast.Module], str | None]
+def _changed(tree: ast.Module, index: int, change: Change) -> ast.Module:
+    changed = copy.deepcopy(tree)
+    change(list(ast.walk(changed))[index], changed)
+    return ast.fix_missing_locations(changed)
 
 
-def _changes(node: ast.AST) -> Iterator[Change]:
-    if isinstance(node, REMOVABLE) and not _is_silent(node):
+def _statement_lines(tree: ast.Module) -> dict[int, int]:
+    """Return the line on which the statement of each node begins."""
+    lines: dict[int, int] = {}
+
+    def visit(node: ast.AST, line: int) -> None:
+        if isinstance(node, ast.stmt):
+            line = node.lineno
+        lines[id(node)] = line
+        for child in ast.iter_child_nodes(node):
+            visit(child, line)
+
+    visit(tree, 1)
+    return lines
+
+
+def _silent_nodes(tree: ast.Module) -> set[int]:
+    """Return what does nothing, with all that is in it: also what only asks whether a probe is reached."""
+    silent: set[int] = set()
+    for node in ast.walk(tree):
+        if _is_silent(node) or (
+            isinstance(node, ast.If) and all(map(_is_silent, node.body)) and not node.orelse
+        ):
+            silent.update(map(id, ast.walk(node)))
+    return silent
+
+
+def _changes(node: ast.AST, tree: ast.Module) -> Iterator[Change]:
+    if isinstance(node, REMOVABLE) and not _ends(node, tree):
         yield _remove
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         yield _negate
@@ -90,6 +146,10 @@ def _changes(node: ast.AST) -> Iterator[Change]:
         yield _compare_otherwise
     if isinstance(node, ast.BoolOp):
         yield from (lambda twin, _, at=at: _without(twin, at) for at in range(len(node.values)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield _without_not
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        yield _other_sign
     if isinstance(node, ast.comprehension):
         yield from (lambda twin, _, at=at: _unfiltered(twin, at) for at in range(len(node.ifs)))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
@@ -99,13 +159,24 @@ def _changes(node: ast.AST) -> Iterator[Change]:
 
 
 def _is_silent(node: ast.AST) -> bool:
-    """Return whether a statement does nothing: a docstring, or a probe."""
+    """Return whether this is a statement that does nothing: a docstring, a declaration, or a probe."""
+    if isinstance(node, ast.AnnAssign):
+        return node.value is None
     if not isinstance(node, ast.Expr):
         return False
     value = node.value
     return isinstance(value, ast.Constant) or (
         isinstance(value, ast.Call) and getattr(value.func, "id", "") == "probe"
     )
+
+
+def _ends(node: ast.AST, tree: ast.Module) -> bool:
+    """Return whether this returns None at the end of its function."""
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    if not isinstance(node, ast.Return) or node is not function.body[-1]:
+        return False
+    return node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
 
 
 def _remove(twin: ast.stmt, tree: ast.Module) -> str:
@@ -117,11 +188,9 @@ def _remove(twin: ast.stmt, tree: ast.Module) -> str:
     return "pass"
 
 
-def _negate(twin: Any, _: ast.Module) -> str | None:
-    if isinstance(twin, ast.If) and all(_is_silent(one) for one in twin.body):
-        return None
+def _negate(twin: Any, _: ast.Module) -> str:
     twin.test = ast.UnaryOp(ast.Not(), twin.test)
-    return ast.unparse(twin.test)
+    return ast.unparse(twin).partition("\n")[0]
 
 
 def _compare_otherwise(twin: ast.Compare, _: ast.Module) -> str:
@@ -134,9 +203,19 @@ def _without(twin: ast.BoolOp, at: int) -> str:
     return ast.unparse(twin)
 
 
+def _without_not(twin: ast.UnaryOp, _: ast.Module) -> str:
+    twin.operand = ast.UnaryOp(ast.Not(), twin.operand)
+    return ast.unparse(twin)
+
+
+def _other_sign(twin: ast.BinOp, _: ast.Module) -> str:
+    twin.op = ast.Sub() if isinstance(twin.op, ast.Add) else ast.Add()
+    return ast.unparse(twin)
+
+
 def _unfiltered(twin: ast.comprehension, at: int) -> str:
     del twin.ifs[at]
-    return "without its condition"
+    return ast.unparse(twin).strip()
 
 
 def _another_constant(twin: ast.Constant, _: ast.Module) -> str:
@@ -150,16 +229,42 @@ def _another_order(twin: ast.Name, _: ast.Module) -> str:
     return twin.id
 
 
-@contextmanager
-def alive(mutant: Mutant) -> Iterator[None]:
-    """Have a mutant in place of its function meanwhile."""
-    function = function_at(mutant.place)
+def plant(mutant: Mutant) -> None:
+    """Put a mutant in place of its function, for the rest of this process."""
+    _replace(mutant.place, mutant.make())
+
+
+def watch(places: tuple[str, ...]) -> set[tuple[str, int]]:
+    """Have functions note which of their statements run, for the rest of this process; return where they do."""
+    reached: set[tuple[str, int]] = set()
+    vars(builtins)[REACHED] = lambda place, line: reached.add((place, line))
+    for place in places:
+        tree, first = _parsed(place)
+        for node in list(ast.walk(tree)):
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(node, name, None)
+                if isinstance(block, list) and not isinstance(node, ast.Module):
+                    block[:] = [
+                        new for one in block for new in (_note(place, first + one.lineno - 1), one)
+                    ]
+        (function,) = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        # What stands in its head counts as reached by a call.
+        function.body.insert(0, _note(place, first + function.lineno - 1))
+        _replace(place, ast.fix_missing_locations(tree))
+    return reached
+
+
+def _note(place: str, line: int) -> ast.stmt:
+    return ast.parse(f"{REACHED}({place!r}, {line})").body[0]
+
+
+def _replace(place: str, tree: ast.Module) -> None:
+    function = function_at(place)
     scope: dict[str, Any] = {}
     flags = __future__.annotations.compiler_flag
-    code = compile(mutant.tree, f"<{mutant.place}>", "exec", flags=flags)
+    code = compile(tree, f"<{place}>", "exec", flags=flags)
     exec(code, function.__globals__, scope)
-    before, function.__code__ = function.__code__, scope[function.__name__].__code__
-    try:
-        yield
-    finally:
-        function.__code__ = before
+    new = scope[function.__name__]
+    function.__code__ = new.__code__
+    function.__defaults__, function.__kwdefaults__ = new.__defaults__, new.__kwdefaults__

@@ -1,55 +1,64 @@
-"""Which functions are mutated, and which unit tests look at them."""
+"""Which functions are mutated, and which tests are asked."""
 
 from __future__ import annotations
 
-KERNEL = ("tests/unit/kernel/generate", "tests/unit/kernel/encode")
-LEADER = ("tests/unit/wire", "tests/unit/aio/leader")
+CHECKS = (
+    "tests/unit/kernel",
+    "tests/unit/wire",
+    "tests/unit/aio/leader",
+    "tests/unit/worker/test_member.py",
+    "tests/unit/rank/test_follow.py",
+    "tests/unit/api/test_access_key.py",
+    "tests/mutants/runs.py",
+)
+"""Of these, a mutant meets the tests that reach its line, except the slow ones."""
 
-PLACES: dict[str, tuple[str, ...]] = {
-    "vsched.kernel.scheduler:Scheduler._on_stepped": KERNEL,
-    "vsched.kernel.scheduler:Scheduler._on_open": KERNEL,
-    "vsched.kernel.scheduler:Scheduler._on_group_lost": KERNEL,
-    "vsched.kernel.scheduler:Scheduler._lose_generator": KERNEL,
-    "vsched.kernel.scheduler:Scheduler._on_retired": KERNEL,
-    "vsched.kernel.request_moves:RequestMoves.requeue": KERNEL,
-    "vsched.kernel.request_moves:RequestMoves.move_waiting": KERNEL,
-    "vsched.kernel.request_moves:RequestMoves.move": KERNEL,
-    "vsched.kernel.request_moves:RequestMoves._suspend": KERNEL,
-    "vsched.kernel.request_moves:RequestMoves.drop_claims": KERNEL,
-    "vsched.kernel.waiting_queue:OrderedQueue.put_new": KERNEL,
-    "vsched.kernel.waiting_queue:OrderedQueue.put": KERNEL,
-    "vsched.kernel.waiting_queue:OrderedQueue.remove": KERNEL,
-    "vsched.kernel.generate.group:GenerateGroup.lose": KERNEL,
-    "vsched.kernel.generate.group:GenerateGroup.complete_step": KERNEL,
-    "vsched.kernel.generate.group:GenerateGroup.remove": KERNEL,
-    "vsched.kernel.generate.group:GenerateGroup._preempt": KERNEL,
-    "vsched.kernel.generate.group:GenerateGroup._reset": KERNEL,
-    "vsched.kernel.generate.in_flight:InFlightSteps.take_requeueable": KERNEL,
-    "vsched.kernel.generate.in_flight:InFlightSteps.gather": KERNEL,
-    "vsched.kernel.generate.in_flight:InFlightSteps.await_last": KERNEL,
-    "vsched.kernel.generate.in_flight:InFlightSteps.drop_preempted": KERNEL,
-    "vsched.kernel.generate.in_flight:InFlightSteps.lost_reads": KERNEL,
-    "vsched.kernel.generate.quarantine:Quarantine.blame": KERNEL,
-    "vsched.kernel.generate.quarantine:Quarantine.review": KERNEL,
-    "vsched.kernel.generate.quarantine:Quarantine.end": KERNEL,
-    "vsched.kernel.generate.chunks:chunk_stop": KERNEL,
-    "vsched.kernel.generate.chunks:drop_claims_before": KERNEL,
-    "vsched.kernel.encode.stage:EncodeGroup.lose": KERNEL,
-    "vsched.kernel.encode.stage:EncodeStage.lose": KERNEL,
-    "vsched.kernel.encode.stage:EncodeStage._retry": KERNEL,
-    "vsched.kernel.encode.stage:EncodeStage.free_orphaned": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache.claim": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache.release": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache.unpin": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache.finish_encoding": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache.requeue": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache._preemptible": KERNEL,
-    "vsched.kernel.encode.embedding_cache:EmbeddingCache._move_up": KERNEL,
-    "vsched.wire:LeaderLog.append": LEADER,
-    "vsched.wire:FollowerLog.accept": LEADER,
-    "vsched.wire:check_of": LEADER,
-    "vsched.wire:decode_report": LEADER,
-    "vsched.aio.leader.failure_detector:ResultComparison.add": LEADER,
-    "vsched.api.access:_carries": ("tests/unit/api/test_access_key.py",),
-    "vsched.api.access:_digest": ("tests/unit/api/test_access_key.py",),
+_FUNCTIONS: dict[str, str] = {
+    "vsched.kernel.scheduler:Scheduler": """
+        _on_stepped _on_aborted _on_open _on_group_lost _lose_generator _on_retired _on_drain
+        _take_drained _awaited _plan_generate _break_stall _at_rest
+    """,
+    "vsched.kernel.request_moves:RequestMoves": """
+        enqueue claim_items items_ready requeue move_waiting move _suspend finish drop_claims
+    """,
+    "vsched.kernel.waiting_queue:OrderedQueue": "held_until put_new put remove __contains__",
+    "vsched.kernel.generate.request_queue:RequestQueue": "enqueue dequeue",
+    "vsched.kernel.generate.group:GenerateGroup": """
+        _reset takes add dequeue let_go _drop_load _know_outputs complete_step remove _release_slot _preempt
+        favour_front lose
+    """,
+    "vsched.kernel.generate.in_flight:InFlightSteps": """
+        note_read complete lost_reads await_last oldest_preempted drop_preempted take_requeueable gather trim
+    """,
+    "vsched.kernel.generate.in_flight:TokenLog": "append gather forget_before",
+    "vsched.kernel.generate.quarantine:Quarantine": "admits begin end review blame",
+    "vsched.kernel.generate.quarantine:": "is_suspect",
+    "vsched.kernel.generate.chunks:": "chunk_stop pin_items drop_claims_before",
+    "vsched.kernel.encode.stage:EncodeGroup": "complete lose",
+    "vsched.kernel.encode.stage:EncodeStage": """
+        _take complete fail lose free_orphaned _set_apart _retry
+    """,
+    "vsched.kernel.encode.embedding_cache:EmbeddingCache": """
+        claim matches release is_ready pin unpin start_encoding finish_encoding requeue free_pages _allocate
+        _preemptible _use _let_go _discard _drop _move_up
+    """,
+    "vsched.wire:LeaderLog": "append",
+    "vsched.wire:FollowerLog": "accept",
+    "vsched.wire:": "encode_report decode_report check_of",
+    "vsched.worker.member:Member": "listen is_next carry_out _step",
+    "vsched.worker.member:Following": "advance awaited left_s heard_nothing",
+    "vsched.aio.leader.failure_detector:ProcessLiveness": "hear",
+    "vsched.aio.leader.failure_detector:FailureDetector": "expect due answered renew failure backlog",
+    "vsched.aio.leader.failure_detector:ResultComparison": "add",
+    "vsched.aio.leader.leader:Leader": """
+        decide _append lose _on_frame _take_failure _begin _take_answer _take_beat _tick
+    """,
+    "vsched.api.access:": "_carries _digest",
 }
+
+PLACES: tuple[str, ...] = tuple(
+    f"{owner}{'' if owner.endswith(':') else '.'}{name}"
+    for owner, names in _FUNCTIONS.items()
+    for name in names.split()
+)
+"""What handles loss, put-front, claims and digests, and the comparison of keys: `module:Class.method`."""

@@ -294,7 +294,9 @@ def hurried(tree: ast.Module) -> list[int]:
 def test_tidy_tests_measure_no_time() -> None:
     """How fast a machine is says nothing of the code; `tests/patience.py` says how a test waits instead."""
     virtual = ROOT / "tests" / "unit" / "sim"  # there, seconds are those of a simulation
-    excepted = {ROOT / "tests" / "patience.py", *(ROOT / "tests" / "bench").rglob("*.py")}
+    commands = [ROOT / "tests" / name for name in ("bench", "mutants")]  # they are no tests
+    measuring = (path for folder in commands for path in folder.rglob("*.py"))
+    excepted = {ROOT / "tests" / "patience.py", *measuring}
     found = [
         f"{shown(path)}:{line}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
