@@ -259,9 +259,10 @@ class Preprocessor(Protocol):
         ...
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
-        """Return token ids, none added; the GIL is released, or held for moments only.
+        """Return token ids; the GIL is released, or held for moments only.
 
         Special tokens are recognised but for those in messages. Without `images` the image placeholder is text, too.
+        None are added but to a text that `render` did not make: it begins as the model expects a text to begin.
 
         Raises:
             RequestRefused: When the tokens exceed `info.context_tokens`; by its size alone where that suffices.

@@ -38,15 +38,21 @@ PIECES += ("中文", "é", "\u212a", "\u00a0x", "<|im_", "end|>", "\u0301", "x\r
 def backend_of(directory: Path, kind: str) -> Tokenizer:
     """Return the checkpoint's tokenizer as it is, or with what the families' real ones have before their tokens."""
     backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    if kind == "families":
+    splits = {"qwen": tokenize._GPT4_SPLIT, "llama": tokenize._LLAMA3_SPLIT}
+    if kind == "qwen":
         backend.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(tokenize._GPT4_SPLIT), "isolated")
+    if kind in splits:
+        split = pre_tokenizers.Split(Regex(splits[kind]), "isolated")
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    if kind == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
     return backend
 
 
-@pytest.fixture(scope="module", params=["checkpoint", "families"])
+@pytest.fixture(scope="module", params=["checkpoint", "qwen", "llama", "smollm"])
 def backend(request: pytest.FixtureRequest, checkpoints: Any) -> Tokenizer:
     return backend_of(checkpoints("nano25"), request.param)
 
@@ -137,7 +143,7 @@ def test_tokens_that_take_what_is_beside_them_leave_no_bound(checkpoints: Any) -
         AddedToken("<strips>", lstrip=True),
         AddedToken("<strips>", rstrip=True),
     ):
-        backend = backend_of(checkpoints("nano25"), "families")
+        backend = backend_of(checkpoints("nano25"), "qwen")
         backend.add_tokens([special])
         subject = text_tokenizer(backend)
         assert (subject.bytes_per_token_max, subject.cuts) == (0, False)
@@ -158,14 +164,14 @@ def test_tokens_that_take_what_is_beside_them_leave_no_bound(checkpoints: Any) -
 def test_a_tokenizer_of_another_kind_is_not_cut(
     checkpoints: Any, part: str, value: Any, bounded: bool
 ) -> None:
-    backend = backend_of(checkpoints("nano25"), "families")
+    backend = backend_of(checkpoints("nano25"), "qwen")
     setattr(backend, part, value)
     subject = text_tokenizer(backend)
     assert (bool(subject.bytes_per_token_max), subject.cuts) == (bounded, False)
 
 
 def test_a_token_across_a_cut_forbids_cutting(checkpoints: Any) -> None:
-    backend = backend_of(checkpoints("nano25"), "families")
+    backend = backend_of(checkpoints("nano25"), "qwen")
     backend.add_tokens([AddedToken("two words", normalized=False)])
     assert not text_tokenizer(backend).cuts
 

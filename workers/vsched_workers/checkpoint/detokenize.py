@@ -1,15 +1,20 @@
 """Turns token ids into text as they come, in constant time a token.
 
-A byte-level tokenizer writes each byte of the text as one character of its vocabulary, so a token *is* a byte
-string and the text of a sequence is the concatenation, decoded as UTF-8. An incremental decoder therefore holds
-back at most three bytes; nothing is ever decoded twice, unlike in the usual scheme that decodes a window of tokens
-at each step.
+A byte-level tokenizer writes each byte of the text as one character of its vocabulary, and one of SentencePiece writes
+a blank as `▁` and a byte that it has no letter for as `<0x0A>`. So a token *is* a byte string, and the text of a
+sequence is the concatenation, decoded as UTF-8. An incremental decoder therefore holds back at most three bytes;
+nothing is ever decoded twice, unlike in the usual scheme that decodes a window of tokens at each step.
+
+The blank that a SentencePiece tokenizer puts before a text is left out where a whole text is decoded. What a model
+writes goes on from a prompt, so its first blank stays.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vsched.errors import CheckpointError
@@ -29,60 +34,98 @@ def _byte_characters() -> dict[str, int]:
     return characters
 
 
+_BYTE_CHARACTERS = _byte_characters()
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_CHARACTERS[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _spelling(tokenizer: Any) -> tuple[Callable[[str], bytes], bool]:
+    """Return what the text of a token is, and whether a text begins with a blank that is not its own.
+
+    Raises:
+        CheckpointError: When the tokenizer joins its tokens in another way than these.
+    """
+    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+    stages = {stage.get("type"): stage for stage in state.get("decoders", [state])}
+    if "ByteLevel" in stages:
+        return _byte_level, False
+    replace = stages.get("Replace", {})
+    blank = replace.get("pattern", {}).get("String") if replace.get("content") == " " else None
+    blank = stages.get("Metaspace", {}).get("replacement", blank)
+    unknown = sorted(
+        map(str, stages.keys() - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+    )
+    if unknown or not blank:
+        raise CheckpointError(
+            f"tokenizer.json: tokens are joined in a way that is not supported ({', '.join(unknown) or 'none'}). "
+            "Supported: byte-level tokenizers, and those of SentencePiece. "
+            "Remedy: serve a checkpoint with such a tokenizer."
+        )
+    has_bytes = "ByteFallback" in stages
+
+    def spelled(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token) if has_bytes else None
+        return bytes([int(byte[1], 16)]) if byte is not None else token.replace(blank, " ").encode()
+
+    begins = stages.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+    return spelled, begins or "Strip" in stages
+
+
 class TokenTable:
     """The bytes of every token of a vocabulary.
 
     Attributes:
         raw: Bytes of each token, special tokens included.
         text: The same, but nothing for special tokens, which no text shows.
+        begins_blank: Whether the tokenizer puts a blank before every text.
     """
 
-    __slots__ = ("raw", "text")
+    __slots__ = ("begins_blank", "raw", "text")
 
-    def __init__(self, raw: list[bytes], text: list[bytes]) -> None:
+    def __init__(self, raw: list[bytes], text: list[bytes], *, begins_blank: bool = False) -> None:
         self.raw = raw
         self.text = text
+        self.begins_blank = begins_blank
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> TokenTable:
         """Build the table of a `tokenizers.Tokenizer`.
 
         Raises:
-            CheckpointError: When the tokenizer is not a byte-level one.
+            CheckpointError: When the tokenizer is neither a byte-level one nor one of SentencePiece.
         """
-        decoder = tokenizer.decoder
-        if decoder is None or "ByteLevel" not in repr(decoder):
-            raise CheckpointError(
-                "tokenizer.json: only byte-level tokenizers are supported. "
-                "Remedy: serve a checkpoint of a supported family."
-            )
-        characters = _byte_characters()
+        spelled, begins_blank = _spelling(tokenizer)
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         size = max(vocabulary.values(), default=-1) + 1
         raw = [b""] * size
         for token, index in vocabulary.items():
-            try:
-                raw[index] = bytes([characters[character] for character in token])
-            except KeyError:
-                raw[index] = token.encode()
+            raw[index] = spelled(token)
         for index, token in added.items():
             raw[index] = token.content.encode()
         text = list(raw)
         for index, token in added.items():
             if token.special:
                 text[index] = b""
-        return cls(raw, text)
+        return cls(raw, text, begins_blank=begins_blank)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of one token; nothing for an id that the tokenizer does not know."""
         return self.raw[token_id] if 0 <= token_id < len(self.raw) else b""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens skipped."""
+        """Return the whole text of these tokens, special tokens skipped."""
         text, size = self.text, len(self.text)
         joined = b"".join([text[index] for index in token_ids if 0 <= index < size])
-        return joined.decode("utf-8", errors="replace")
+        decoded = joined.decode("utf-8", errors="replace")
+        return decoded.removeprefix(" ") if self.begins_blank else decoded
 
 
 class ByteDetokenizer:

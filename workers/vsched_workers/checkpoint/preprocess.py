@@ -93,8 +93,9 @@ class TextPreprocessor:
         return self._special.unmark(str(rendered))
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
-        """Return token ids, none added; other threads run meanwhile.
+        """Return token ids; other threads run meanwhile.
 
+        A text that no template made begins with the tokenizer's first tokens, such as `<s>`.
         Special tokens are recognised but for those in messages. Without `images` the image placeholder is text.
 
         Raises:

@@ -8,6 +8,9 @@ that no mark was in is the template's own.
 The text between the template's tokens is then encoded by a twin of the tokenizer that recognises no special tokens:
 the ids that transformers gives with `split_special_tokens`. Most prompts have no mark, and are encoded as ever.
 
+A prompt that no template made begins as the tokenizer begins every text: with the token of a beginning, where there is
+one. A template writes that by itself.
+
 Added tokens that the tokenizer does not call special, such as `<tool_call>`, are part of what models write and of what
 clients send back: they stay tokens everywhere.
 """
@@ -56,6 +59,8 @@ class SpecialTokens:
         self._whole = TextTokenizer(backend, token_bytes, context_tokens)
         twin = _without_special_tokens(backend)
         self._as_text = TextTokenizer(twin, token_bytes, context_tokens)
+        self._first = _first_tokens(backend)
+        self._first_text = "".join(str(backend.id_to_token(token)) for token in self._first)
 
     def mark(self, value: Any) -> Any:
         """Return a client's value for the template, with marks in its strings wherever they may hold special tokens."""
@@ -76,10 +81,10 @@ class SpecialTokens:
             text = f"{text[: start + 1]}{_MARK}{text[start + 1 :]}"
         return text
 
-    def unmark(self, rendered: str) -> str:
+    def unmark(self, rendered: str) -> RenderedPrompt:
         """Return what the template made, with the marks beside it."""
         if _MARK not in rendered:
-            return rendered
+            return RenderedPrompt(rendered)
         pieces: list[str] = []
         marks: list[int] = []
         length = 0
@@ -97,14 +102,21 @@ class SpecialTokens:
     def ids(self, text: str, *, plain: str = "") -> list[int]:
         """Return token ids, none added; a special token with a mark in it is text, and so is the one called `plain`.
 
+        A prompt that no template made begins as the tokenizer begins every text, such as with a token for that: the
+        template would have written it.
+
         Raises:
             RequestRefused: As `TextTokenizer.ids`.
         """
-        marks = text.marks if isinstance(text, RenderedPrompt) else ()
-        if not marks and not (plain and plain in text):
-            return self._whole.ids(text)
-        self._whole.check_size(text)
         ids: list[int] = []
+        marks: tuple[int, ...] = ()
+        if isinstance(text, RenderedPrompt):
+            marks = text.marks
+        elif not text.startswith(self._first_text):
+            ids += self._first
+        if not marks and not (plain and plain in text):
+            return ids + self._whole.ids(text, before=len(ids))
+        self._whole.check_size(text)
         start = 0
         for found in self._pattern.finditer(text):
             first = bisect_left(marks, found.start() + 1)
@@ -114,6 +126,15 @@ class SpecialTokens:
             ids.append(self._ids[found[0]])
             start = found.end()
         return ids + self._as_text.ids(text[start:], before=len(ids))
+
+
+def _first_tokens(backend: Tokenizer) -> list[int]:
+    """Return the tokens that the tokenizer puts before every text."""
+    whole = backend.encode("a", add_special_tokens=True).ids
+    own = backend.encode("a", add_special_tokens=False).ids
+    places = range(len(whole) - len(own) + 1)
+    found = (whole[:start] for start in places if whole[start : start + len(own)] == own)
+    return next(found, [])
 
 
 def _without_special_tokens(backend: Tokenizer) -> Tokenizer:

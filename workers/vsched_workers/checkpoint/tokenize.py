@@ -31,7 +31,8 @@ _GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_WORD_SPLITS = frozenset({_GPT4_SPLIT})
+_LLAMA3_SPLIT = _GPT4_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
+_WORD_SPLITS = frozenset({_GPT4_SPLIT, _LLAMA3_SPLIT})
 _CHARACTER_SPLITS = frozenset({r"\d", r"\p{N}"})
 
 
@@ -161,7 +162,7 @@ def _regex(stage: dict[str, Any]) -> str:
 
 def _keeps_every_byte(pre_tokenizer: Any) -> bool:
     return all(
-        stage.get("type") == "ByteLevel"
+        stage.get("type") in {"ByteLevel", "Digits"}
         or (stage.get("type") == "Split" and stage.get("behavior") != "Removed")
         for stage in _stages(pre_tokenizer)
     )
@@ -178,6 +179,8 @@ def _cuts_words(pre_tokenizer: Any) -> bool:
                 divides = divides or _regex(stage) in _WORD_SPLITS
                 if _regex(stage) not in _WORD_SPLITS | _CHARACTER_SPLITS:
                     return False
+            case "Digits":
+                pass  # it looks at nothing but digits
             case _:
                 return False
     return divides
