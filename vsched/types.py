@@ -6,6 +6,7 @@ All are immutable msgspec structs, so that they travel over a wire and into a lo
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 
 import msgspec
 
@@ -53,6 +54,10 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Ranges [start, stop) of positions in a prompt, ascending, that do not touch."""
+
+
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a request.
 
@@ -61,6 +66,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Encoder output tokens after the spatial merge; also the placeholders it fills in the prompt.
         offset: Index of its first placeholder in the prompt.
         grid: Patches in time, height and width, before the merge.
+        spans: Where its placeholders lie if other tokens stand between them, as after each row of an image; empty where
+            they are one run.
         pixels: Where its pixels lie in the arena, float32 of shape `[t*h*w, patch values]`.
         encoded: The client brought the embedding itself: `pixels` holds its rows, [tokens, row bytes], instead.
     """
@@ -71,11 +78,35 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     grid: tuple[int, int, int]
     pixels: Extent | None = None
     encoded: bool = False
+    spans: Spans = ()
 
     @property
     def end(self) -> int:
         """Index just past its last placeholder."""
-        return self.offset + self.tokens
+        return self.runs[-1][1]
+
+    @property
+    def runs(self) -> Spans:
+        """The ranges of positions that its placeholders fill."""
+        return self.spans or ((self.offset, self.offset + self.tokens),)
+
+
+class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an item lies in its prompt, and its grid; attributes as of `MediaItem`."""
+
+    offset: int
+    tokens: int
+    grid: tuple[int, int, int]
+    spans: Spans = ()
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (position, row, rows) of each run of placeholders that positions [start, stop) cover."""
+        row = 0
+        for first, end in self.spans or ((self.offset, self.offset + self.tokens),):
+            covered, past = max(first, start), min(end, stop)
+            if covered < past:
+                yield covered, row + covered - first, past - covered
+            row += end - first
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

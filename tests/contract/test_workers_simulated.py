@@ -62,8 +62,14 @@ class SimGenerator(SymbolicGenerator):
         self._world.accept(
             sequence.number,
             tuple(
-                MediaItem(key=key_of(tokens), tokens=tokens, offset=offset, grid=grid)
-                for offset, tokens, grid in sequence.items
+                MediaItem(
+                    key=key_of(place.tokens),
+                    tokens=place.tokens,
+                    offset=place.offset,
+                    grid=place.grid,
+                    spans=place.spans,
+                )
+                for place in sequence.items
             ),
         )
         super().prepare(sequence)
@@ -158,4 +164,4 @@ def test_sample_images_come_from_the_preprocessor() -> None:
     images = sample_images(plugin, info)
     preprocessor = SimulatedPreprocessor(info)
     for image in images:
-        assert preprocessor.tokens_of_grid(image.plan.grid) == image.plan.tokens
+        assert preprocessor.plan_grid(image.plan.grid) == image.plan

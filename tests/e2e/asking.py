@@ -63,7 +63,7 @@ class Ask:
         """Return the prompt as transformers takes it: placeholders expanded."""
         plans = [preprocessor.plan_image(*image.size) for image in self.images]
         token_ids = preprocessor.tokenize(preprocessor.render(self.messages))
-        return preprocessor.expand(token_ids, [plan.tokens for plan in plans])[0]
+        return preprocessor.expand(token_ids, plans)[0]
 
 
 def mixed_asks() -> list[Ask]:

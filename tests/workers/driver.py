@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.types import ModelInfo, SamplingParams
+from vsched.types import ItemPlace, ModelInfo, SamplingParams, Spans
 from vsched.worker.contract import (
     Batch,
     Chunk,
@@ -94,16 +94,14 @@ class Stage:
         encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
         return cls(info, plugin.load_preprocessor(info), encoder, generator)
 
-    def prompt(self, question: Question) -> tuple[list[int], list[int]]:
-        """Return the expanded prompt and the offsets of its images."""
+    def prompt(self, question: Question) -> tuple[list[int], list[Spans]]:
+        """Return the expanded prompt and the placeholders of its images."""
         content = [{"type": "image"} for _ in question.images]
         text = self.preprocessor.render(
             [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
         )
         plans = [self.preprocessor.plan_image(*image.size) for image in question.images]
-        return self.preprocessor.expand(
-            self.preprocessor.tokenize(text), [plan.tokens for plan in plans]
-        )
+        return self.preprocessor.expand(self.preprocessor.tokenize(text), plans)
 
 
 class Driver:
@@ -151,10 +149,11 @@ class Driver:
 
     def start(self, number: int, question: Question) -> Running:
         """Preprocess and encode one question, and prepare its sequence."""
-        prompt, offsets = self.stage.prompt(question)
+        prompt, spans = self.stage.prompt(question)
         plans = [self.stage.preprocessor.plan_image(*image.size) for image in question.images]
         items = [
-            (offset, plan.tokens, plan.grid) for offset, plan in zip(offsets, plans, strict=True)
+            ItemPlace(runs[0][0], plan.tokens, plan.grid, runs)
+            for runs, plan in zip(spans, plans, strict=True)
         ]
         tokens = np.zeros(len(prompt) + question.count + 1, dtype=np.int32)
         tokens[: len(prompt)] = prompt
@@ -241,17 +240,10 @@ class Driver:
         stop = min(start + self.chunk, running.sequence.length)
         self.cover(running, stop)
         rows = []
-        for (offset, tokens, _), pages in zip(running.sequence.items, running.pages, strict=True):
-            first, last = max(start, offset), min(stop, offset + tokens)
-            if first < last:
-                rows.append(
-                    ItemRows(
-                        chunk_start=first - start,
-                        row_start=first - offset,
-                        row_stop=last - offset,
-                        pages=pages,
-                    )
-                )
+        for index, place in enumerate(running.sequence.items):
+            pages = running.pages[index]
+            for position, row, count in place.rows(start, stop):
+                rows.append(ItemRows(index, position - start, row, row + count, pages))
         return Chunk(
             slot=running.slot,
             sequence=running.sequence,

@@ -18,7 +18,7 @@ def refuse_impossible(request: Request, limits: SchedulerLimits, *, scope: str) 
     if not prompt or outputs < 1:
         return Refuse(name, RefusalCode.EMPTY, prompt, 1, detail=(outputs,))
     if not _items_fit(request.items, prompt):
-        spans = tuple(at for item in request.items for at in (item.offset, item.end))
+        spans = tuple(at for item in request.items for run in item.runs for at in run)
         return Refuse(name, RefusalCode.BAD_ITEMS, limit=prompt, detail=spans)
     if total > limits.context_tokens:
         context = limits.context_tokens
@@ -64,7 +64,12 @@ def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
     """Return whether items are in order, do not overlap, hold tokens, and lie within the prompt."""
     position = 0
     for item in items:
-        if item.tokens < 1 or item.offset < position or item.end > prompt_tokens:
+        if item.offset != item.runs[0][0]:
             return False
-        position = item.end
+        for start, stop in item.runs:
+            if not position <= start < stop <= prompt_tokens:
+                return False
+            position = stop
+        if item.tokens != sum(stop - start for start, stop in item.runs):
+            return False
     return True

@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.types import Extent, SamplingParams
-
-
-class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where an item lies in its prompt, and its grid."""
-
-    offset: int
-    tokens: int
-    grid: tuple[int, int, int]
+from vsched.types import Extent, ItemPlace, SamplingParams
 
 
 class RequestData(msgspec.Struct, frozen=True, array_like=True):

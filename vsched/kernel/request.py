@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from vsched.kernel.decisions import ItemPlace, RequestData
+from vsched.kernel.decisions import RequestData
 from vsched.kernel.prefix_hashes import chain_hashes, root_hash
-from vsched.types import MediaItem, Request
+from vsched.types import ItemPlace, MediaItem, Request
 
 if TYPE_CHECKING:
     Int32Array: TypeAlias = array[int]
@@ -134,7 +134,9 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         return RequestData(
             tokens=self.tokens.tobytes(),
             prompt_length=self.prompt_length,
-            items=[ItemPlace(item.offset, item.tokens, item.grid) for item in self.items],
+            items=[
+                ItemPlace(item.offset, item.tokens, item.grid, item.spans) for item in self.items
+            ],
             sampling=self.request.sampling,
             stop_token_ids=self.stop_token_ids,
         )

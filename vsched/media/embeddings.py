@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
 
 HEADER_BYTES_MAX: Final = 64 * 1024
 _TENSORS: Final = ("embeds", "grid_thw")
@@ -64,8 +65,7 @@ class Embedding:
     """A checked embedding, but for its values: those are judged while `write_rows` goes through them."""
 
     embeds: Tensor
-    grid: tuple[int, int, int]
-    tokens: int
+    plan: ImagePlan
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -158,7 +158,7 @@ def _wrong_dtype(name: str, found: str, expected: str) -> RequestRefused:
 
 
 def read_embedding(
-    file: bytes, info: ModelInfo, tokens_of_grid: Callable[[tuple[int, int, int]], int]
+    file: bytes, info: ModelInfo, plan_grid: Callable[[tuple[int, int, int]], ImagePlan]
 ) -> Embedding:
     """Return the embedding in a safetensors file, every companion and shape checked, no value yet.
 
@@ -173,15 +173,14 @@ def read_embedding(
                 f"Remedy: add the tensor {name} to the safetensors file."
             )
             raise _refuse(message, f"{name}_missing")
-    grid = _grid(tensors["grid_thw"])
-    tokens = tokens_of_grid(grid)
-    check_tokens(tokens, info)
+    plan = plan_grid(_grid(tensors["grid_thw"]))
+    check_tokens(plan.tokens, info)
     embeds = tensors["embeds"]
     accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
     if embeds.dtype not in accepted:
         raise _wrong_dtype("embeds", embeds.dtype, " or ".join(accepted))
-    _check_shape(embeds, tokens, info)
-    return Embedding(embeds, grid, tokens)
+    _check_shape(embeds, plan.tokens, info)
+    return Embedding(embeds, plan)
 
 
 def _grid(tensor: Tensor) -> tuple[int, int, int]:

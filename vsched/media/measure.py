@@ -167,7 +167,7 @@ class Measurer:
     def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
         info = self._preprocessor.info
         file = read_embedded(image, self._settings)
-        embedding = read_embedding(file, info, self._preprocessor.tokens_of_grid)
+        embedding = read_embedding(file, info, self._preprocessor.plan_grid)
         embeds = embedding.embeds
         key = embedding_key(
             settings_digest=self._preprocessor.settings_digest,
@@ -175,15 +175,14 @@ class Measurer:
             served=(info.dtype, info.hidden_size, info.embedding_levels),
             dtype=embeds.dtype,
             shape=embeds.shape,
-            grid=embedding.grid,
+            grid=embedding.plan.grid,
             rows=embeds.data,
         )
-        plan = ImagePlan(embedding.grid, embedding.tokens)
         row_bytes = info.embedding_row_bytes
         work_bytes = EMBEDDING_BYTES + len(file)
         check_work(work_bytes, self._settings)
-        extent_bytes = embedding.tokens * row_bytes
-        return Measured(key, plan, embedding, len(file), extent_bytes, work_bytes)
+        extent_bytes = embedding.plan.tokens * row_bytes
+        return Measured(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
 
 
 def check_permitted(references: Sequence[ImageReference], settings: MediaSettings) -> None:

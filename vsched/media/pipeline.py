@@ -218,9 +218,7 @@ class MediaPipeline:
     ) -> PreparedRequest:
         started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
-        token_ids, offsets = self._preprocessor.expand(
-            prompt_ids, [image.plan.tokens for image in measured]
-        )
+        token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
         self._check_context(len(token_ids))
         read = time.perf_counter()
         lease = await self._store.acquire({image.key: image.extent_bytes for image in measured})
@@ -235,12 +233,13 @@ class MediaPipeline:
             MediaItem(
                 key=image.key,
                 tokens=image.plan.tokens,
-                offset=offset,
+                offset=runs[0][0],
                 grid=image.plan.grid,
                 pixels=lease.extents[image.key],
                 encoded=image.is_embedded,
+                spans=runs if len(runs) > 1 else (),
             )
-            for image, offset in zip(measured, offsets, strict=True)
+            for image, runs in zip(measured, spans, strict=True)
         )
         timings = PrepareTimings(
             read_ms=(read - started) * 1e3,

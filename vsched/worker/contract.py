@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.types import ModelInfo, SamplingParams
+from vsched.types import ItemPlace, ModelInfo, SamplingParams, Spans
 from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
@@ -75,10 +75,12 @@ class EncodeWorker(Protocol):
 class ItemRows:
     """The embedding rows of one item that a chunk covers.
 
-    `chunk_start` is the index, within the chunk, of the first placeholder covered; rows [row_start, row_stop) of the
-    item, found in arena `pages`, fill the placeholders from there on.
+    `index` says which of the request's items it is. `chunk_start` is the index, within the chunk, of the first
+    placeholder covered; rows [row_start, row_stop) of the item, found in arena `pages`, fill the placeholders from
+    there on. An item with other tokens between its placeholders has one of these for each run of them.
     """
 
+    index: int
     chunk_start: int
     row_start: int
     row_stop: int
@@ -93,7 +95,7 @@ class SequenceState:
         number: The kernel's number of the request.
         tokens: Prompt and output tokens so far; int32, `length` of them valid.
         prompt_length: How many of them are the prompt.
-        items: (offset, tokens, grid) of each image, in prompt order.
+        items: Where each image lies, in prompt order.
         state: What the plug-in keeps of it (positions, rope delta, sampler state); set by `GenerateWorker.prepare`.
     """
 
@@ -101,7 +103,7 @@ class SequenceState:
     tokens: npt.NDArray[np.int32]
     length: int
     prompt_length: int
-    items: list[tuple[int, int, tuple[int, int, int]]]
+    items: Sequence[ItemPlace]
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     state: Any = None
@@ -223,10 +225,15 @@ class GenerateWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """What an image becomes once resized: patch grid and tokens."""
+    """What an image becomes once resized: patch grid and tokens.
+
+    `expansion` is what takes the place of its placeholder in a prompt: token ids, `tokens` placeholders among them;
+    empty where it is nothing but those.
+    """
 
     grid: tuple[int, int, int]
     tokens: int
+    expansion: tuple[int, ...] = ()
 
 
 class Detokenizer(Protocol):
@@ -289,8 +296,8 @@ class Preprocessor(Protocol):
         """
         ...
 
-    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
-        """Return the tokens of an image with this grid of patches, which may come from a client.
+    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
+        """Return the plan of an image with this grid of patches, which may come from a client.
 
         Raises:
             RequestRefused: When no image has such a grid.
@@ -305,12 +312,14 @@ class Preprocessor(Protocol):
         ...
 
     def expand(
-        self, token_ids: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Replace the i-th image placeholder by `tokens[i]` of them; return the ids and the items' offsets.
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Replace the i-th image placeholder as `plans[i]` says; return the ids, and each image's placeholders.
+
+        `vsched.worker.expansion` does so.
 
         Raises:
-            RequestRefused: When placeholders and images differ in number.
+            RequestRefused: When placeholders and images differ in number, or the model cannot take images so placed.
         """
         ...
 

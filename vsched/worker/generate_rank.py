@@ -139,14 +139,12 @@ class GenerateRank:
         if sequence is None:
             raise RankDesync(f"a chunk for slot {plan.slot}, which is empty")
         length = int(self._table.length[plan.slot])
+        pages = {item.offset: item.pages for item in plan.items}
         items = [
-            ItemRows(
-                chunk_start=max(item.offset, plan.start) - plan.start,
-                row_start=max(plan.start - item.offset, 0),
-                row_stop=min(plan.stop - item.offset, item.tokens),
-                pages=item.pages,
-            )
-            for item in plan.items
+            ItemRows(index, position - plan.start, row, row + rows, pages[place.offset])
+            for index, place in enumerate(sequence.items if pages else ())
+            if place.offset in pages
+            for position, row, rows in place.rows(plan.start, plan.stop)
         ]
         return Chunk(plan.slot, sequence, plan.start, plan.stop, plan.stop == length, items)
 
@@ -203,7 +201,7 @@ def _sequence(number: int, data: RequestData) -> SequenceState:
         tokens=tokens,
         length=len(tokens),
         prompt_length=data.prompt_length,
-        items=[(item.offset, item.tokens, item.grid) for item in data.items],
+        items=data.items,
         sampling=data.sampling,
         stop_token_ids=frozenset(data.stop_token_ids),
     )

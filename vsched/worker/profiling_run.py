@@ -39,12 +39,11 @@ from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
     GenerateDecision,
-    ItemPlace,
     Join,
     Leave,
     RequestData,
 )
-from vsched.types import ModelInfo, SamplingParams
+from vsched.types import ItemPlace, ModelInfo, SamplingParams
 from vsched.worker.capabilities import FrugalSteps, WorstCaseBuilder
 from vsched.worker.contract import GenerateWorker, ImagePlan, WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank

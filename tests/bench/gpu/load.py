@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.bench.gpu.shapes import MERGE, PATCH, Model
-from vsched.types import SamplingParams
+from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
 
 BLOCK_SIZE = 16
@@ -79,19 +79,14 @@ class Load:
             _, high, wide = grid_of(image)
             tokens = high * wide // MERGE**2
             each = tokens + TEXT_TOKENS
-            items = [(at, tokens, (1, high, wide)) for at in range(1, stop - tokens, each)]
+            items = [ItemPlace(at, tokens, (1, high, wide)) for at in range(1, stop - tokens, each)]
             embeddings = self._pages(tokens)
         sequence = self._sequence(items, stop, 0)
         pages = list(range(len(embeddings)))
         covered = [
-            ItemRows(
-                max(offset, first) - first,
-                max(first - offset, 0),
-                min(stop - offset, tokens),
-                pages,
-            )
-            for offset, tokens, _ in items
-            if offset < stop and offset + tokens > first
+            ItemRows(index, position - first, row, row + count, pages)
+            for index, place in enumerate(items)
+            for position, row, count in place.rows(first, stop)
         ]
         none = np.empty(0, dtype=np.int32)
         batch = Batch(
@@ -119,13 +114,11 @@ class Load:
         row = self._model.info.embedding_row_bytes
         return np.zeros((-(-tokens // PAGE_ROWS), PAGE_ROWS, row), dtype=np.uint8)
 
-    def _sequence(
-        self, items: list[tuple[int, int, tuple[int, int, int]]], length: int, number: int
-    ) -> SequenceState:
+    def _sequence(self, items: list[ItemPlace], length: int, number: int) -> SequenceState:
         info = self._model.info
         tokens = self._chance.integers(0, 256, length).astype(np.int32)
-        for offset, count, _ in items:
-            tokens[offset : offset + count] = info.placeholder
+        for place in items:
+            tokens[place.offset : place.offset + place.tokens] = info.placeholder
         sequence = SequenceState(
             number=number,
             tokens=tokens,

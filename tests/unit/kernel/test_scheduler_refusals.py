@@ -31,6 +31,12 @@ def with_items(*places: tuple[int, int]) -> Request:
     return msgspec.structs.replace(make_request("bad", words(10)), items=items)
 
 
+def with_runs(*spans: tuple[int, int], offset: int = 1, tokens: int = 4) -> Request:
+    """Return a request of ten tokens with one item whose placeholders are these runs."""
+    item = MediaItem(key=b"k", tokens=tokens, offset=offset, grid=(1, 2, 2), spans=spans)
+    return msgspec.structs.replace(make_request("bad", words(10)), items=(item,))
+
+
 LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
 
 
@@ -72,6 +78,11 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
         pytest.param(with_items((0, 4), (3, 4)), "bad_items", 400, ["overlap"], id="items overlap"),
         pytest.param(with_items((0, 0)), "bad_items", 400, [], id="item of no tokens"),
         pytest.param(with_items((-1, 2)), "bad_items", 400, [], id="item before the prompt"),
+        pytest.param(with_runs((1, 3), (2, 4)), "bad_items", 400, ["overlap"], id="runs overlap"),
+        pytest.param(with_runs((1, 3), (9, 11)), "bad_items", 400, ["outside"], id="a run outside"),
+        pytest.param(with_runs((1, 3), (4, 4)), "bad_items", 400, [], id="a run of no tokens"),
+        pytest.param(with_runs((1, 3), (4, 5)), "bad_items", 400, [], id="runs of other tokens"),
+        pytest.param(with_runs((2, 4), (5, 7)), "bad_items", 400, [], id="runs begin elsewhere"),
         pytest.param(
             make_request("first", words(3)), "duplicate_id", 409, ["in use"], id="same id"
         ),

@@ -16,8 +16,9 @@ from PIL import Image
 from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import ImagePlan
+from vsched.worker.expansion import expand_images
 
 PLACEHOLDER = 1
 FACTOR = 8
@@ -103,10 +104,10 @@ class FakePreprocessor:
         rows, columns = -(-height // FACTOR) * 2, -(-width // FACTOR) * 2
         return ImagePlan((1, rows, columns), rows * columns // 4)
 
-    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
         if min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
             raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
-        return grid[0] * grid[1] * grid[2] // 4
+        return ImagePlan(grid, grid[0] * grid[1] * grid[2] // 4)
 
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         self.entered.set()
@@ -119,20 +120,9 @@ class FakePreprocessor:
         return np.full((patches, PATCH_VALUES), float(np.asarray(image)[0, 0, 0]), np.float32)
 
     def expand(
-        self, token_ids: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        if token_ids.count(PLACEHOLDER) != len(tokens):
-            raise RequestRefused("placeholders and images differ", code="placeholders")
-        result: list[int] = []
-        offsets: list[int] = []
-        remaining = iter(tokens)
-        for token_id in token_ids:
-            if token_id == PLACEHOLDER:
-                offsets.append(len(result))
-                result += [PLACEHOLDER] * next(remaining)
-            else:
-                result.append(token_id)
-        return result, offsets
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        return expand_images(token_ids, plans, placeholder=PLACEHOLDER)
 
 
 def image_bytes(

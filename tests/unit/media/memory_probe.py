@@ -22,6 +22,7 @@ from vsched.media.decode import DecodeLimits, decode, inspect
 from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import ResizeLimits
 
@@ -132,7 +133,7 @@ def measure_image(name: str, width: int, height: int, tokens_max: int) -> tuple[
 def measure_embedding(tokens: int) -> tuple[int, int]:
     info: ModelInfo = model_info(dtype="bfloat16", item_tokens_max=tokens)
     file = embedding_file(rows_of(tokens), (1, 2, 2 * tokens))
-    embedding = read_embedding(file, info, lambda grid: grid[1] * grid[2] // 4)
+    embedding = read_embedding(file, info, lambda grid: ImagePlan(grid, tokens))
     rows = np.ones(tokens * 8 * 2, np.uint8)
     grown = growth(lambda: write_rows(embedding, "bfloat16", rows))
     return grown + len(file), EMBEDDING_BYTES + len(file)

@@ -40,11 +40,11 @@ ENTRY = {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}
 
 def read(file: bytes, info: ModelInfo | None = None) -> Embedding:
     info = info or model_info()
-    return read_embedding(file, info, FakePreprocessor(info).tokens_of_grid)
+    return read_embedding(file, info, FakePreprocessor(info).plan_grid)
 
 
 def written(embedding: Embedding, info: ModelInfo) -> npt.NDArray[np.uint8]:
-    rows = np.zeros(embedding.tokens * info.embedding_row_bytes, np.uint8)
+    rows = np.zeros(embedding.plan.tokens * info.embedding_row_bytes, np.uint8)
     write_rows(embedding, info.dtype, rows)
     return rows
 
@@ -129,13 +129,13 @@ def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
     file[8 + place : 8 + place + len(noise)] = noise
     for hostile in (bytes(file), noise, framed(noise, b"")):
         with contextlib.suppress(RequestRefused):
-            assert read(hostile).tokens <= 64
+            assert read(hostile).plan.tokens <= 64
 
 
 def test_read_embedding_takes_either_shape_of_grid_and_integer() -> None:
     for grid in (np.array([1, 2, 4]), np.array([[1, 2, 4]]), np.array([1, 2, 4], np.int32)):
         embedding = read(tensors_file({"grid_thw": tensor_of(grid), "embeds": EMBEDS}))
-        assert (embedding.grid, embedding.tokens) == ((1, 2, 4), 2)
+        assert (embedding.plan.grid, embedding.plan.tokens) == ((1, 2, 4), 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -216,7 +216,7 @@ def test_read_embedding_refuses(name: str) -> None:
 
 def test_read_embedding_wants_every_level_in_a_row() -> None:
     info = model_info(embedding_levels=3)
-    assert read(embedding_file(rows_of(2, 24)), info).tokens == 2
+    assert read(embedding_file(rows_of(2, 24)), info).plan.tokens == 2
     with pytest.raises(
         RequestRefused, match=r"\[2, 8\], limit expected shape \[2, 24\].* 3 embedd"
     ):

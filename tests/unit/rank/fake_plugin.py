@@ -134,7 +134,7 @@ class FakeGenerator(StandInGenerator):
         decodes = zip(batch.decode_sequences, batch.decode_positions.tolist(), strict=True)
         rows = [(sequence, position + 1) for sequence, position in decodes]
         for chunk in batch.chunks:
-            widths = [grid[2] for _, _, grid in chunk.sequence.items]
+            widths = [place.grid[2] for place in chunk.sequence.items]
             for item in chunk.items:
                 assert batch.embeddings[item.pages[0], 0, 0] in widths
             if chunk.samples:

@@ -11,7 +11,7 @@ import pytest
 from vsched.errors import RecordError
 from vsched.failures import EncodeErrorKind, LostTooOften, ProcessExited
 from vsched.kernel.commands import Accept, Decide, EmitTokens, Notice
-from vsched.kernel.decisions import GenerateDecision, ItemPlace, Join, RequestData
+from vsched.kernel.decisions import GenerateDecision, Join, RequestData
 from vsched.kernel.events import (
     Aborted,
     Cleared,
@@ -35,7 +35,7 @@ from vsched.record.entries import (
     encode_entry,
     is_notice,
 )
-from vsched.types import Extent, FinishReason, MediaItem, Request, SamplingParams
+from vsched.types import Extent, FinishReason, ItemPlace, MediaItem, Request, SamplingParams
 
 ITEM = MediaItem(key=b"k" * 32, tokens=4, offset=1, grid=(1, 4, 4), pixels=Extent(64, 128))
 REQUEST = Request(

@@ -17,13 +17,12 @@ from vsched.kernel.decisions import (
     EncodeDecision,
     EncodeTask,
     GenerateDecision,
-    ItemPlace,
     Join,
     Leave,
     RequestData,
 )
 from vsched.kernel.events import Finished
-from vsched.types import Extent, FinishReason, SamplingParams
+from vsched.types import Extent, FinishReason, ItemPlace, SamplingParams
 from vsched.wire import (
     Beat,
     Continue,

@@ -12,13 +12,12 @@ from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
     GenerateDecision,
-    ItemPlace,
     Join,
     Leave,
     RequestData,
 )
 from vsched.kernel.events import Finished
-from vsched.types import FinishReason, SamplingParams
+from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, SlotLogprob
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
 from vsched.worker.generate_rank import GenerateRank
@@ -331,6 +330,33 @@ def test_generate_rank_item_rows_of_a_chunk(
     assert item.pages == [3, 1, 2]
     assert span[0] + item.chunk_start - item.row_start == 5
     assert item.row_stop - item.row_start == min(span[1], 15) - max(span[0], 5)
+
+
+@pytest.mark.parametrize(
+    ("span", "rows"),
+    [
+        # Rows of four tokens at 5, 10 and 15, separators between: (first in the chunk, first row, past the last row).
+        pytest.param((0, 20), [(5, 0, 4), (10, 4, 8), (15, 8, 12)], id="whole"),
+        pytest.param((7, 12), [(0, 2, 4), (3, 4, 6)], id="cut on both sides"),
+        pytest.param((9, 15), [(1, 4, 8)], id="separators and the row between them"),
+        pytest.param((9, 10), [], id="a separator alone"),
+        pytest.param((18, 20), [(0, 11, 12)], id="the last placeholder"),
+    ],
+)
+def test_generate_rank_item_rows_of_runs(
+    span: tuple[int, int], rows: list[tuple[int, int, int]]
+) -> None:
+    """Each run of placeholders that a chunk meets gets its own rows, and what stands between them none."""
+    worker = Script([7])
+    rank = rank_of(worker)
+    place = ItemPlace(5, 12, (1, 6, 8), ((5, 9), (10, 14), (15, 19)))
+    plan = ChunkPlan(0, *span, [ChunkItem(5, 12, [3, 1, 2])])
+    worker.steps = [[7] if span[1] == 20 else []]
+    joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4, (1, 4, 4)), place])
+    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
+    [[items]] = [batch["items"] for batch in worker.batches]
+    assert [(one.chunk_start, one.row_start, one.row_stop) for one in items] == rows
+    assert all(one.index == 1 and one.pages == [3, 1, 2] for one in items)
 
 
 def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:

@@ -24,7 +24,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.workers.driver import drawn_image
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import ImagePlan, Preprocessor
 from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, clamp_settings
 from vsched_workers.plugin import plugin
 
@@ -165,20 +165,21 @@ def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
 def test_expand_replaces_placeholders(load: Load) -> None:
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
-    assert preprocessor.expand([9, mark, 8, mark, 7], [2, 3]) == (
+    plans = [ImagePlan((1, 2, 4), 2), ImagePlan((1, 2, 6), 3)]
+    assert preprocessor.expand([9, mark, 8, mark, 7], plans) == (
         [9, mark, mark, 8, mark, mark, mark, 7],
-        [1, 4],
+        [((1, 3),), ((4, 7),)],
     )
     assert preprocessor.expand([9, 8], []) == ([9, 8], [])
 
 
-@pytest.mark.parametrize("tokens", [[], [2], [2, 2, 2]])
-def test_expand_refuses_other_numbers(load: Load, tokens: list[int]) -> None:
+@pytest.mark.parametrize("images", [0, 1, 3])
+def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
     """As many placeholders as images, neither more nor fewer."""
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
-    with pytest.raises(RequestRefused, match=f"value 2, limit {len(tokens)}") as refusal:
-        preprocessor.expand([mark, 8, mark], tokens)
+    with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
+        preprocessor.expand([mark, 8, mark], [ImagePlan((1, 2, 4), 2)] * images)
     assert refusal.value.code == "image_count_mismatch"
 
 
@@ -187,7 +188,7 @@ def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused) as refusal:
-        preprocessor.expand([mark, mark], [2, 2])
+        preprocessor.expand([mark, mark], [ImagePlan((1, 2, 4), 2)] * 2)
     assert refusal.value.code == "image_placeholders_touch"
 
 

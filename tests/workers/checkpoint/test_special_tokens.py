@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import ImagePlan, Preprocessor
 from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 from vsched_workers.plugin import plugin
@@ -105,7 +105,7 @@ def test_an_image_beside_its_placeholder_in_a_text(front: Preprocessor) -> None:
     content = [text_part(pad), IMAGE, text_part(pad)]
     ids = front.tokenize(front.render([{"role": "user", "content": content}]))
     assert ids.count(front.info.placeholder) == 1
-    assert front.expand(ids, [3])[0].count(front.info.placeholder) == 3
+    assert front.expand(ids, [ImagePlan((1, 2, 6), 3)])[0].count(front.info.placeholder) == 3
 
 
 def test_a_raw_prompt_has_special_tokens_and_without_images_no_placeholder(

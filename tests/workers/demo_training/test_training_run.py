@@ -27,6 +27,7 @@ from demo_training.plan import Plan  # noqa: E402
 from demo_training.samples import held_out  # noqa: E402
 from demo_training.train import BatchMaker, Trainer  # noqa: E402
 from vsched.errors import CheckpointError, VschedError  # noqa: E402
+from vsched.types import ItemPlace  # noqa: E402
 from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
 from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
 
@@ -156,10 +157,10 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
     offset = 0
     for number, sample in enumerate(drawn):
         (turn,) = sample.turns
-        tokens = [plan.tokens for plan in plans[offset : offset + len(turn.images)]]
+        planned = plans[offset : offset + len(turn.images)]
         text = trainer.front.render(_messages(turn.question, len(turn.images)))
-        ids, _ = trainer.front.expand(trainer.front.tokenize(text), tokens)
-        shown = grids[offset : offset + len(tokens)]
+        ids, _ = trainer.front.expand(trainer.front.tokenize(text), planned)
+        shown = grids[offset : offset + len(planned)]
         first = sum(plan.grid[1] * plan.grid[2] for plan in plans[:offset])
         count = sum(int(grid.prod()) for grid in shown)
         kinds = (torch.tensor([ids]) == trainer.front.info.image_token_id).int()
@@ -171,7 +172,7 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
                 mm_token_type_ids=kinds,
             ).logits[0, -1]
         torch.testing.assert_close(ours[number], logits, rtol=1e-3, atol=1e-3)
-        offset += len(tokens)
+        offset += len(planned)
 
 
 def _messages(question: str, images: int) -> list[dict[str, object]]:
@@ -191,7 +192,7 @@ def test_training_positions_are_the_library_s(tmp_path: Path) -> None:
     for image in sample.turns[0].images:
         plan = trainer.front.plan_image(image.width, image.height)
         at += int(np.flatnonzero(ids[at:] == trainer.front.info.image_token_id)[0])
-        items.append((at, plan.tokens, plan.grid))
+        items.append(ItemPlace(at, plan.tokens, plan.grid))
         at += plan.tokens
     expected, _ = rope_positions(Qwen2_5_VLModel, trainer.model.config, ids, items)
     assert np.array_equal(rows.positions[:, 0].numpy(), expected)

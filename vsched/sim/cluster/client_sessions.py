@@ -15,11 +15,12 @@ from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
 from vsched.sim.faults.plan import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
-from vsched.sim.ranks.symbolic_model import IMAGE_TOKEN, answer
+from vsched.sim.ranks.symbolic_model import IMAGE_TOKEN, answer, image_tokens
 from vsched.sim.workload import images
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, text_tokens
 from vsched.sim.world import World
 from vsched.types import MediaItem, Request, SamplingParams
+from vsched.worker.expansion import runs_of
 
 PHASES: dict[KernelPhase, RequestPhase] = {
     KernelPhase.ITEMS: "encode",
@@ -97,10 +98,16 @@ class ClientSession:
     def _put(self, part: PromptPart) -> Image | list[int]:
         """Add a part to the prompt, as a server must understand it; return what the client sends of it."""
         if isinstance(part, Image):
-            key = images.key_of(part, self.arrival.tenant)
-            grid, offset = (1, 2, 2 * part.tokens), len(self.prompt)
-            self.items.append(MediaItem(key=key, tokens=part.tokens, offset=offset, grid=grid))
-            self.prompt += [IMAGE_TOKEN] * part.tokens
+            expansion = image_tokens(part.tokens)
+            item = MediaItem(
+                key=images.key_of(part, self.arrival.tenant),
+                tokens=part.tokens,
+                offset=len(self.prompt),
+                grid=(1, 2, 2 * part.tokens),
+                spans=runs_of(expansion, IMAGE_TOKEN, len(self.prompt)),
+            )
+            self.items.append(item)
+            self.prompt += expansion
             return part
         tokens = (
             text_tokens(part)
@@ -135,11 +142,7 @@ class ClientSession:
         self.number, self._request = number, request
         same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
         for item, expected in zip(request.items, self.items, strict=False):
-            same = same and (item.key, item.offset, item.tokens) == (
-                expected.key,
-                expected.offset,
-                expected.tokens,
-            )
+            same = same and (item.key, item.runs) == (expected.key, expected.runs)
         self._world.expect(same, f"{self}: it was accepted as something else")
 
     def phase(self, kernel: Scheduler | None) -> RequestPhase | None:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
-from vsched.sim.ranks.symbolic_model import END_TOKEN, IMAGE_TOKEN, VOCABULARY
+from vsched.sim.ranks.symbolic_model import END_TOKEN, IMAGE_TOKEN, VOCABULARY, image_tokens
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
@@ -23,6 +23,7 @@ from vsched.worker.contract import (
     Progress,
     WorkerSettings,
 )
+from vsched.worker.expansion import expand_images
 
 NAME = "vsched.sim.cluster.plugin:plugin"
 IMAGE_TEXT = "<image>"
@@ -80,12 +81,13 @@ class SimulatedPreprocessor:
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         tokens = min(max(width * height // SIDE**2, 1), self.info.item_tokens_max)
-        return ImagePlan((1, 2, 2 * tokens), tokens)
+        return self.plan_grid((1, 2, 2 * tokens))
 
-    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
         if grid[:2] != (1, 2) or grid[2] < 2 or grid[2] % 2:
             raise RequestRefused(f"{grid} is no grid. Remedy: send (1, 2, 2n).", code="no_grid")
-        return grid[2] // 2
+        tokens = grid[2] // 2
+        return ImagePlan(grid, tokens, image_tokens(tokens))
 
     def process_image(self, image: PillowImage.Image) -> npt.NDArray[np.float32]:
         tokens = self.plan_image(*image.size).tokens
@@ -95,23 +97,9 @@ class SimulatedPreprocessor:
         return np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))
 
     def expand(
-        self, token_ids: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        offsets: list[int] = []
-        left = list(tokens)
-        for token in token_ids:
-            if token != self.info.image_token_id:
-                ids.append(token)
-                continue
-            if not left:
-                break
-            offsets.append(len(ids))
-            ids += [token] * left.pop(0)
-        if left or len(offsets) != list(token_ids).count(self.info.placeholder):
-            message = "placeholders and images differ in number. Remedy: send one for each."
-            raise RequestRefused(message, code="placeholders")
-        return ids, offsets
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        return expand_images(token_ids, plans, placeholder=self.info.placeholder)
 
 
 class SimulatedPlugin:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain, starmap
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,14 @@ from vsched.types import MediaItem
 IMAGE_TOKEN = 1 << TEXT_BITS
 """The tokens of texts are below it."""
 END_TOKEN = IMAGE_TOKEN + 1
-VOCABULARY = IMAGE_TOKEN + 2
+SEPARATOR_TOKEN = IMAGE_TOKEN + 2
+VOCABULARY = IMAGE_TOKEN + 3
 FIRST_TOKEN = 16
 TOKENS = 97
 """The model answers with tokens from `FIRST_TOKEN` on, so few that stop tokens are met by chance."""
 ROOT = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_ROW = 3
 
 
 def extend(seen: int, content: int) -> int:
@@ -44,9 +47,9 @@ class Content:
 
     def __init__(self, items: Iterable[MediaItem]) -> None:
         self._rows = {
-            item.offset + row: int.from_bytes(item.key[:7], "little") + row + 1
+            position: int.from_bytes(item.key[:7], "little") + row + 1
             for item in items
-            for row in range(item.tokens)
+            for row, position in enumerate(chain.from_iterable(starmap(range, item.runs)))
         }
 
     def at(self, position: int, token: int) -> int:
@@ -60,6 +63,14 @@ def fingerprints(tokens: Sequence[int], content: Content) -> Iterator[int]:
     for position, token in enumerate(tokens):
         seen = extend(seen, content.at(position, token))
         yield seen
+
+
+def image_tokens(tokens: int) -> tuple[int, ...]:
+    """Return what stands for an image in a prompt: now and then rows of placeholders with separators in between."""
+    if tokens % _ROW:
+        return (IMAGE_TOKEN,) * tokens
+    row = (SEPARATOR_TOKEN, *[IMAGE_TOKEN] * _ROW)
+    return (row * (tokens // _ROW))[1:]
 
 
 def answer(prompt: Sequence[int], items: Sequence[MediaItem], count: int) -> list[int]:

@@ -256,9 +256,9 @@ class SymbolicGenerator(StandInGenerator):
         """
         if not chunk.items:
             return True
-        items = {item.offset: item for item in self._world.cached[chunk.sequence.number]}
+        items = self._world.cached[chunk.sequence.number]
         for rows in chunk.items:
-            item = items[chunk.start + rows.chunk_start - rows.row_start]
+            item = items[rows.index]
             expected = embedding_rows(item.key, item.tokens, embeddings.shape[2])
             found = embeddings[list(rows.pages)].reshape(-1, embeddings.shape[2])
             part = slice(rows.row_start, rows.row_stop)

@@ -19,13 +19,12 @@ from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
     GenerateDecision,
-    ItemPlace,
     Join,
     Leave,
     RequestData,
 )
 from vsched.testing.contracts.base import demand
-from vsched.types import SamplingParams
+from vsched.types import ItemPlace, SamplingParams
 from vsched.wire import GenerateResult
 from vsched.worker.contract import Batch, GenerateWorker, ImagePlan, Sampled
 from vsched.worker.generate_rank import GenerateRank

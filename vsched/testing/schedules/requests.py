@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from vsched.kernel import SchedulerLimits
 from vsched.types import Extent, MediaItem, Request, SamplingParams
 
 PLACEHOLDER = 5
+SEPARATOR = 6
+"""Stands after each row of an image that has rows."""
 IMAGES = 6
 """The number of images that random requests share: few enough for hits, preemptions and evictions."""
+
+_NO_ROWS: Mapping[bytes, int] = MappingProxyType({})
 
 
 def make_request(
@@ -20,6 +25,7 @@ def make_request(
     *,
     max_tokens: int = 4,
     encoded: Sequence[bytes] = (),
+    row_tokens: Mapping[bytes, int] = _NO_ROWS,
     priority: int = 0,
     ttft_target_ms: int | None = None,
     cache_salt: str = "",
@@ -32,6 +38,7 @@ def make_request(
         items: Index in the text, tokens and key of each item.
         max_tokens: Tokens that it will yield.
         encoded: Keys of the items that bring their embeddings.
+        row_tokens: After how many placeholders of an item, by key, a separator stands; other items have none.
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
@@ -42,17 +49,25 @@ def make_request(
     for index, count, key in items:
         tokens += text[position:index]
         position = index
+        offset = len(tokens)
+        spans: list[tuple[int, int]] = []
+        width = row_tokens.get(key, count) or 1
+        for left in range(count, 0, -width):
+            if spans:
+                tokens.append(SEPARATOR)
+            spans.append((len(tokens), len(tokens) + min(width, left)))
+            tokens += [PLACEHOLDER] * min(width, left)
         placed.append(
             MediaItem(
                 key=key,
                 tokens=count,
-                offset=len(tokens),
+                offset=offset,
                 grid=(1, 2, 2 * count),
                 pixels=Extent(0, 16),
                 encoded=key in encoded,
+                spans=tuple(spans) if len(spans) > 1 else (),
             )
         )
-        tokens += [PLACEHOLDER] * count
     tokens += text[position:]
     return Request(
         request_id=name,
@@ -92,6 +107,7 @@ def random_request(
         items,
         max_tokens=rng.randint(1, 30),
         encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
+        row_tokens={f"image2{salt}".encode(): 5, f"image5{salt}".encode(): 1},
         priority=rng.choice([0, 0, 0, 1, 5, -1]),
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,

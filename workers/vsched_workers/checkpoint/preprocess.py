@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,8 +23,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import ImagePlan
+from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
@@ -126,7 +128,7 @@ class TextPreprocessor:
         """Refuse an image."""
         raise self._refusal()
 
-    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
+    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
         """Refuse an image."""
         raise self._refusal()
 
@@ -135,14 +137,14 @@ class TextPreprocessor:
         raise self._refusal()
 
     def expand(
-        self, token_ids: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
         """Return the ids, in which nothing stands for an image.
 
         Raises:
             RequestRefused: When there are images.
         """
-        if tokens:
+        if plans:
             raise self._refusal()
         return list(token_ids), []
 
@@ -232,8 +234,8 @@ class QwenPreprocessor(TextPreprocessor):
         factor = self._patch * self._merge
         return resized(height, width, factor=factor, limits=self._limits)
 
-    def tokens_of_grid(self, grid: tuple[int, int, int]) -> int:
-        """Return the tokens of a grid: patches in time, height and width.
+    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
+        """Return the plan of a grid: patches in time, height and width.
 
         Raises:
             RequestRefused: When a side is empty or does not come out in whole merge units.
@@ -249,7 +251,7 @@ class QwenPreprocessor(TextPreprocessor):
                 ),
                 code="grid_thw_invalid",
             )
-        return grid[0] * grid[1] * grid[2] // (merge * merge)
+        return ImagePlan(grid, math.prod(grid) // (merge * merge))
 
     def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
@@ -282,40 +284,21 @@ class QwenPreprocessor(TextPreprocessor):
         return out.reshape(count, channels * temporal * patch * patch)
 
     def expand(
-        self, token_ids: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Replace the i-th image placeholder by `tokens[i]` of them; return the ids and the items' offsets.
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Replace the i-th image placeholder as `plans[i]` says; return the ids, and each image's placeholders.
 
         Raises:
             RequestRefused: When placeholders and images differ in number, or two images touch.
         """
         placeholder = self.info.placeholder
-        places = [index for index, token in enumerate(token_ids) if token == placeholder]
-        if len(places) != len(tokens):
-            raise RequestRefused(
-                limit_message(
-                    "the prompt's image placeholders and the request's images differ in number",
-                    value=len(places),
-                    limit=len(tokens),
-                    remedy="send one placeholder an image, and none in the text",
-                ),
-                code="image_count_mismatch",
-            )
-        if any(second == first + 1 for first, second in itertools.pairwise(places)):
+        expanded = expand_images(token_ids, plans, placeholder=placeholder)
+        if any(one == next_one == placeholder for one, next_one in itertools.pairwise(token_ids)):
             raise RequestRefused(
                 "two image placeholders stand side by side. Remedy: separate them as the chat template does.",
                 code="image_placeholders_touch",
             )
-        expanded: list[int] = []
-        offsets: list[int] = []
-        start = 0
-        for place, count in zip(places, tokens, strict=True):
-            expanded.extend(token_ids[start:place])
-            offsets.append(len(expanded))
-            expanded.extend([placeholder] * count)
-            start = place + 1
-        expanded.extend(token_ids[start:])
-        return expanded, offsets
+        return expanded
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:

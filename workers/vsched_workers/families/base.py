@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError
+from vsched.types import ItemPlace
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from vsched_workers.families.qwen_image import ResizeLimits
 
 Grid = tuple[int, int, int]
-Items = Sequence[tuple[int, int, Grid]]
+Items = Sequence[ItemPlace]
 
 
 class Split(enum.Enum):

@@ -34,12 +34,12 @@ def rope_positions(
         model_class.get_vision_position_ids, stand_in
     )
     kinds = np.zeros((1, length), dtype=np.int64)
-    for offset, tokens, _ in items:
-        kinds[0, offset : offset + tokens] = 1
+    for place in items:
+        kinds[0, place.offset : place.offset + place.tokens] = 1
     positions, delta = model_class.get_rope_index(
         stand_in,
         torch.from_numpy(token_ids[None].astype(np.int64)),
         torch.from_numpy(kinds),
-        image_grid_thw=torch.tensor([grid for _, _, grid in items], dtype=torch.int64),
+        image_grid_thw=torch.tensor([place.grid for place in items], dtype=torch.int64),
     )
     return np.ascontiguousarray(positions[:, 0].numpy()), int(delta.item())

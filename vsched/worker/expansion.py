@@ -1,0 +1,55 @@
+"""From a prompt with one placeholder an image to the prompt that the model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.types import Spans
+from vsched.worker.contract import ImagePlan
+
+
+def expand_images(
+    token_ids: Sequence[int], plans: Sequence[ImagePlan], *, placeholder: int
+) -> tuple[list[int], list[Spans]]:
+    """Replace the i-th placeholder by what stands for the i-th image; return the ids, and each image's placeholders.
+
+    Raises:
+        RequestRefused: When placeholders and images differ in number.
+    """
+    places = [index for index, token in enumerate(token_ids) if token == placeholder]
+    if len(places) != len(plans):
+        message = limit_message(
+            "the prompt's image placeholders and the request's images differ in number",
+            value=len(places),
+            limit=len(plans),
+            remedy="send one placeholder an image, and none in the text",
+        )
+        raise RequestRefused(message, code="image_count_mismatch")
+    expanded: list[int] = []
+    spans: list[Spans] = []
+    start = 0
+    for place, plan in zip(places, plans, strict=True):
+        expanded.extend(token_ids[start:place])
+        start = place + 1
+        first = len(expanded)
+        if plan.expansion:
+            expanded.extend(plan.expansion)
+            spans.append(runs_of(plan.expansion, placeholder, first))
+        else:
+            expanded.extend([placeholder] * plan.tokens)
+            spans.append(((first, len(expanded)),))
+    expanded.extend(token_ids[start:])
+    return expanded, spans
+
+
+def runs_of(expansion: Sequence[int], placeholder: int, first: int) -> Spans:
+    """Return where the placeholders of an expansion lie that begins at position `first`."""
+    runs: list[tuple[int, int]] = []
+    for is_placeholder, run in groupby(expansion, key=placeholder.__eq__):
+        stop = first + sum(1 for _ in run)
+        if is_placeholder:
+            runs.append((first, stop))
+        first = stop
+    return tuple(runs)
