@@ -24,8 +24,8 @@ def alike(part: slice) -> str:
     return next(key for key in keys if digest(key)[part] == digest(KEY)[part])
 
 
-async def status_of(authorization: str) -> int:
-    """Return the status that a request with this header gets."""
+async def status_of(authorization: str | None) -> int:
+    """Return the status that a request with this header gets; None for a request without it."""
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -38,7 +38,7 @@ async def status_of(authorization: str) -> int:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    headers = [(b"authorization", authorization.encode())]
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
     await RequireKey(app, settings=ApiSettings(api_key=KEY))(scope, receive, send)
     return int(sent[0]["status"])
@@ -47,6 +47,10 @@ async def status_of(authorization: str) -> int:
 @pytest.mark.parametrize("said", [f"Bearer {KEY}", f"bearer  {KEY} "])
 async def test_right_key_is_let_in(said: str) -> None:
     assert await status_of(said) == 200
+
+
+async def test_request_without_a_key_is_refused() -> None:
+    assert await status_of(None) == 401
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a rank reports of an encode step that pauses."""
+"""What a rank reports, when it counts its leaders as silent, and what it refuses to carry out."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.wire import (
+    AcceptKv,
+    Beat,
     Continue,
     EncodeResult,
+    Heartbeat,
     Hello,
     LeaderLog,
     LogEntry,
     Paused,
     RankReport,
+    RunHook,
+    SizeKv,
     StepCheck,
     decode_report,
 )
-from vsched.worker.member import Member, RankHost
+from vsched.worker.member import Following, Member, RankHost
 
 
 class Link:
@@ -33,7 +39,7 @@ class Link:
         self.sent.append(decode_report(frame))
 
     def receive(self, _timeout_s: float = 0.0) -> bytes | None:
-        return self.frames.popleft()
+        return self.frames.popleft() if self.frames else None
 
     def close(self) -> None:
         """Nothing to close."""
@@ -44,7 +50,11 @@ class StageExecutor:
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
         self.now_ns = 0
+        self.hooks: list[str] = []
         self._said = deque(said)
+
+    def run_hook(self, name: str) -> None:
+        self.hooks.append(name)
 
     def wanted(self) -> list[str]:
         return ["balance"]
@@ -53,6 +63,20 @@ class StageExecutor:
         took_ns, said = self._said.popleft()
         self.now_ns += took_ns
         return said
+
+
+def member_of(side: StageExecutor, rank: int = 0) -> Member[Link]:
+    """Return a rank that has loaded, on a clock that moves with what it computes."""
+    spec = SimpleNamespace(rank=rank, secret="sesame")
+    host = RankHost(now_ns=lambda: side.now_ns, memory=lambda: {"resident": 5})
+    member = Member(spec, Link(), host)  # type: ignore[arg-type]
+    member.executor = side  # type: ignore[assignment]
+    return member
+
+
+def hear(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
+    member.link.frames.append(log.append(entry))
+    member.listen(0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -65,18 +89,13 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         (100, None),
         (3, EncodeResult(2, None, 0)),
     )
-    link = Link()
-    spec = SimpleNamespace(rank=rank, secret="sesame")
-    member = Member(spec, link, RankHost(now_ns=lambda: side.now_ns))  # type: ignore[arg-type]
-    member.executor = side  # type: ignore[assignment]
-    log = LeaderLog()
+    member, log = member_of(side, rank), LeaderLog()
     order: list[LogEntry] = [EncodeDecision(1, [], 10, 1), Continue(1, 2), Continue(1, 2)]
     for entry in (*order, Continue(1, 0), EncodeDecision(2, [])):
-        link.frames.append(log.append(entry))
-        member.listen(0)
+        hear(member, log, entry)
         assert member.log.turn == log.seq, "each has a turn"
         assert member.carry_out()
-    assert link.sent == [Hello(rank, "sesame")] + (
+    assert member.link.sent == [Hello(rank, "sesame")] + (
         [StepCheck(1, b""), StepCheck(2, b"")]
         if rank
         else [
@@ -86,3 +105,70 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
             EncodeResult(2, None, 3, ["balance"]),
         ]
     )
+
+
+def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
+    """Each with what the process holds; a hook once it has run."""
+    side = StageExecutor()
+    member, log = member_of(side), LeaderLog()
+    for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
+        hear(member, log, entry)
+        assert member.carry_out()
+    assert side.hooks == ["balance"]
+    beats = [Beat(seq, {"resident": 5}) for seq in (1, 2, 3)]
+    assert member.link.sent == [Hello(0, "sesame"), *beats]
+
+
+@pytest.mark.parametrize(
+    "entry", [SizeKv(64, profile=False, headroom_bytes=0), AcceptKv(1)], ids=repr
+)
+def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
+    """Sequences lie in the one that stands."""
+    member = member_of(StageExecutor())
+    hear(member, LeaderLog(), entry)
+    with pytest.raises(RankDesync, match="came after one was accepted"):
+        member.carry_out()
+
+
+SECOND_NS = 1_000_000_000
+
+
+def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
+    """Of two leaders, the one that is silent for longer counts, and one that has never spoken does not."""
+    side = StageExecutor()
+    side.now_ns = 50 * SECOND_NS
+    members, log = (member_of(side), member_of(side)), LeaderLog()
+    following = Following(members, 20.0, RankHost(now_ns=lambda: side.now_ns))
+    assert following.left_s() == 20.0
+    hear(members[0], log, Heartbeat())
+    members[0].carry_out()
+    side.now_ns += 5 * SECOND_NS
+    assert following.left_s() == 15.0
+    hear(members[1], LeaderLog(), Heartbeat())
+    members[1].carry_out()
+    side.now_ns += 5 * SECOND_NS
+    assert following.left_s() == 10.0
+    side.now_ns += 50 * SECOND_NS
+    assert following.left_s() == 0.0
+
+
+def test_following_counts_from_the_end_of_a_step() -> None:
+    """What came meanwhile was heard, only not read."""
+    side = StageExecutor((60 * SECOND_NS, EncodeResult(1, None, 0)))
+    member = member_of(side)
+    following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
+    hear(member, LeaderLog(), EncodeDecision(1, []))
+    assert following.advance()
+    assert following.left_s() == 20.0
+
+
+def test_following_waits_for_leaders_that_have_not_spoken() -> None:
+    """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
+    member, log = member_of(StageExecutor()), LeaderLog()
+    following = Following([member], 20.0)
+    following.heard_nothing()
+    hear(member, log, Heartbeat())
+    assert member.heard_ns is not None
+    following.advance()
+    with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
+        following.heard_nothing()

@@ -238,12 +238,10 @@ class Leader:
             if identity in self._proved:
                 self.refuse(rank, "sent a frame that is no report")
             return
-        if isinstance(report, Hello):
+        if isinstance(report, Hello) and report.rank == rank:
             said, secret = report.secret.encode(), self._secret.encode()
-            if report.rank == rank and hmac.compare_digest(said, secret):
+            if hmac.compare_digest(said, secret):
                 self._proved.add(identity)
-                self._liveness.hear(rank, self._loop.time(), follows=not pulse)
-            return
         if identity not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return

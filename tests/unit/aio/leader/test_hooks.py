@@ -10,7 +10,7 @@ import pytest
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
 from vsched.aio.leader.hooks import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
-from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook
+from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 
 
 @pytest.fixture
@@ -140,12 +140,64 @@ async def test_leader_deadline_of_a_hook(led: LeaderHarness) -> None:
     assert "limit 30 (deadlines.step_s)" in led.lost[0]
 
 
+async def test_leader_answer_to_a_heartbeat_is_none_to_a_hook(led: LeaderHarness) -> None:
+    """Which was sent before the hook, and may come after it."""
+    led.enter(0, 1, hooks={"balance": 1.0})
+    led.leader.decide(GenerateDecision(1))
+    for rank in (0, 1):
+        led.hear(rank, result(1) if rank == 0 else StepCheck(1, check_of(result(1))))
+    led.advance(LIMITS.heartbeat_s + 1)
+    seq = led.entries().index(RunHook("balance")) + 1
+    for rank in (0, 1):
+        led.hear(rank, Beat(seq - 1, {}))
+    led.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
+    assert "limit 30 (deadlines.step_s)" in led.lost[0]
+
+
+async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_number(
+    led: LeaderHarness,
+) -> None:
+    led.enter(0, 1, hooks={"balance": 1.0})
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, result(1))
+    led.advance(LIMITS.heartbeat_s + 1)
+    seq = led.entries().index(RunHook("balance")) + 1
+    led.hear(0, result(seq))
+    assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
+
+
+async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_after_a_result(
+    led: LeaderHarness,
+) -> None:
+    """A result may have the next step follow at once, and the work comes right before that."""
+    led.enter(0, 1, hooks={"balance": LIMITS.heartbeat_s / 4})
+    led.leader.decide(GenerateDecision(1))
+    led.loop.advance(LIMITS.heartbeat_s / 2)
+    led.hear(0, result(1))
+    assert led.entries() == [GenerateDecision(1)]
+    led.leader.decide(GenerateDecision(2))
+    assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
+
+
+async def test_leader_runs_no_hook_in_a_group_that_its_result_brought_down(
+    led: LeaderHarness,
+) -> None:
+    """What a result leads to may find that a rank is gone."""
+    led.enter(0, 1, hooks={"balance": 0.0})
+    led.leader.decide(GenerateDecision(1))
+    led.leader._on_result = lambda _: led.leader.refuse(1, "is gone")
+    led.hear(0, result(1, wanted=["balance"]))
+    assert len(led.lost) == 1
+    assert led.entries() == [GenerateDecision(1)]
+
+
 async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHarness) -> None:
     """An unknown hook would be an error on every rank."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     led.hear(0, result(1, wanted=["tidy"]))
     assert led.lost == ["generate: rank 0 asked for the hook 'tidy', which it did not announce"]
+    assert led.results == []
 
 
 async def test_leader_takes_the_interval_of_the_configuration(

@@ -83,6 +83,16 @@ async def test_leader_ignores_who_does_not_prove_itself(
     assert led.leader.ready.result() == [Ready(10, {"kv": 0})]
 
 
+async def test_leader_logs_what_it_drops_of_a_rank_that_did_not_prove_itself(
+    led: LeaderHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger that is no rank at all is not worth a line: it could fill the log."""
+    led.link.on_frame(b"rank-9", encode_report(RESULT))
+    assert caplog.messages == []
+    led.hear(0, RESULT)
+    assert caplog.messages == ["generate: dropped a report of a peer that did not prove itself"]
+
+
 async def test_leader_ignores_identities_that_are_no_rank(led: LeaderHarness) -> None:
     """A peer of another name gets no hearing, even with the secret."""
     for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
@@ -260,6 +270,67 @@ async def test_leader_passes_on_why_a_rank_stops(led: LeaderHarness) -> None:
     led.enter(0)
     led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
+
+
+async def test_leader_passes_on_no_result_of_a_group_that_is_lost(led_two: LeaderHarness) -> None:
+    """Its requests are on their way elsewhere by then."""
+    led = led_two
+    led.enter(0, 1)
+    led.leader.decide(GenerateDecision(1))
+    led.hear(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
+    led.hear(0, RESULT)
+    assert (len(led.lost), led.results) == (1, [])
+
+
+async def test_leader_passes_on_no_result_of_another_step_than_is_due(led: LeaderHarness) -> None:
+    led.enter(0)
+    led.leader.decide(GenerateDecision(1))
+    led.leader.decide(GenerateDecision(2))
+    led.hear(0, msgspec.structs.replace(RESULT, step=2))
+    assert led.lost == ["generate: rank 0 sent the result of step 2, due was 1"]
+    assert led.results == []
+
+
+@pytest.mark.parametrize("lost_by", ["report", "silence"])
+async def test_leader_sends_nothing_to_a_group_that_is_lost(
+    led_two: LeaderHarness, lost_by: str
+) -> None:
+    """Its ranks are being killed, and heartbeats would keep alive what is to end by itself."""
+    led = led_two
+    led.enter(0, 1)
+    if lost_by == "report":
+        led.hear(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
+    else:
+        while not led.lost:
+            led.loop.advance(1)
+    sent = len(led.entries(0))
+    led.loop.advance(10 * LIMITS.heartbeat_s)
+    assert len(led.entries(0)) == sent
+
+
+async def test_leader_sends_no_step_to_the_others_when_one_rank_is_gone(
+    led_two: LeaderHarness,
+) -> None:
+    """They would wait in a collective for the one that is gone."""
+    led = led_two
+    led.enter(0, 1)
+    led.link.backlogged.add(0)
+    led.leader.decide(GenerateDecision(1))
+    assert led.lost == ["generate: rank 0 is gone or does not read its decisions"]
+    assert led.entries(1) == []
+
+
+async def test_leader_answer_to_a_heartbeat_is_none_to_the_step_of_the_same_number(
+    led: LeaderHarness,
+) -> None:
+    """Steps and entries of the log are counted apart."""
+    led.enter(0)
+    led.loop.advance(LIMITS.heartbeat_s)
+    assert led.entries() == [Heartbeat()]
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, Beat(1, {}))
+    led.hear(0, RESULT)
+    assert (led.lost, led.results) == ([], [RESULT])
 
 
 async def test_leader_gives_up_a_deaf_rank(led_two: LeaderHarness) -> None:

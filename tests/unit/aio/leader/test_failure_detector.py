@@ -1,0 +1,85 @@
+"""What ranks owe their leaders: until when it is in time, and what counts while a process serves two groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.aio.leader.leader_harness import LIMITS
+from vsched.aio.leader.failure_detector import FailureDetector, ProcessLiveness
+from vsched.failures import AnswerOverdue, RankSilent
+
+SILENT_S = LIMITS.rank_timeout_s + LIMITS.heartbeat_s
+FIRST_S = 1000.0
+
+
+@pytest.fixture
+def liveness() -> ProcessLiveness:
+    liveness = ProcessLiveness()
+    liveness.hear(0, FIRST_S, follows=True)
+    return liveness
+
+
+def detector(liveness: ProcessLiveness, group: str = "generate") -> FailureDetector:
+    return FailureDetector(group, 1, LIMITS, liveness)
+
+
+def test_detector_rank_is_silent_only_after_the_whole_time(liveness: ProcessLiveness) -> None:
+    detects = detector(liveness)
+    assert detects.failure(FIRST_S + SILENT_S) is None
+    assert isinstance(detects.failure(FIRST_S + SILENT_S + 1), RankSilent)
+
+
+def test_detector_log_follower_is_silent_only_after_the_whole_time(
+    liveness: ProcessLiveness,
+) -> None:
+    """Also while the process still shows that it runs."""
+    detects = detector(liveness)
+    liveness.hear(0, FIRST_S + SILENT_S, follows=False)
+    assert detects.failure(FIRST_S + SILENT_S) is None
+    assert isinstance(detects.failure(FIRST_S + SILENT_S + 1), RankSilent)
+
+
+def test_detector_answer_is_overdue_only_after_the_whole_time(liveness: ProcessLiveness) -> None:
+    detects = detector(liveness)
+    detects.expect(1, FIRST_S)
+    liveness.hear(0, FIRST_S + LIMITS.step_s, follows=False)
+    assert detects.failure(FIRST_S + LIMITS.step_s) is None
+    assert isinstance(detects.failure(FIRST_S + LIMITS.step_s + 1), AnswerOverdue)
+
+
+def test_detector_rank_at_work_for_another_group_is_not_silent(liveness: ProcessLiveness) -> None:
+    """It follows one log at a time; once it owes nobody anything, it has to be heard again."""
+    encodes, generates = detector(liveness, "encode"), detector(liveness)
+    late_s = FIRST_S + SILENT_S + 1
+    encodes.expect(1, FIRST_S)
+    encodes.expect(2, FIRST_S)
+    for _ in range(2):
+        liveness.hear(0, late_s, follows=False)
+        assert generates.failure(late_s) is None
+        encodes.answered(0, late_s)
+    assert isinstance(generates.failure(late_s), RankSilent)
+
+
+@pytest.mark.parametrize(
+    ("hook", "number", "renewed"), [("", 7, True), ("", 8, False), ("balance", 7, False)]
+)
+def test_detector_renews_the_time_of_the_step_that_paused(
+    liveness: ProcessLiveness, hook: str, number: int, *, renewed: bool
+) -> None:
+    """Not that of another step, nor that of a hook which stands at a place of the log with the same number."""
+    detects = detector(liveness)
+    detects.expect(7, FIRST_S, hook=hook)
+    now_s = FIRST_S + LIMITS.step_s + 1
+    liveness.hear(0, now_s, follows=False)
+    detects.renew(number, now_s)
+    assert (detects.failure(now_s) is None) == renewed
+
+
+def test_detector_renews_nothing_where_nothing_is_owed(liveness: ProcessLiveness) -> None:
+    """A rank may have answered what another one has paused in."""
+    detects = FailureDetector("encode", 2, LIMITS, liveness)
+    detects.expect(1, FIRST_S)
+    detects.answered(0, FIRST_S)
+    detects.renew(1, FIRST_S)
+    assert detects.due(0) is None
+    assert detects.due(1) is not None
