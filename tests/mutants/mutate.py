@@ -127,13 +127,15 @@ def _statement_lines(tree: ast.Module) -> dict[int, int]:
 
 
 def _silent_nodes(tree: ast.Module) -> set[int]:
-    """Return what does nothing, with all that is in it: also what only asks whether a probe is reached."""
+    """Return what does nothing, with all that is in it: also what only asks for a probe, or words a failure."""
     silent: set[int] = set()
     for node in ast.walk(tree):
         if _is_silent(node) or (
             isinstance(node, ast.If) and all(map(_is_silent, node.body)) and not node.orelse
         ):
             silent.update(map(id, ast.walk(node)))
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            silent.update(map(id, ast.walk(node.msg)))
     return silent
 
 

@@ -146,13 +146,13 @@ def test_command_finds_that_a_loss_is_handled_in_full(tmp_path: Path) -> None:
     """Requests that settle when their group is lost, and claims of those that ran there: each once went unnoticed."""
     results = tmp_path / "results.jsonl"
     ended = run(
-        *("-m", "tests.mutants", "_lose_generator", "GenerateGroup.lose", "take_requeueable"),
+        *("-m", "tests.mutants", "_suspend", "GenerateGroup.lose", "take_requeueable"),
         *("--checks", "tests/unit/kernel/generate/test_in_flight.py", "--results", str(results)),
     )
     assert ended.returncode in (0, 1), ended.stderr
     killed = [line for line in results.read_text().splitlines() if '"killed"' in line]
     for change in (
-        "Scheduler._lose_generator: moves.drop_claims(state) -> pass #1",
+        "RequestMoves._suspend: self.drop_claims(state) -> pass #1",
         "GenerateGroup.lose: True -> False #1",
         "take_requeueable: crashed or last_step <= self.done -> False or last_step <= self.done #1",
     ):

@@ -124,8 +124,7 @@ class RequestMoves:
         """Claim the items of the next chunk; enqueue the request when it could run, else let it wait for them."""
         group = self.group_of(state)
         if not group.takes(state) and any(other.ready for other in self._groups):
-            # It claims nothing: older than others, it would keep embeddings from those that can go on.
-            state.phase = Phase.SUSPENDED
+            self._suspend(state)
             return ()
         computed = group.cached_tokens(state)
         state.uncached = len(state.tokens) - computed
@@ -206,7 +205,7 @@ class RequestMoves:
             if elsewhere and not state.losses:
                 probe("moves.moved")
                 commands += self.move(state, now_ns)
-            elif running and state.phase is not Phase.SUSPENDED:
+            elif running:
                 probe("moves.suspended")
                 self._suspend(state)
         return commands
@@ -214,11 +213,13 @@ class RequestMoves:
     def move(self, state: RequestState, now_ns: int) -> Sequence[Command]:
         """Find another group for a request that holds no slot."""
         self.group_of(state).let_go(state)
-        self.drop_claims(state)
         return self._route(state, now_ns)
 
     def _suspend(self, state: RequestState) -> None:
-        """Let a request that holds no slot wait for its group to come back."""
+        """Let a request that holds no slot wait for its group to come back.
+
+        It claims nothing: older than others, it would keep embeddings from those that can go on.
+        """
         self.group_of(state).dequeue(state)
         self.drop_claims(state)
         state.phase = Phase.SUSPENDED

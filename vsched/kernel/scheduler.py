@@ -233,7 +233,6 @@ class Scheduler:
             probe("kernel.poison_ended")
         for state in lost:
             if state is not poison:
-                moves.drop_claims(state)
                 commands += moves.enqueue(state, now_ns)
                 if state.phase is Phase.READY and group.queue.entries[-1].order > state.order:
                     probe("kernel.put_front_at_loss")
@@ -348,15 +347,14 @@ class Scheduler:
         """
         if not self._at_rest() or self._holds(now_ns):
             return False
-        groups = [group for group in self.generators if group.ready]
         waiting: list[RequestState] = []
-        for group in groups:
+        for group in self.generators:
             waiting += self._moves.requests_of(group, Phase.ITEMS)
         for state in waiting:
             commands += self._moves.enqueue(state, now_ns)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        if any(group.favour_front() for group in groups):
+        if any(group.favour_front() for group in self.generators):
             probe("kernel.stall_favoured")
             return True
         return False

@@ -158,7 +158,6 @@ class GenerateGroup(Group):
 
     def _drop_load(self, state: RequestState) -> None:
         self._known_tokens -= state.counted
-        state.counted = 0
 
     def _know_outputs(self, state: RequestState) -> None:
         """A request left its slot, and its outputs became known tokens."""
@@ -385,7 +384,6 @@ class GenerateGroup(Group):
         requeueable = self._in_flight.take_requeueable()
         for state in requeueable:
             self._know_outputs(state)
-        self._trim_log()
         return requeueable
 
     # --- leaving ---

@@ -88,7 +88,7 @@ class InFlightSteps:
 
     def lost_reads(self) -> list[ChunkRead]:
         """Return the chunks that were reading embeddings: no step that is in flight will complete."""
-        return [read for step in sorted(self._reads) for read in self._reads[step]]
+        return [read for reads in self._reads.values() for read in reads]
 
     def await_last(self, number: int, slot: int) -> None:
         """A preempted request waits for the steps in flight: they bring tokens of it."""

@@ -1,0 +1,432 @@
+"""What requests keep and give up on their way between queues, groups and slots."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.policy_pool import Reversed
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    image_request,
+    joined,
+    make_limits,
+    words,
+)
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.events import Drain, Resume
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    EncodingPolicy,
+    EncodingView,
+    RoutingPolicy,
+    RoutingView,
+)
+from vsched.probes import observed
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched_policies.encoding import Eager
+from vsched_policies.eviction import KeepNothing
+
+SECOND_NS = 1_000_000_000
+
+
+class First(RoutingPolicy, frozen=True, kw_only=True):
+    """Always the first replica; counts how often it is asked."""
+
+    asked: ClassVar[list[RoutingView]] = []
+
+    def choose(self, view: RoutingView) -> int:
+        self.asked.append(view)
+        return 0
+
+
+class Watching(EncodingPolicy, frozen=True, kw_only=True):
+    """Proposes everything, and notes what it is shown."""
+
+    views: ClassVar[list[EncodingView]] = []
+
+    def select(self, view: EncodingView) -> list[int]:
+        self.views.append(view)
+        return list(range(len(view.items)))
+
+
+class Asked(AdmissionPolicy, frozen=True, kw_only=True):
+    """Holds everything until a time, then takes the first; notes what it is shown."""
+
+    until_ns: int = 0
+    tokens: ClassVar[list[list[int | None]]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.tokens.append([entry.tokens for entry in view.waiting])
+        if view.now_ns < self.until_ns:
+            return Admission(hold_until_ns=self.until_ns)
+        return Admission([0])
+
+
+def claims(cluster: ModelCluster, key: bytes) -> int:
+    """Return how many requests claim an item; none where it is not known."""
+    return sum(len(one.claims) for one in cluster.kernel.embeddings if one.item.key == key)
+
+
+# --- what is claimed ---
+
+
+def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -> ModelCluster:
+    """Return a cluster in which a prefill was preempted while the step was out that read its first image."""
+    cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
+    cluster.submit(make_request("old", words(2), max_tokens=30))
+    length = sum(tokens for _, tokens, _ in items)
+    cluster.submit(make_request("young", words(36 - length), items, max_tokens=2))
+    cluster.run_encode()
+    while "young" not in joined(cluster):
+        cluster.run_generate()
+    cluster.run_generate()
+    assert "preempted" in cluster.kernel.explain("young")
+    return cluster
+
+
+def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
+    """Else it would keep its request's next image out for ever: nobody takes pages from an older claim."""
+    limits = make_limits(blocks=10, chunk_tokens=16, pages=4)
+    cluster = preempted_prefill(limits, (0, 16, b"a"), (0, 16, b"b"))
+    cluster.run_generate()
+    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
+    cluster.run_encode()
+    assert cluster.encoded == [[b"a"], [b"b"]]
+    cluster.drain()
+    assert_served(cluster, "old", "young")
+
+
+def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
+    """The step that read it is over by then, but what came of it is gone."""
+    limits = make_limits(blocks=10, chunk_tokens=16, prefix_cache=False)
+    cluster = preempted_prefill(limits, (0, 16, b"a"))
+    cluster.drain()
+    assert cluster.encoded == [[b"a"]]
+    assert_served(cluster, "old", "young")
+
+
+def test_image_that_was_consumed_is_not_claimed_again() -> None:
+    """Whatever the policy proposes: its content lies in the KV cache."""
+    limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1, encode_items=1)
+    Watching.views.clear()
+    cluster = ModelCluster(limits, default_policies(encoding=Watching()))
+    cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
+    cluster.run_encode()
+    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (1, 1)
+    cluster.run_generate()
+    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
+    cluster.drain()
+    assert cluster.encoded == [[b"a"], [b"b"]]
+    assert_served(cluster, "r")
+
+
+def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images_are_consumed() -> (
+    None
+):
+    limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1)
+    Watching.views.clear()
+    cluster = ModelCluster(limits, default_policies(encoding=Watching()))
+    cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
+    cluster.run_encode()
+    cluster.run_generate()
+    cluster.lose("generate")
+    cluster.restore("generate")
+    cluster.drain()
+    assert [view.arriving for view in Watching.views].count(True) == 1
+    assert Watching.views[0].arriving
+    assert len(Watching.views) > 3
+    assert all(view.items[-1].stop > view.chunk_start for view in Watching.views)
+    assert_served(cluster, "r")
+
+
+def test_request_that_moves_has_its_image_encoded_once() -> None:
+    """The pixels are its own, whichever group it belongs to."""
+    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
+    cluster.submit(image_request("r", (b"a", 16)))
+    cluster.lose("generate-0")
+    cluster.run_encode()
+    cluster.drain()
+    assert cluster.encoded == [[b"a"]]
+    assert_served(cluster, "r")
+
+
+def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
+    """Preempted while its only group drains, it would keep embeddings from others until the group is back."""
+    limits = make_limits(blocks=14, slots=4, prefix_cache=False, chunk_tokens=8, generate_depth=1)
+    cluster = ModelCluster(limits, default_policies(encoding=Eager()))
+    cluster.submit(make_request("old", words(12), max_tokens=40))
+    cluster.submit(make_request("young", words(30), [(0, 8, b"a"), (25, 8, b"b")], max_tokens=2))
+    cluster.send(Drain("generate"))
+    while cluster.busy("generate") or cluster.busy("encode"):
+        cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
+    assert not any(one.claims for one in cluster.kernel.embeddings)
+    cluster.send(Resume("generate"))
+    cluster.drain()
+    assert_served(cluster, "old", "young")
+
+
+# --- times and loads ---
+
+
+def test_times_of_a_request_are_those_of_the_first_time() -> None:
+    """A loss later on does not change when its images were ready, when it was admitted, or when its answer began."""
+    cluster = ModelCluster(make_limits(generate_depth=1))
+    cluster.submit(image_request("r", (b"a", 16), max_tokens=6))
+    cluster.wait(SECOND_NS)
+    cluster.run_encode()
+    ready_ns = cluster.now_ns
+    cluster.wait(SECOND_NS)
+    cluster.run_generate()
+    first_ns = cluster.now_ns
+    cluster.wait(SECOND_NS)
+    cluster.lose("generate")
+    cluster.wait(SECOND_NS)
+    cluster.restore("generate")
+    cluster.drain()
+    times = cluster.ended["r"].times
+    assert (times.items_ready_ns, times.admitted_ns) == (ready_ns, ready_ns)
+    assert times.first_token_ns == first_ns
+    assert_served(cluster, "r")
+
+
+@pytest.mark.parametrize("how", ["lost", "preempted"])
+def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> None:
+    """Prompts and outputs, waiting or running, else the router would send too much there."""
+    cluster = ModelCluster(make_limits(blocks=10, prefix_cache=False))
+    names = ("r0", "r1", "r2", "r3")
+    for index, name in enumerate(names):
+        cluster.submit(make_request(name, words(6, start=50 * index), max_tokens=20))
+    group = cluster.kernel.generators[0]
+    while not generate_statistics(cluster)["preemptions"]:
+        cluster.run_generate()
+    if how == "lost":
+        cluster.lose("generate")
+        outputs = sum(len(cluster.outputs[name]) for name in names if name not in cluster.ended)
+        assert group.load_tokens == 6 * 4 + outputs
+        cluster.restore("generate")
+    else:
+        cluster.run_generate()
+        cluster.run_generate()
+        assert group.load_tokens >= 6 * 4
+    cluster.drain()
+    assert group.load_tokens == 0
+    assert_served(cluster, *names)
+
+
+def test_group_learns_how_long_its_steps_take() -> None:
+    """What others may keep it from follows from that."""
+    cluster = ModelCluster(make_limits(step_target_ns=50_000_000))
+    cluster.submit(make_request("r", words(5), max_tokens=60))
+    group = cluster.kernel.generators[0]
+    for _ in range(3):
+        cluster.run_generate()
+    before_ns = group.decode_slack_ns(1)
+    for _ in range(20):
+        result, _ = cluster.generators["generate"].step()
+        cluster.send(msgspec.structs.replace(result, busy_ns=30_000_000))
+    assert group.decode_slack_ns(1) != before_ns
+
+
+def test_steps_that_were_out_when_a_group_was_lost_are_forgotten() -> None:
+    cluster = ModelCluster(make_limits(step_target_ns=50_000_000))
+    cluster.submit(make_request("r", words(5), max_tokens=60))
+    cluster.run_generate()
+    times = cluster.kernel.generators[0].step_times
+    assert times.state().planned
+    cluster.lose("generate")
+    assert not times.state().planned
+
+
+# --- what policies are asked, and when ---
+
+
+def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves() -> None:
+    Asked.tokens.clear()
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Asked()))
+    cluster.submit(make_request("first", words(21)))
+    cluster.drain()
+    cluster.submit(make_request("second", words(21)))
+    cluster.drain()
+    assert Asked.tokens == [[21], [1]]
+    assert_served(cluster, "first", "second")
+
+
+def test_policy_that_holds_is_asked_again_when_something_arrives_and_not_before() -> None:
+    Asked.tokens.clear()
+    policies = default_policies(generate_admission=Asked(until_ns=SECOND_NS))
+    cluster = ModelCluster(make_limits(), policies)
+    cluster.submit(make_request("first", words(5)))
+    assert len(Asked.tokens) == 1
+    cluster.abort("a stranger")
+    assert len(Asked.tokens) == 1
+    cluster.submit(make_request("second", words(5, start=50)))
+    assert len(Asked.tokens) == 2
+    cluster.drain()
+    assert_served(cluster, "first", "second")
+
+
+def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
+    """At once, and not when something else changes."""
+    limits = make_limits(blocks=8, prefix_cache=False, generate_depth=1)
+    cluster = ModelCluster(limits)
+    cluster.submit(make_request("runs", words(12), max_tokens=12))
+    cluster.submit(make_request("large", words(28, start=50), max_tokens=2))
+    cluster.submit(make_request("small", words(2, start=90), max_tokens=2))
+    cluster.run_generate()
+    assert joined(cluster) == ["runs"]
+    cluster.abort("large")
+    cluster.run_generate()
+    assert joined(cluster) == ["runs", "small"]
+    cluster.drain()
+    assert_served(cluster, "runs", "small")
+
+
+def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
+    """It may find that it fits."""
+    limits = make_limits(blocks=8, prefix_cache=False, generate_depth=1)
+    cluster = ModelCluster(limits, default_policies(generate_admission=Reversed()))
+    cluster.submit(make_request("runs", words(12), max_tokens=12))
+    cluster.submit(make_request("large", words(28, start=50), max_tokens=2))
+    cluster.run_generate()
+    cluster.submit(make_request("small", words(2, start=90), max_tokens=2))
+    cluster.run_generate()
+    assert joined(cluster) == ["runs", "small"]
+    cluster.drain()
+    assert_served(cluster, "runs", "large", "small")
+
+
+def test_policy_decides_who_joins_first_after_a_restart() -> None:
+    """While nothing could run, nothing was stuck that the front would have to be favoured for."""
+    cluster = ModelCluster(make_limits(slots=1), default_policies(generate_admission=Reversed()))
+    cluster.lose("generate")
+    for index in range(3):
+        cluster.submit(make_request(f"r{index}", words(5, start=50 * index)))
+    with observed() as reached:
+        cluster.restore("generate")
+        cluster.drain()
+    assert joined(cluster) == ["r2", "r1", "r0"]
+    assert not reached["kernel.stall_favoured"]
+
+
+def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() -> None:
+    """What had no room beside it has room now."""
+    limits = make_limits(blocks=8, prefix_cache=False, slots=4)
+    cluster = ModelCluster(limits)
+    cluster.submit(make_request("poison", words(12), max_tokens=12))
+    cluster.submit(make_request("large", words(26, start=50), max_tokens=2))
+    with observed() as reached:
+        for _ in range(2):
+            cluster.run_generate()
+            cluster.lose("generate")
+            cluster.restore("generate")
+        assert cluster.ended["poison"].code == "group_lost"
+        cluster.drain()
+    assert not reached["kernel.stall_favoured"]
+    assert_served(cluster, "large")
+
+
+# --- groups that drain, are lost, or both ---
+
+
+def test_drain_of_a_lost_group_changes_nothing() -> None:
+    """It comes back with all that it is given then."""
+    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
+    cluster.lose("generate-0")
+    cluster.send(Drain("generate-0"))
+    groups = cluster.kernel.statistics()["generate"]["groups"]
+    assert groups["generate-0"]["state"] == "down"
+    assert cluster.drained == []
+    cluster.restore("generate-0")
+    cluster.submit(make_request("r", words(5)))
+    assert cluster.busy("generate") == ["generate-0"]
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+def test_group_that_was_lost_while_it_drained_tells_once_that_it_is_drained_again() -> None:
+    cluster = ModelCluster(make_limits())
+    cluster.submit(make_request("r", words(5), max_tokens=9))
+    cluster.run_generate()
+    cluster.send(Drain("generate"))
+    cluster.lose("generate")
+    cluster.restore("generate")
+    cluster.send(Drain("generate"))
+    cluster.drain()
+    assert cluster.drained == ["generate"]
+    assert_served(cluster, "r")
+
+
+def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
+    """No other group takes it in, though it holds no slot and its image is yet to be encoded."""
+    limits = make_limits(generators=2, prefix_cache=False)
+    policies = default_policies(routing=First(), embedding_eviction=KeepNothing())
+    cluster = ModelCluster(limits, policies)
+    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
+    cluster.run_encode()
+    for _ in range(3):
+        cluster.run_generate()
+    cluster.lose("encode")
+    cluster.lose("generate-0")
+    cluster.restore("generate-0")
+    cluster.send(Drain("generate-0"))
+    assert cluster.drained == []
+    cluster.restore("encode")
+    cluster.drain()
+    assert cluster.drained == ["generate-0"]
+    assert_served(cluster, "r")
+
+
+def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
+    """And the ranks that it left forget it."""
+    limits = make_limits(generators=2, blocks=10)
+    cluster = ModelCluster(limits, default_policies(routing=First()))
+    names = ("r0", "r1", "r2", "r3")
+    for index, name in enumerate(names):
+        cluster.submit(make_request(name, words(6, start=50 * index), max_tokens=20))
+    cluster.run_generate("generate-0")
+    cluster.send(Drain("generate-0"))
+    while cluster.busy("generate") != ["generate-0", "generate-1"]:
+        cluster.run_generate("generate-0")
+    cluster.run_generate("generate-0")
+    cluster.run_generate("generate-0")
+    there = cluster.generators["generate-0"].sequences.keys()
+    assert not there & cluster.generators["generate-1"].sequences.keys()
+    cluster.drain()
+    assert cluster.drained == ["generate-0"]
+    assert_served(cluster, *names)
+    assert_holds_nothing(cluster)
+
+
+def test_router_is_not_asked_while_there_is_nowhere_to_go() -> None:
+    cluster = ModelCluster(make_limits(generators=2, slots=1), default_policies(routing=First()))
+    cluster.submit(make_request("runs", words(5), max_tokens=9))
+    cluster.submit(make_request("waits", words(5, start=50)))
+    cluster.lose("generate-1")
+    asked = len(First.asked)
+    cluster.send(Drain("generate-0"))
+    assert len(First.asked) == asked
+    cluster.drain()
+    cluster.send(Resume("generate-0"))
+    cluster.drain()
+    assert_served(cluster, "runs", "waits")
+
+
+def test_suspect_comes_back_after_a_restart_that_an_operator_asked_for() -> None:
+    """It was in quarantine, and nobody is to blame for the restart."""
+    cluster = ModelCluster(make_limits())
+    for index in range(2):
+        cluster.submit(make_request(f"r{index}", words(5, start=50 * index), max_tokens=20))
+    for planned in (False, False, True):
+        cluster.run_generate()
+        cluster.run_generate()
+        cluster.lose("generate", planned=planned)
+        cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, "r0", "r1")
