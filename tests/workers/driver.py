@@ -7,6 +7,7 @@ dealt in a shuffled order, so that nothing works by being contiguous or alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,9 +47,9 @@ def drawn_image(seed: int, width: int, height: int) -> Image.Image:
 
 @dataclass
 class Question:
-    """A request: text with one mark an image, the images, and how to sample."""
+    """A request: text, or tokens as they are, the images that come before it, and how to sample."""
 
-    text: str
+    text: str | Sequence[int]
     images: Sequence[Image.Image] = ()
     count: int = 12
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
@@ -76,8 +77,13 @@ class Stage:
 
     info: ModelInfo
     preprocessor: Preprocessor
-    encoder: EncodeWorker
+    vision: EncodeWorker | None
     generator: GenerateWorker
+
+    @property
+    def encoder(self) -> EncodeWorker:
+        assert self.vision is not None, "a model of text alone"
+        return self.vision
 
     @classmethod
     def load(
@@ -91,11 +97,15 @@ class Stage:
         )
         generator = plugin.load_generator(share, settings, lambda _label, _fraction: None)
         generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
-        encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+        encoder = None
+        if info.takes_images:
+            encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
         return cls(info, plugin.load_preprocessor(info), encoder, generator)
 
     def prompt(self, question: Question) -> tuple[list[int], list[Spans]]:
         """Return the expanded prompt and the placeholders of its images."""
+        if not isinstance(question.text, str):
+            return list(question.text), []
         content = [{"type": "image"} for _ in question.images]
         text = self.preprocessor.render(
             [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
@@ -252,6 +262,19 @@ class Driver:
             samples=stop == running.sequence.length,
             items=rows,
         )
+
+    def adopt(self, running: Running, other: Running) -> int:
+        """Take the blocks of what a request and an earlier one begin with, as a prefix cache does; return the tokens.
+
+        At least one token is left to compute.
+        """
+        own, old = running.sequence, other.sequence
+        known = zip(own.tokens[: own.length - 1], old.tokens[: other.computed], strict=False)
+        common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], known)))
+        blocks = common // BLOCK_SIZE
+        self.tables[running.slot, :blocks] = self.tables[other.slot, :blocks]
+        running.computed = blocks * BLOCK_SIZE
+        return running.computed
 
     def preempt(self, running: Running) -> None:
         """Take a request's blocks away, so that it is computed again, output and all."""

@@ -176,12 +176,12 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
 def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are computed outside of a step, and can fail as well."""
     generator = stages("nano25").generator
-    family = type(generator._family)  # type: ignore[attr-defined]
 
     def positions(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(family, "positions", positions)
+    language = generator._language  # type: ignore[attr-defined]
+    monkeypatch.setattr(generator, "_language", dataclasses.replace(language, positions=positions))
     sequence = SequenceState(
         number=1,
         tokens=np.ones(4, np.int32),

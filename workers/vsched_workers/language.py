@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from vsched.errors import ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.backends.base import Backend, CapturedSteps
+from vsched_workers.backends.base import Backend, CapturedSteps, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.whole_model import check_built, first_run
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.paged_attention import (
+    AttentionKernels,
+    KvCache,
+    KvShape,
+    PagedStep,
+)
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import PromptPositions, sampling_rows, special_rows
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
+from vsched_workers.checkpoint.whole_model import build_whole, load_whole
 from vsched_workers.families import FAMILIES, Family
+from vsched_workers.families.base import Items
+from vsched_workers.families.generic import refusal
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
 from vsched_workers.parallel.rank_group import RankGroup
@@ -36,41 +49,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class LanguageModel:
+    """A language model that is ready to run, and what its worker must know of it.
+
+    Attributes:
+        kv: What each layer keeps of a token on this rank.
+        heads: Query heads of this rank.
+        positions: Positions of a prompt, int64 [3, tokens], and the delta of what follows it.
+        first_layers: Runs only so many layers (of each kind) while its context is open; None where all must run.
+        shares_head: Whether this rank computes the logits of a part of the vocabulary only.
+        captures: Whether decode steps may be captured.
+    """
+
+    module: nn.Module
+    runnable: RunnableLanguage
+    kv: Sequence[KvShape]
+    heads: int
+    positions: Callable[[npt.NDArray[np.int32], Items], tuple[npt.NDArray[np.int64], int]]
+    first_layers: Callable[[int], AbstractContextManager[None]] | None
+    shares_head: bool = False
+    captures: bool = True
+
+
 class LanguageWorker:
     """The language model of one rank."""
 
     def __init__(
-        self,
-        info: ModelInfo,
-        backend: Backend,
-        family: Family,
-        model: nn.Module,
-        head: torch.Tensor,
-        group: RankGroup,
+        self, info: ModelInfo, backend: Backend, language: LanguageModel, group: RankGroup
     ) -> None:
-        """Take the model; `head` is the output projection, or this rank's part of the vocabulary of it."""
+        """Take the model."""
         self._info = info
         self._dtype: torch.dtype = getattr(torch, info.dtype)
-        self._family = family
-        self._model: Any = model
+        self._language = language
+        self._model: Any = language.module
         self._backend = backend
-        self._config = family.model_config(info.path)
         self._group = group
         self._memory = group.memory(backend.memory)
         self._cache: KvCache | None = None
         self._attention: AttentionKernels | None = None
         self._captured: CapturedSteps | None = None
-        experts = [each for each in model.modules() if isinstance(each, SharedExperts)]
+        experts = [each for each in self._model.modules() if isinstance(each, SharedExperts)]
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
-        self._head_is_shared = len(head) < self._config.text_config.vocab_size
-        runnable = backend.prepare_language(model, head)
-        self._layers, self._head = runnable.layers, runnable.head
-        self._weights_bytes = runnable.weights_bytes
+        self._layers, self._head = language.runnable.layers, language.runnable.head
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on the device."""
-        return self._weights_bytes
+        return self._language.runnable.weights_bytes
 
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the device that it runs on."""
@@ -87,25 +113,20 @@ class LanguageWorker:
             DeviceOutOfMemory: When it does not fit.
         """
         self.drop_kv()
-        text = self._config.text_config
         size = blocks * block_size * self._info.kv_bytes_per_token
-        kv_heads = text.num_key_value_heads // self._group.size
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             cache = self._cache = KvCache(
-                layers=text.num_hidden_layers,
+                self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
-                kv_heads=kv_heads,
-                head_dim=self._info.kv_bytes_per_token
-                // (2 * text.num_hidden_layers * kv_heads * self._info.itemsize),
                 dtype=self._dtype,
                 allocate=functools.partial(self._backend.zeros, touch=touch),
                 spare_blocks=self._backend.spare_blocks,
             )
-            heads = text.num_attention_heads // self._group.size
-            self._attention = self._backend.choose_attention(cache, heads)
-            self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
+            self._attention = self._backend.choose_attention(cache, self._language.heads)
+            if self._language.captures:
+                self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
         if self._balance is not None:
             self._balance.reset()
 
@@ -124,17 +145,16 @@ class LanguageWorker:
     @property
     def frugal(self) -> bool:
         """Whether a layer takes no more than the one before it gave back, but for what a heap scatters."""
-        return self._backend.layers_reuse_memory
+        return self._backend.layers_reuse_memory and self._language.first_layers is not None
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
-        """Run only the first `count` layers until the context ends."""
-        layers = self._model.layers
-        self._model.layers = layers[:count]
+        """Run only the first `count` layers, of each kind that there is, until the context ends."""
+        assert self._language.first_layers is not None, "frugal says so"
         try:
-            yield
+            with self._language.first_layers(count):
+                yield
         finally:
-            self._model.layers = layers
             if self._balance is not None:
                 self._balance.reset()
 
@@ -146,7 +166,7 @@ class LanguageWorker:
         """
         prompt = sequence.tokens[: sequence.prompt_length]
         with self._group.watched(), typed_out_of_memory("preparing a request"):
-            positions, delta = self._family.positions(self._config, prompt, sequence.items)
+            positions, delta = self._language.positions(prompt, sequence.items)
         sequence.state = PromptPositions(positions=positions, delta=delta)
 
     @torch.inference_mode()
@@ -168,7 +188,7 @@ class LanguageWorker:
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32))
             logits = self._head(hidden)[: len(rows)]
-            if self._head_is_shared:
+            if self._language.shares_head:
                 # Every rank samples, from the same logits, and so draws the same token.
                 logits = self._group.all_gather(logits)
             return choose_tokens(self._backend.argmax(logits), logits, special_rows(batch))
@@ -212,48 +232,148 @@ class LanguageWorker:
 
 
 def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:
-    """Load the language model alone.
+    """Load the language model alone: by the path of its family, or by the one for any other architecture.
 
     Raises:
-        CheckpointError: When weights are missing or a file is corrupt.
+        CheckpointError: When weights are missing or a file is corrupt, or the architecture cannot run.
         ConfigError: When the attention that the configuration asks for cannot run here.
     """
     torch.set_num_threads(torch_threads(settings))
     paged_attention.register()
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    backend = choose_backend(settings, dtype)
+    load = _load_family if info.family in FAMILIES else _load_any
+    with typed_out_of_memory("loading the language model"):
+        language, group = load(info, settings, backend, progress)
+    return LanguageWorker(info, backend, language, group)
+
+
+def _load_family(
+    info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
+) -> tuple[LanguageModel, RankGroup]:
     family = FAMILIES[info.family]
     config = family.model_config(info.path)
     tied = bool(config.tie_word_embeddings)
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
-    dtype: torch.dtype = getattr(torch, info.dtype)
-    backend = choose_backend(settings, dtype)
     ranks, rank = settings.ranks, settings.rank
     with torch.device("meta"):
         model = family.build_language(info.path, paged_attention.NAME)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
     vocabulary: int = config.text_config.vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
-    with typed_out_of_memory("loading the language model"):
-        fill_module(
-            model,
-            index,
-            family.language_prefixes,
-            dtype=dtype,
-            device=settings.device,
-            label="loading the language model",
-            progress=progress,
-            cuts=cuts,
-            flips=family.flips,
-        )
-        head = load_head(
-            model,
-            index,
-            dtype=dtype,
-            device=settings.device,
-            cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,
-        )
+    fill_module(
+        model,
+        index,
+        family.language_prefixes,
+        dtype=backend.dtype,
+        device=settings.device,
+        label="loading the language model",
+        progress=progress,
+        cuts=cuts,
+        flips=family.flips,
+    )
+    head = load_head(
+        model,
+        index,
+        dtype=backend.dtype,
+        device=settings.device,
+        cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,
+    )
     if backend.compiles:
         progress("compiling kernels", 1.0)
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     sum_rows(model, family.language_sharing, group)
-    return LanguageWorker(info, backend, family, model, head, group)
+    return family_language(info, family, backend, model, head, ranks=ranks), group
+
+
+def family_language(
+    info: ModelInfo,
+    family: Family,
+    backend: Backend,
+    model: nn.Module,
+    head: torch.Tensor,
+    *,
+    ranks: int = 1,
+) -> LanguageModel:
+    """Return a family's model, which has its weights, ready to run.
+
+    `head` is the output projection, or this rank's part of the vocabulary of it; `info` tells this rank's share of the
+    KV cache.
+    """
+    config = family.model_config(info.path)
+    text = config.text_config
+    kv_heads = text.num_key_value_heads // ranks
+    values = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * info.itemsize)
+    return LanguageModel(
+        module=model,
+        runnable=backend.prepare_language(model, head),
+        kv=[KvShape(kv_heads, values // 2, values // 2)] * text.num_hidden_layers,
+        heads=text.num_attention_heads // ranks,
+        positions=functools.partial(family.positions, config),
+        first_layers=functools.partial(_cut_layers, model),
+        shares_head=len(head) < text.vocab_size,
+    )
+
+
+@contextmanager
+def _cut_layers(model: Any, count: int) -> Iterator[None]:
+    layers = model.layers
+    model.layers = layers[:count]
+    try:
+        yield
+    finally:
+        model.layers = layers
+
+
+def _load_any(
+    info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
+) -> tuple[LanguageModel, RankGroup]:
+    """Load a model of an architecture that has no path of its own."""
+    assert settings.ranks == 1, "such a model is not shared"
+    what = f"model_type {info.family!r} has no path of its own, and the one for any architecture"
+    if not isinstance(backend, ReferenceBackend):
+        raise ConfigError(
+            f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
+            "Remedy: set generate.device to cpu."
+        )
+    if settings.deterministic:
+        raise ConfigError(f"model.deterministic: {what} cannot do so. Remedy: set it to false.")
+    built = build_whole(info.path, info.family)
+    check_built(built, info.family)
+    model = load_whole(
+        built,
+        info.path,
+        attention=paged_attention.NAME,
+        dtype=backend.dtype,
+        device=settings.device,
+        progress=progress,
+    )
+    kv, layers = first_run(model, info.family)
+    written = sum(each.values for each in kv) * info.itemsize
+    if written != info.kv_bytes_per_token:
+        raise refusal(
+            info.family,
+            f"layers that keep {written} bytes of a token, where config.json tells {info.kv_bytes_per_token},",
+        )
+    if backend.compiles:
+        progress("compiling kernels", 1.0)
+    backend.load_attention()
+    language = LanguageModel(
+        module=model,
+        runnable=backend.prepare_whole(model),
+        kv=kv,
+        heads=model.config.num_attention_heads,
+        positions=_text_positions,
+        first_layers=None if layers is None else layers.first,
+        captures=False,
+    )
+    return language, RankGroup(settings, "generate", backend.collectives)
+
+
+def _text_positions(
+    token_ids: npt.NDArray[np.int32], items: Items
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the positions of a prompt without images: the same on all three axes."""
+    assert not items, "it is a model of text alone"
+    return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0

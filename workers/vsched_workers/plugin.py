@@ -66,7 +66,14 @@ class TransformersPlugin:
         """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""
         if device != "cpu":
             return ()
-        return [*RANK_MODULES, f"transformers.models.{info.family}.modeling_{info.family}"]
+        from vsched_workers.families import FAMILIES
+
+        name = info.family
+        if name not in FAMILIES:
+            from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+            name = model_type_to_module_name(name)
+        return [*RANK_MODULES, f"transformers.models.{name}.modeling_{name}"]
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""

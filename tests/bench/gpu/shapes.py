@@ -16,7 +16,7 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.batching import paged_attention
 from vsched_workers.checkpoint.weights import _make_buffers
 from vsched_workers.families import FAMILIES
-from vsched_workers.language import LanguageWorker
+from vsched_workers.language import LanguageWorker, family_language
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.vision import VisionWorker
 
@@ -152,7 +152,8 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
     generate, encode = (
         RankGroup(settings, stage, backend.collectives) for stage in ("generate", "encode")
     )
-    language = LanguageWorker(info, backend, family, model, head, generate)
+    runnable = family_language(info, family, backend, model, head)
+    language = LanguageWorker(info, backend, runnable, generate)
     tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
     backend.prepare_tower(tower)
     vision = VisionWorker(info, backend, family, tower, tower_bytes, encode)

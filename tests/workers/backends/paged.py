@@ -11,6 +11,7 @@ import torch
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     KvCache,
+    KvShape,
     PagedStep,
     context_slots,
 )
@@ -29,11 +30,9 @@ def filled_cache(
     width = -(-max(contexts) // block_size)
     blocks = width * len(contexts)
     cache = KvCache(
-        layers=2,
+        [KvShape(kv_heads, head_dim, head_dim)] * 2,
         blocks=blocks,
         block_size=block_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         dtype=dtype,
         allocate=functools.partial(torch.zeros, device=device),
     )

@@ -59,9 +59,9 @@ class RunnableLanguage:
     """A language model as a backend runs it.
 
     Attributes:
-        layers: From token ids to hidden states.
+        layers: From token ids to hidden states; to logits, where the model has its head within.
         head: From hidden states [rows, hidden] to logits [rows, vocabulary]; a rank's part of the vocabulary where
-            ranks share it.
+            ranks share it. From logits, it is nothing.
         weights_bytes: Bytes of the weights on the device; tied weights count once.
     """
 

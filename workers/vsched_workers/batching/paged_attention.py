@@ -9,19 +9,33 @@ No mask function is registered under our name: transformers then builds no mask 
 what a token may see follows from its place in its sequence.
 
 What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function as a
-keyword argument of the model's call, so that no state is global and two models can run in one process.
+keyword argument of the model's call, or in a context variable (`running`) where a model does not hand such arguments
+on. So two models can run in one process.
+
+What some layers add to plain attention (windows, soft caps, sinks, keys and values of different sizes) is in
+`ruled_attention.py`. A layer without such goes to the kernels of the backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from vsched_workers.batching.ruled_attention import (
+    ContextIndex,
+    ScoreRule,
+    decode_by_rule,
+    prefill_by_rule,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,28 +101,42 @@ class Allocate(Protocol):
         ...
 
 
+class KvShape(NamedTuple):
+    """What one layer keeps of a token: so many heads, of so many values of the key and of the value each."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def values(self) -> int:
+        """Values of key and value together."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
 class KvCache:
     """Keys and values of every layer, [blocks * block_size, kv heads, head dim] each."""
 
     def __init__(
         self,
+        shapes: Sequence[KvShape],
         *,
-        layers: int,
         blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         allocate: Allocate,
         spare_blocks: int = 0,
     ) -> None:
-        """Allocate; `spare_blocks` come after the others, for writes that nobody reads."""
+        """Allocate for layers of these shapes; `spare_blocks` come after the others, for writes that nobody reads."""
         self.block_size = block_size
         self.blocks = blocks
-        shape = ((blocks + spare_blocks) * block_size, kv_heads, head_dim)
-        whole = allocate((2 * layers, *shape), dtype=dtype)
-        self.keys = list(whole[:layers])
-        self.values = list(whole[layers:])
+        slots = (blocks + spare_blocks) * block_size
+        rows = [(each.kv_heads, each.key_dim) for each in shapes]
+        rows += [(each.kv_heads, each.value_dim) for each in shapes]
+        sizes = [slots * heads * dim for heads, dim in rows]
+        whole = allocate((sum(sizes),), dtype=dtype)
+        parts = [part.view(slots, *row) for part, row in zip(whole.split(sizes), rows, strict=True)]
+        self.keys, self.values = parts[: len(shapes)], parts[len(shapes) :]
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
@@ -215,6 +243,12 @@ class PagedStep:
     scratch: dict[str, Any] = field(default_factory=dict)
     on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        decoding = int(self.contexts.max()) if self.decode_rows else 0
+        return max([decoding, *(each.context for each in self.segments)])
+
     def as_decode_rows(self) -> PagedStep:
         """Return the step with every row of a chunk as a decode row, which sees the tokens up to itself."""
         width = max((each.blocks for each in self.segments), default=0)
@@ -240,6 +274,19 @@ def context_slots(
     return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
 
 
+_RUNNING: ContextVar[PagedStep] = ContextVar("running paged step")
+
+
+@contextmanager
+def running(step: PagedStep) -> Iterator[None]:
+    """Let `attend` find the step, for models that do not hand keyword arguments on to their layers."""
+    token = _RUNNING.set(step)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -247,32 +294,81 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_step: PagedStep,
-    scaling: float,
+    paged_step: PagedStep | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend for one layer of a packed row.
 
     Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns
-    [1, rows, heads, head dim].
+    [1, rows, heads, head dim of the values]. `s_aux` [heads] are sinks: scores that take weight, and have no value.
     """
     layer: Any = module.layer_idx
-    keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
+    step = paged_step or _RUNNING.get()
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
+    values.index_copy_(0, step.slots, value[0].transpose(0, 1))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is not None and step.longest <= sliding_window:
+        sliding_window = None
+    plain = sliding_window is None and softcap is None and s_aux is None
+    if plain and keys.shape[-1] == values.shape[-1]:
+        return _attend_plainly(query, key, value, layer, step, scale)[None], None
+    rule = ScoreRule(scale, sliding_window, softcap, s_aux)
+    return _attend_by_rule(query[0], keys, values, step, rule)[None], None
+
+
+def _attend_plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
     queries = query[0].transpose(0, 1)
-    keys.index_copy_(0, paged_step.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, paged_step.slots, value[0].transpose(0, 1))
-    rows = paged_step.decode_rows
-    if not paged_step.segments:
-        return paged_step.decode(queries, layer, paged_step, scaling)[None], None
+    rows = step.decode_rows
+    if not step.segments:
+        return step.decode(queries, layer, step, scaling)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if rows:
-        out[:rows] = paged_step.decode(queries[:rows], layer, paged_step, scaling)
-    for segment in paged_step.segments:
+        out[:rows] = step.decode(queries[:rows], layer, step, scaling)
+    for segment in step.segments:
         part = slice(segment.start, segment.stop)
         # What one segment takes is gone before the next.
         seen = query[0, :, part], key[0, :, part], value[0, :, part]
-        out[part] = paged_step.prefill(*seen, layer, segment, paged_step, scaling).transpose(0, 1)
-    return out[None], None
+        out[part] = step.prefill(*seen, layer, segment, step, scaling).transpose(0, 1)
+    return out
+
+
+def _attend_by_rule(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: PagedStep,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    rows = step.decode_rows
+    if rows:
+        name = f"index of {rule.window}"
+        if name not in step.scratch:
+            step.scratch[name] = ContextIndex.of(
+                step.tables,
+                step.contexts,
+                block_size=step.cache.block_size,
+                window=rule.window,
+                device=query.device,
+            )
+        decoding = query[:, :rows].transpose(0, 1)
+        out[:rows] = decode_by_rule(decoding, keys, values, step.scratch[name], rule)
+    for segment in step.segments:
+        part = slice(segment.start, segment.stop)
+        out[part] = prefill_by_rule(query[:, part], keys, values, segment.slots(), rule)
+    return out
 
 
 def register() -> None:

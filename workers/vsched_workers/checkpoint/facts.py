@@ -13,7 +13,8 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
-from vsched_workers.families import Family, family_of
+from vsched_workers.families import FAMILIES, Family, family_of, model_type_of
+from vsched_workers.families.generic import context_tokens, kv_values, text_config
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
     clamp_limits,
@@ -97,10 +98,11 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
     """
     directory = checkpoint_directory(path)
     config = read_json(directory, "config.json")
-    family = family_of(config)
     try:
-        return _inspect(directory, config, family, dtype, item_tokens_max)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if model_type_of(config) not in FAMILIES:
+            return _inspect_text(directory, config, dtype)
+        return _inspect(directory, config, family_of(config), dtype, item_tokens_max)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(
             "config.json or the processor settings hold a value of the wrong kind "
             f"({type(error).__name__}). Remedy: download the checkpoint again."
@@ -110,15 +112,8 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
 def _inspect(
     directory: Path, config: dict[str, Any], family: Family, dtype: str, item_tokens_max: int
 ) -> ModelInfo:
-    tokenizer_files(directory)
-    unsupported = "quantised weights" if config.get("quantization_config") else None
-    unsupported = unsupported or family.unsupported(config)
-    if unsupported is not None:
-        raise CheckpointError(
-            f"config.json: {unsupported} are not supported. Remedy: serve a checkpoint without."
-        )
+    _check_files(directory, config, family.unsupported(config))
     settings = processor_settings(directory)
-    WeightIndex.open(directory)
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
     context = int(family.text(config, "max_position_embeddings"))
@@ -151,12 +146,53 @@ def _inspect(
     )
 
 
+def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelInfo:
+    """Read the facts of a language model that has no path of its own."""
+    family = model_type_of(config)
+    if not family:
+        raise CheckpointError(
+            "config.json: model_type is missing. Remedy: give the directory of a complete checkpoint."
+        )
+    text = text_config(directory, family)
+    _check_files(directory, config)
+    chosen = choose_dtype(config, dtype)
+    return ModelInfo(
+        family=family,
+        path=str(directory),
+        dtype=chosen,
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        context_tokens=context_tokens(text, family),
+        kv_bytes_per_token=kv_values(text) * (4 if chosen == "float32" else 2),
+        stop_token_ids=stop_token_ids(directory, config),
+        sampling=sampling_defaults(directory),
+    )
+
+
+def _check_files(
+    directory: Path, config: Mapping[str, Any], unsupported: str | None = None
+) -> None:
+    """Check that tokenizer and weights are there; `unsupported` is what the model asks for and does not get."""
+    tokenizer_files(directory)
+    unsupported = "quantised weights" if config.get("quantization_config") else unsupported
+    if unsupported is not None:
+        raise CheckpointError(
+            f"config.json: {unsupported} are not supported. Remedy: serve a checkpoint without."
+        )
+    WeightIndex.open(directory)
+
+
 def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
     """Check that a stage, `encode` or `generate`, can be shared by this many ranks.
 
     Raises:
         CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
     """
+    if info.family not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: model_type {info.family!r} runs on one rank only. "
+            "Remedy: set generate.tensor_parallel to 1."
+        )
     config = read_json(checkpoint_directory(info.path), "config.json")
     family = family_of(config)
     part = "vision_config" if stage == "encode" else "text_config"

@@ -37,8 +37,12 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
-    known = (family for table in tables for family, made in table.items() if made == classes[0])
-    return next(known, name)
+    known = [family for table in tables for family, made in table.items() if made == classes[0]]
+    # Several may share a class: the one that it is named after comes first.
+    known.sort(
+        key=lambda family: not classes[0].lower().startswith(f"{family.replace('_', '')}for")
+    )
+    return known[0] if known else name
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -26,6 +26,7 @@ from vsched_workers.backends.reference.gather_attention import decode_by_gather,
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     KvCache,
+    KvShape,
     PagedStep,
     PatchKernel,
     PrefillKernel,
@@ -67,11 +68,9 @@ def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKerne
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
     """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
     cache = KvCache(
-        layers=2,
+        [KvShape(kv_heads, head_dim, head_dim)] * 2,
         blocks=60,
         block_size=BLOCK_SIZE,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         dtype=dtype,
         allocate=torch.zeros,
     )
@@ -370,11 +369,9 @@ def _in_chunks(
     length, kv_heads, head_dim = keys.shape
     blocks = -(-length // block_size)
     cache = KvCache(
-        layers=1,
+        [KvShape(kv_heads, head_dim, head_dim)] * 1,
         blocks=blocks,
         block_size=block_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         dtype=torch.bfloat16,
         allocate=torch.zeros,
     )

@@ -19,6 +19,7 @@ from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastes
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     KvCache,
+    KvShape,
     PagedStep,
     Segment,
 )
@@ -55,11 +56,9 @@ class Greedy(Right):
 
 def small_cache() -> KvCache:
     cache = KvCache(
-        layers=2,
+        [KvShape(2, 8, 8)] * 2,
         blocks=9,
         block_size=4,
-        kv_heads=2,
-        head_dim=8,
         dtype=torch.float32,
         allocate=torch.zeros,
     )

@@ -27,6 +27,7 @@ from vsched_workers.backends.reference.packed_weights import (
     packs,
     warm_up,
 )
+from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 
 if TYPE_CHECKING:
@@ -57,6 +58,14 @@ class ReferenceBackend(Backend):
         size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
         warm_up(model, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
+
+    def prepare_whole(self, model: nn.Module) -> RunnableLanguage:
+        """Lay out a loaded model of any architecture that yields logits, its head within; see `prepare_language`."""
+        size = pack_linears(model, make_custom=self._make_product) if self._packs else 0
+        if self._packs:
+            warm_up(model)
+        size += stored_bytes(*model.parameters())
+        return RunnableLanguage(WholeModel(model, self.send), _as_they_are, size)
 
     def prepare_tower(self, tower: nn.Module) -> None:
         flatten_patches(tower, self._make_product, pack=self._packs)
@@ -93,3 +102,7 @@ class ReferenceBackend(Backend):
     def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
         # The copy also gives torch memory that it may call its own: the arena's view is read-only.
         return torch.from_numpy(np.concatenate(parts))
+
+
+def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
+    return logits

@@ -137,6 +137,8 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_custom)
+        # For models that ask for its type; to compute with it is an error.
+        self.weight = torch.empty_like(linear.weight, device="meta")
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -173,7 +175,7 @@ def pack_linears(
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
-            if isinstance(linear, nn.Linear):
+            if type(linear) is nn.Linear:  # what derives from it computes something else
                 packed = PackedLinear(linear, sizes, make_custom)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes

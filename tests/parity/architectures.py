@@ -1,0 +1,222 @@
+"""The architectures that are compared, each as small as its features allow: four layers, 64 wide, 300 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from vsched_workers.checkpoint import random_init
+
+WINDOW = 9
+"""Shorter than the prompts, and no multiple of a block or a chunk."""
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.35,
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
+_QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_SHARED_KV = {
+    **_WINDOWS,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+}
+_ALL_HEADS = {"num_key_value_heads": 4}
+_GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, **_ALL_HEADS}
+
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {**_EXPERTS, "num_dense_layers": 1, **_WINDOWS},
+    "apertus": {},
+    "arcee": {},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": _WINDOWS,
+    "cwm": {"sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "deepseek_v2": {**_LATENT, **_ROUTED_EXPERTS, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT, **_ROUTED_EXPERTS, "q_lora_rank": 24},
+    "dots1": {**_ROUTED_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "ernie4_5": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+    },
+    "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {},
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 16},
+    "gemma3n_text": {
+        **_SHARED_KV,
+        "intermediate_size": 96,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**_SHARED_KV, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": _ROUTED_EXPERTS,
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neox": _ALL_HEADS,
+    "gpt_oss": {**_LOCAL_EXPERTS, **_WINDOWS},
+    "granite": {},
+    "granitemoe": _LOCAL_EXPERTS,
+    "granitemoeshared": {**_LOCAL_EXPERTS, "shared_intermediate_size": 32},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "jais2": {},
+    "llama": {},
+    "ministral": _WINDOWS,
+    "minimax_m2": {**_LOCAL_EXPERTS, "rotary_dim": 8},
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": _LOCAL_EXPERTS,
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _WINDOWS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, **_ALL_HEADS},
+    "persimmon": _ALL_HEADS,
+    "phi": {},
+    "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 1.0},
+    "phimoe": _LOCAL_EXPERTS,
+    "qwen2": _QWEN_WINDOWS,
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3": _QWEN_WINDOWS,
+    "qwen3_moe": _EXPERTS,
+    "seed_oss": {},
+    "smollm3": {"no_rope_layer_interval": 2, "no_rope_layers": [1, 0, 1, 0]},
+    "solar_open": _ROUTED_EXPERTS,
+    "stablelm": {},
+    "starcoder2": {"sliding_window": WINDOW},
+    "vaultgemma": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+}
+"""What a model of each `model_type` has beyond `COMMON`."""
+
+REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "attn_layer_indices": [1],
+    },
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "diffllama": {},
+    "doge": {},
+    "falcon": {"num_kv_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
+    "llama4_text": {
+        "attention_chunk_size": 16,
+        **_LOCAL_EXPERTS,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2},
+    "minimax": {
+        **_LOCAL_EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "block_size": 8,
+    },
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4},
+    "nemotron_h": {},
+    "qwen3_next": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+}
+"""Architectures that are refused before weights are read."""
+
+FAMILY_SIZES = {"qwen2_5_vl": "nano25", "qwen3_vl": "nano3", "qwen3_vl_moe": "nano3moe"}
+"""Families with a path of their own, each with the size of its smallest checkpoint; here they are asked in text."""
+
+SAMPLE = ("deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "phi3", "qwen3_moe", "stablelm")
+"""A choice with all features: latent attention, soft caps, learned positions, sinks, windows, experts."""
+
+
+def make_checkpoint(name: str, directory: Path) -> None:
+    """Write a checkpoint of random float32 weights, with a tokenizer of bytes."""
+    if name in FAMILY_SIZES:
+        random_init.make_checkpoint(str(directory), FAMILY_SIZES[name], dtype="float32")
+        return
+    options = {**COMMON, **ARCHITECTURES.get(name, {}), **REFUSED.get(name, {})}
+    if name == "falcon":
+        del options["head_dim"]  # it is a property there
+    config = CONFIG_MAPPING[name](**options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    # What is zero or one by default (norms, biases, sinks) differs a little, so that nothing hides.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() <= 1:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+    model.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+
+
+def _tokenizer() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words |= {character: 3 + index for index, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    made = make(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    made.chat_template = CHAT_TEMPLATE
+    return made

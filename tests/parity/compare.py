@@ -1,0 +1,138 @@
+"""One architecture, run three ways by a worker over paged blocks, and compared with `generate`, token by token."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
+from tests.workers.driver import Driver, Question, Running, Stage
+from vsched.errors import CheckpointError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.plugin import plugin
+
+LENGTHS = (5, 23, 37, 14)
+OUTPUTS = 12
+CHUNK = 7
+FIRST_TOKEN, PAST_TOKEN = 10, 299
+WEIGHTS = "model.safetensors"
+_EMPTY_FILE = b"\x02" + bytes(7) + b"{}"
+"""A file of no tensors."""
+
+
+class Parity(NamedTuple):
+    """Whether each way of running gave the tokens of `generate`.
+
+    Attributes:
+        text: Each prompt in one step, all together.
+        chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled.
+        preempted: The same, with requests that lose their blocks and are computed again.
+        prefix_cache: With the blocks of an earlier request for the beginning of the prompt.
+    """
+
+    text: bool = False
+    chunked: bool = False
+    preempted: bool = False
+    prefix_cache: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether all of them did."""
+        return self.text and self.chunked and self.preempted and self.prefix_cache
+
+
+def prompts() -> list[list[int]]:
+    """Return the prompts: text of no meaning."""
+    return [
+        torch.randint(
+            FIRST_TOKEN, PAST_TOKEN, (length,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        for seed, length in enumerate(LENGTHS)
+    ]
+
+
+@torch.inference_mode()
+def generated(path: Path, asked: Sequence[Sequence[int]], *, sees: bool = False) -> list[list[int]]:
+    """Return what transformers' `generate` says, greedily; `sees` is whether the model takes images, too."""
+    made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = made.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for prompt in asked:
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=OUTPUTS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def compare(name: str, *, attention: str = "exact") -> Parity:
+    """Make a model of an architecture and compare.
+
+    Raises:
+        CheckpointError: When the architecture is refused.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"vsched-{name}-") as folder:
+        path = Path(folder)
+        make_checkpoint(name, path)
+        asked = prompts()
+        expected = generated(path, asked, sees=name in FAMILY_SIZES)
+        distinct = {token for answer in expected for token in answer}
+        assert len(distinct) > len(LENGTHS) // 2, f"{name}: the answers say too little, {distinct}"
+        stage = Stage.load(str(path), attention=attention, dtype="float32")
+        questions = [Question(prompt, count=OUTPUTS) for prompt in asked]
+        return Parity(
+            text=_tokens(Driver(stage, chunk=max(LENGTHS)).run(questions)) == expected,
+            chunked=_tokens(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
+            preempted=_tokens(
+                Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=5)
+            )
+            == expected,
+            prefix_cache=_tokens(_with_cached_prefixes(stage, questions)) == expected,
+        )
+
+
+def _with_cached_prefixes(stage: Stage, questions: Sequence[Question]) -> list[Running]:
+    """Ask all, then all again over the blocks that the first answers left."""
+    driver = Driver(stage, chunk=CHUNK, seed=2)
+    first = driver.run(questions)
+    again = [driver.start(index, question) for index, question in enumerate(questions)]
+    assert sum(driver.adopt(new, old) for new, old in zip(again, first, strict=True)) > 40
+    active = again
+    while active:
+        driver.step(active)
+        active = [each for each in active if len(each.sequence.outputs) < each.budget]
+    return again
+
+
+def _tokens(answers: Sequence[Running]) -> list[list[int]]:
+    return [answer.output for answer in answers]
+
+
+def refusal_of(name: str) -> str:
+    """Return what keeps an architecture from being served; empty where nothing does.
+
+    The weights are not there: it is told before they are read.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"vsched-{name}-") as folder:
+        path = Path(folder)
+        make_checkpoint(name, path)
+        (path / WEIGHTS).write_bytes(_EMPTY_FILE)
+        try:
+            info = plugin.inspect(folder, dtype="auto", item_tokens_max=0)
+            plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+        except CheckpointError as error:
+            found = re.search(r"model_type '\w+' has (.*), and cannot be served", str(error))
+            return found[1] if found else ""
+    return ""

@@ -1,0 +1,39 @@
+"""A sample of the comparison that `python -m tests.parity` makes in full."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.parity.__main__ import BEGIN, END, PAGE
+from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED, SAMPLE
+from tests.parity.compare import compare, refusal_of
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_answers_are_those_of_generate(name: str) -> None:
+    """In one step, in chunks, after preemptions, and over the blocks of an earlier request."""
+    assert compare(name).equal
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bloom", "attention of its own"),
+        ("diffllama", "attend more than once"),
+        ("doge", "masks of its own"),
+        ("lfm2", "keep more than keys and values.*conv"),
+        ("llama4_text", "temperatures"),
+    ],
+)
+def test_what_cannot_be_equal_is_refused_before_weights_are_read(name: str, why: str) -> None:
+    assert re.search(why, refusal_of(name))
+
+
+def test_page_has_a_row_for_every_architecture_and_all_are_equal() -> None:
+    compared = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", compared, re.MULTILINE))
+    assert set(rows) == {*FAMILY_SIZES, *ARCHITECTURES, *REFUSED}, "run `python -m tests.parity`"
+    for name in (*FAMILY_SIZES, *ARCHITECTURES):
+        assert re.fullmatch(r"(own|generic)( \| yes){5}", rows[name]), name

@@ -1,0 +1,96 @@
+"""Attention with windows, soft caps, sinks and values of another size, against the rule written out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from vsched_workers.batching import ruled_attention
+from vsched_workers.batching.paged_attention import KvCache, KvShape, context_slots
+from vsched_workers.batching.ruled_attention import (
+    ContextIndex,
+    ScoreRule,
+    decode_by_rule,
+    prefill_by_rule,
+)
+
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK = 4, 2, 8, 6, 4
+CONTEXTS = (1, 9, 30, 17)
+RULES = [
+    ScoreRule(0.5, window, softcap, sinks)
+    for window, softcap, sinks in itertools.product(
+        (None, 1, 7, 100), (None, 2.0), (None, torch.tensor([0.3, -1.0, 2.0, 0.0]))
+    )
+]
+
+
+@pytest.fixture(params=[ruled_attention.PART_BYTES, 1], ids=["whole", "row by row"], autouse=True)
+def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ruled_attention, "PART_BYTES", request.param)
+
+
+def expected(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """Return what one row sees of a context that ends with it: query [heads, dim], keys [context, kv heads, dim]."""
+    first = 0 if rule.window is None else max(0, len(keys) - rule.window)
+    out = []
+    for head in range(HEADS):
+        kv_head = head // (HEADS // KV_HEADS)
+        scores = keys[first:, kv_head] @ query[head] * rule.scaling
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks[head : head + 1]])
+        weights = scores.softmax(-1)[: len(keys) - first]
+        out.append(weights @ values[first:, kv_head])
+    return torch.stack(out)
+
+
+def cache_and_tables() -> tuple[KvCache, np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
+    shape = KvShape(KV_HEADS, KEY_DIM, VALUE_DIM)
+    cache = KvCache(
+        [shape] * 2, blocks=40, block_size=BLOCK, dtype=torch.float32, allocate=torch.zeros
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    blocks = np.random.default_rng(0).permutation(40).astype(np.int32)
+    return cache, blocks.reshape(4, 10)[:, : -(-max(CONTEXTS) // BLOCK)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_decode_is_the_rule_written_out(rule: ScoreRule) -> None:
+    cache, tables = cache_and_tables()
+    query = torch.randn(len(CONTEXTS), HEADS, KEY_DIM, generator=torch.Generator().manual_seed(1))
+    index = ContextIndex.of(
+        tables,
+        np.array(CONTEXTS, np.int32),
+        block_size=BLOCK,
+        window=rule.window,
+        device=query.device,
+    )
+    if rule.window is not None:
+        assert index.slots.shape[1] <= rule.window, "what lies before the window is not read"
+    found = decode_by_rule(query, cache.keys[1], cache.values[1], index, rule)
+    for row, context in enumerate(CONTEXTS):
+        slots = context_slots(tables[row], context, BLOCK)
+        wanted = expected(query[row], cache.keys[1][slots], cache.values[1][slots], rule)
+        torch.testing.assert_close(found[row], wanted)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_prefill_is_the_rule_written_out(rule: ScoreRule, rows: int) -> None:
+    cache, tables = cache_and_tables()
+    query = torch.randn(HEADS, rows, KEY_DIM, generator=torch.Generator().manual_seed(1))
+    slots = torch.from_numpy(context_slots(tables[2], 30, BLOCK))
+    keys, values = cache.keys[0], cache.values[0]
+    found = prefill_by_rule(query, keys, values, slots, rule)
+    for row in range(rows):
+        seen = slots[: 30 - rows + row + 1]
+        wanted = expected(query[:, row], keys[seen], values[seen], rule)
+        torch.testing.assert_close(found[row], wanted)

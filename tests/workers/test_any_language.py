@@ -1,0 +1,205 @@
+"""Models that have no path of their own: what they are, what is refused, and how they are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity.architectures import make_checkpoint
+from tests.workers.driver import Driver, Question, Stage
+from vsched.errors import CheckpointError, ConfigError, RequestRefused
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.plugin import plugin
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", path)
+    return path
+
+
+@pytest.fixture
+def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy with other entries in its config.json."""
+
+    def edit(**changes: Any) -> Path:
+        for file in llama.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((llama / "config.json").read_text())
+        config = {name: value for name, value in (config | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return edit
+
+
+def inspect(path: Path) -> ModelInfo:
+    return plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+
+
+def load(path: Path, **settings: Any) -> Any:
+    return plugin.load_generator(
+        inspect(path), WorkerSettings(**settings), lambda _label, _fraction: None
+    )
+
+
+def test_facts_of_a_model_of_text(llama: Path) -> None:
+    info = inspect(llama)
+    assert (info.family, info.dtype, info.context_tokens) == ("llama", "float32", 512)
+    assert info.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
+    assert not info.takes_images
+    assert info.embedding_row_bytes == info.item_tokens_max == 0
+    assert info.stop_token_ids == (2,)
+
+
+def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[..., Path]) -> None:
+    """Of several that share the class, the one that it is named after."""
+    assert inspect(edited(model_type="nonsense")).family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "nonsense", "architectures": None}, "'nonsense' is not supported"),
+        ({"model_type": None, "architectures": None}, "model_type is missing"),
+        ({"model_type": "t5"}, "no decoder that writes text by itself"),
+        ({"model_type": "llava"}, "a part for images or sound"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "keep more than keys"),
+    ],
+)
+def test_inspect_refuses_what_cannot_run(
+    edited: Callable[..., Path], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
+        inspect(edited(**changes))
+
+
+def test_context_ends_where_frequencies_would_change_for_a_whole_step(
+    edited: Callable[..., Path],
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    assert inspect(edited(rope_parameters=rope)).context_tokens == 128
+
+
+def test_check_parallel_refuses_several_ranks(llama: Path) -> None:
+    with pytest.raises(CheckpointError, match="one rank only. Remedy: set generate.tensor_par"):
+        plugin.check_parallel(inspect(llama), stage="generate", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
+)
+def test_load_refuses_what_such_models_cannot(
+    llama: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(llama, **settings)
+
+
+def test_load_tells_a_missing_tensor_and_one_of_another_shape(edited: Callable[..., Path]) -> None:
+    """Transformers would fill them with random values."""
+    path = edited()
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    without = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(without, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} is in none.*Remedy: "):
+        load(path)
+    save_file(
+        without | {name: torch.zeros(3, 64)}, path / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match=f"{name} has another shape.*Remedy: "):
+        load(path)
+    (path / "model.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(CheckpointError, match="cannot be read.*Remedy: "):
+        load(path)
+
+
+def test_load_tells_layers_that_keep_more_than_was_told(llama: Path) -> None:
+    """The ledger reckons with what the configuration tells; a rank does not go on with another figure."""
+    info = inspect(llama)
+    wrong = ModelInfo(
+        **{name: getattr(info, name) for name in info.__struct_fields__}
+        | {"kv_bytes_per_token": 77}
+    )
+    with pytest.raises(CheckpointError, match="keep 1024 bytes of a token.*tells 77"):
+        plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+
+
+def test_weights_are_memory_of_the_process_alone(llama: Path) -> None:
+    """Not a view of the file: replacing it changes nothing."""
+    worker = load(llama, attention="exact")
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert not any(str(llama) in file for file in files)
+    assert worker.weights_bytes == sum(each.nbytes for each in worker._model.parameters())
+    assert isinstance(worker.device_memory(), HostMemory)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3_text"])
+def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) -> None:
+    """A profiling run needs each kind of layer: dense, experts, windows."""
+    make_checkpoint(name, tmp_path)
+    worker = load(tmp_path, attention="exact")
+    assert worker.frugal
+    ran: list[int] = []
+    for index, layer in enumerate(worker._model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, at=index: ran.append(at))
+
+    def layers_of_a_step() -> list[int]:
+        ran.clear()
+        stage = Stage(inspect(tmp_path), plugin.load_preprocessor(inspect(tmp_path)), None, worker)
+        Driver(stage, chunk=8).run([Question([5, 6, 7], count=1)])
+        return list(ran)
+
+    worker.build_kv(blocks=400, block_size=4)
+    kinds = {"llama": 1, "deepseek_v3": 2, "gemma3_text": 2}[name]
+    with worker.first_layers(1):
+        assert len(layers_of_a_step()) == kinds
+    with worker.first_layers(0):
+        assert layers_of_a_step() == []
+    assert layers_of_a_step() == [0, 1, 2, 3]
+
+
+def test_preprocessor_takes_text_and_refuses_images(llama: Path) -> None:
+    front = plugin.load_preprocessor(inspect(llama))
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    rendered = front.render([{"role": "user", "content": parts}])
+    assert rendered == "<|user|>one\ntwo<|assistant|>"
+    ids = front.tokenize(rendered)
+    assert front.detokenize(ids) == rendered
+    assert front.expand(ids, []) == (ids, [])
+    for refused in (
+        lambda: front.plan_image(10, 10),
+        lambda: front.expand(ids, [ImagePlan((1, 2, 2), 1)]),
+    ):
+        with pytest.raises(RequestRefused, match="takes no images"):
+            refused()
+
+
+def test_chat_without_a_template_is_refused_and_a_prompt_is_not(
+    edited: Callable[..., Path],
+) -> None:
+    path = edited()
+    (path / "chat_template.jinja").unlink()
+    front = plugin.load_preprocessor(inspect(path))
+    with pytest.raises(RequestRefused, match="no chat template. Remedy: ") as caught:
+        front.render([{"role": "user", "content": "hi"}])
+    assert caught.value.code == "chat_template_missing"
+    assert front.tokenize("hi")

@@ -1,0 +1,146 @@
+"""Attention with rules of its own: windows, soft caps, sinks, and values of another size than keys.
+
+Written with torch alone, for every device and type. Scores and softmax are float32. What lies before a window is not
+read, and a long chunk is cut into rows, so that what is taken at a time stays within `PART_BYTES` or is one row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PART_BYTES = 64 << 20
+"""Bytes of scores, or of gathered keys and values, at a time; one row may take more."""
+
+
+class ScoreRule(NamedTuple):
+    """How scores become weights.
+
+    Attributes:
+        window: Tokens that a row sees, itself included; None for all before it.
+        softcap: Scores are bent towards plus and minus this; None for straight ones.
+        sinks: [heads], scores that take weight and have no value; None for none.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class ContextIndex(NamedTuple):
+    """What decode rows see: slots int64 [rows, longest], and which of them are real, [rows, longest]."""
+
+    slots: torch.Tensor
+    seen: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        tables: npt.NDArray[np.int32],
+        contexts: npt.NDArray[np.int32],
+        *,
+        block_size: int,
+        window: int | None,
+        device: torch.device,
+    ) -> ContextIndex:
+        """Make it for block tables [rows, blocks] and the tokens that each row sees, [rows]."""
+        starts = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
+        longest = int((contexts - starts).max())
+        positions = starts[:, None] + np.arange(longest)
+        seen = positions < contexts[:, None]
+        positions = np.where(seen, positions, 0)  # slots of the first token are there, and masked
+        blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        return cls(torch.from_numpy(slots).to(device), torch.from_numpy(seen).to(device))
+
+
+def decode_by_rule(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    index: ContextIndex,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """Attend for rows of one token each.
+
+    Shape: query [rows, heads, key dim]; keys and values [slots, kv heads, dim]. Returns [rows, heads, value dim].
+    """
+    rows, heads, _ = query.shape
+    kv_heads = keys.shape[1]
+    width = kv_heads * (keys.shape[2] + values.shape[2]) * keys.itemsize
+    count = max(1, PART_BYTES // max(1, index.slots.shape[1] * width))
+    out = query.new_empty(rows, heads, values.shape[2])
+    for start in range(0, rows, count):
+        part = slice(start, start + count)
+        slots, seen = index.slots[part], index.seen[part]
+        grouped = query[part].reshape(len(slots), kv_heads, heads // kv_heads, -1)
+        scores = grouped @ keys[slots].permute(0, 2, 3, 1)
+        weights = _weights(scores, seen[:, None, None], rule, (kv_heads, -1, 1))
+        out[part] = (weights @ values[slots].transpose(1, 2)).flatten(1, 2)
+    return out
+
+
+def prefill_by_rule(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """Attend for the rows of a chunk, the last tokens of a context, each to the tokens up to itself.
+
+    Shape: query [heads, rows, key dim]; keys and values [slots, kv heads, dim]; `slots` int64 [context]. Returns
+    [rows, heads, value dim].
+    """
+    heads, rows, _ = query.shape
+    kv_heads = keys.shape[1]
+    out = query.new_empty(rows, heads, values.shape[2])
+    for first, last, low, high in _parts(rows, len(slots), heads, rule.window):
+        places = slots[low:high]
+        grouped = query[:, first:last].reshape(kv_heads, heads // kv_heads, last - first, -1)
+        scores = grouped @ keys[places].permute(1, 2, 0)[:, None]
+        position = torch.arange(high - (last - first), high, device=query.device)[:, None]
+        other = torch.arange(low, high, device=query.device)
+        seen = other <= position
+        if rule.window is not None:
+            seen &= other > position - rule.window
+        weights = _weights(scores, seen, rule, (kv_heads, -1, 1, 1))
+        attended = weights @ values[places].transpose(0, 1)[:, None]
+        out[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def _parts(
+    rows: int, context: int, heads: int, window: int | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield rows [first, last) of a chunk and the tokens [low, high) of its context that they see some of."""
+    before = context - rows
+    first = 0
+    while first < rows:
+        low = 0 if window is None else max(0, before + first - window + 1)
+        count = max(1, PART_BYTES // (4 * heads * (context - low)))
+        last = min(rows, first + count)
+        yield first, last, low, before + last
+        first = last
+
+
+def _weights(
+    scores: torch.Tensor, seen: torch.Tensor, rule: ScoreRule, sinks_shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the weights of scores [..., keys], where they are seen; `sinks_shape` lays sinks out beside them."""
+    exact = scores.float() * rule.scaling
+    if rule.softcap is not None:
+        exact = torch.tanh(exact / rule.softcap) * rule.softcap
+    exact = exact.masked_fill(~seen, -torch.inf)
+    if rule.sinks is None:
+        return exact.softmax(dim=-1).to(scores.dtype)
+    sinks = rule.sinks.float().reshape(sinks_shape)
+    highest = torch.maximum(exact.amax(dim=-1, keepdim=True), sinks)
+    shares = torch.exp(exact - highest)
+    total = shares.sum(dim=-1, keepdim=True) + torch.exp(sinks - highest)
+    return (shares / total).to(scores.dtype)

@@ -1,0 +1,120 @@
+"""Any other language model that transformers has: its facts, read from its configuration without torch.
+
+Such a model runs as transformers' own modules, over the attention in `batching/paged_attention.py`. What cannot run so
+is refused, here where the configuration tells, else when the model is built (`backends/reference/whole_model.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vsched.errors import CheckpointError
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose whole state is keys and values, each seen by all later tokens, or by those of a window."""
+
+UNEQUAL = {
+    "llama4_text": "temperatures that follow a token's place in the step",
+}
+"""Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
+
+FROM_THE_BATCH = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies change once any sequence of a batch is longer than the original."""
+
+
+def text_config(directory: Path, family: str) -> Any:
+    """Return transformers' configuration object of a language model that has no path of its own.
+
+    Raises:
+        CheckpointError: When it is none that can run, with the reason.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if family not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"config.json: model_type {family!r} is not supported: transformers {transformers.__version__} has none "
+            "such, and code of a checkpoint is not run. Remedy: serve a checkpoint of a supported family; "
+            "docs/models.md lists them."
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[family].from_pretrained(
+            str(directory), local_files_only=True
+        )
+    except Exception as error:
+        # Whatever a class of transformers says of what it is given, it cannot be read.
+        raise CheckpointError(
+            f"config.json cannot be read as one of {family!r} ({type(error).__name__}). "
+            "Remedy: download the checkpoint again."
+        ) from error
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise refusal(
+            family, "a part for images or sound, which it shares with no supported family"
+        )
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        raise refusal(family, "no decoder that writes text by itself")
+    if family in UNEQUAL:
+        raise refusal(family, UNEQUAL[family])
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = sorted(set(kinds) - LAYER_TYPES)
+    if others:
+        raise refusal(
+            family,
+            f"layers that keep more than keys and values, or attend otherwise ({', '.join(others)})",
+        )
+    return config
+
+
+OWN_ATTENTION = "attention of its own, which does not go through transformers' interface"
+
+
+def refusal(family: str, what: str) -> CheckpointError:
+    """Word why a model cannot be served."""
+    return CheckpointError(
+        f"config.json: model_type {family!r} has {what}, and cannot be served. "
+        "Remedy: serve a checkpoint of a supported family; docs/models.md lists them."
+    )
+
+
+def context_tokens(config: Any, family: str) -> int:
+    """Return the longest sequence.
+
+    Where rotary frequencies would change beyond an original length, for all sequences of a step at a time, that length
+    is the longest.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        raise refusal(family, "no limit on its positions (max_position_embeddings)")
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some models have parameters for each kind of layer.
+    tables = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    for table in tables:
+        if table.get("rope_type") in FROM_THE_BATCH:
+            original = table.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, int(original or longest))
+    return longest
+
+
+def kv_values(config: Any) -> int:
+    """Return the values of keys and values of a token over all layers.
+
+    A rank compares it with what the layers really write, before it serves.
+    """
+    count = config.num_hidden_layers
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+    return sum(map(_layer_values, layers)) if layers else count * _layer_values(config)
+
+
+def _layer_values(config: Any) -> int:
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, written out
+        key = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return int(heads * (key + config.v_head_dim))
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False):
+        kv_heads = 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * kv_heads * size)
