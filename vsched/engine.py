@@ -41,7 +41,7 @@ from vsched.assembly import (
 )
 from vsched.config import Config, resolve_policies
 from vsched.errors import RequestRefused
-from vsched.media import ImageReference
+from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
@@ -189,7 +189,7 @@ class Engine:
     async def generate(
         self,
         *,
-        prompt: str | list[int],
+        prompt: Prompt,
         images: Sequence[ImageReference] = (),
         sampling: SamplingParams | None = None,
         request_id: str,
@@ -277,8 +277,8 @@ class Engine:
     def _default_sampling(self) -> SamplingParams:
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text, within all the limits of a prompt.
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, within all its limits.
 
         Blocks: up to `media.prepare_s`.
 
@@ -286,7 +286,7 @@ class Engine:
             RequestRefused: When `generate` would not take it.
         """
         parts = self._serving()
-        prepared = await parts.shell.preparations.run("tokenize", parts.media.prepare(text, ()))
+        prepared = await parts.shell.preparations.run("tokenize", parts.media.prepare(prompt, ()))
         prepared.lease.release()
         return prepared.token_ids
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vsched.api.access import access_middleware
+from vsched.api.bodies import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ErrorBody, ErrorEnvelope
@@ -22,20 +23,29 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
     The engine may still be loading: `/health` tells, and completions are refused until it is ready.
     """
     metrics = ApiMetrics(engine)
+    bodies = RequestBodies(settings)
     operations = Operations(engine, metrics)
     routes = [
-        Route("/v1/chat/completions", ChatEndpoint(engine, settings, metrics), methods=["POST"]),
-        Route("/v1/completions", CompletionEndpoint(engine, settings, metrics), methods=["POST"]),
+        Route(
+            "/v1/chat/completions",
+            ChatEndpoint(engine, settings, metrics, bodies),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/completions",
+            CompletionEndpoint(engine, settings, metrics, bodies),
+            methods=["POST"],
+        ),
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
-        Route("/tokenize", TokenizeEndpoint(engine, settings), methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),
         Route("/health", operations.health),
         Route("/ready", operations.health),
         Route("/metrics", operations.metrics),
         Route("/admin/statistics", operations.statistics),
         Route("/admin/clear", operations.clear, methods=["POST"]),
         Route("/admin/replicas", operations.replicas),
-        Route("/admin/replicas", ReplicasEndpoint(engine, settings), methods=["POST"]),
+        Route("/admin/replicas", ReplicasEndpoint(engine, bodies), methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,16 +14,16 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
+from vsched.api.bodies import RequestBodies
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange
-from vsched.api.json_values import check_json_values
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import ImageReference, refuse_images
+from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine."""
 
-    prompt: str | list[int]
+    prompt: Prompt
     images: Sequence[ImageReference]
     sampling: SamplingParams
     request_id: str
@@ -74,21 +74,20 @@ def check_ready(engine: EngineContract) -> None:
         )
 
 
-async def render(
+def rendered(
     engine: EngineContract, messages: list[dict[str, Any]], arguments: dict[str, Any]
-) -> str:
-    """Render messages with the checkpoint's template, in a thread when they are long.
+) -> str | Callable[[], str]:
+    """Render messages with the checkpoint's template; long ones are left to the thread that tokenizes them.
 
     Raises:
         RequestRefused: When the template rejects them.
     """
+    render = partial(engine.preprocessor.render, messages, **arguments)
     size = sum(
         len(content) if isinstance(content := message["content"], str) else _text_size(content)
         for message in messages
     )
-    if size <= _INLINE_CHARACTERS_MAX:
-        return engine.preprocessor.render(messages, **arguments)
-    return await asyncio.to_thread(engine.preprocessor.render, messages, **arguments)
+    return render() if size <= _INLINE_CHARACTERS_MAX else render
 
 
 def _text_size(parts: list[dict[str, str]]) -> int:
@@ -102,10 +101,17 @@ class CompletionEndpoint:
     id_prefix = "cmpl"
     formatter: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
-    def __init__(self, engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineContract,
+        settings: ApiSettings,
+        metrics: ApiMetrics,
+        bodies: RequestBodies,
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every end is counted once and answered once."""
@@ -127,15 +133,18 @@ class CompletionEndpoint:
             logger.exception("%s failed", self.name)
             await exchange.send_error(RequestFailed("the server made a mistake"))
         finally:
+            exchange.release_room()
             record.end(outcome)
 
-    async def job(self, body: bytes, request_id: str) -> CheckedRequest:
-        """Decode and check a body.
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read and check a request.
 
         Raises:
             RequestRefused: When it cannot be served.
+            ClientDisconnected: When the client left before it was complete.
         """
-        request = parameters.decode_body(body, CompletionRequest)
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
         check_model(request.model, self._engine)
         prompt = parameters.completion_prompt(request, self._engine.info)
         return self._job(
@@ -152,7 +161,7 @@ class CompletionEndpoint:
         request: SamplingFields,
         request_id: str,
         *,
-        prompt: str | list[int],
+        prompt: Prompt,
         images: Sequence[ImageReference],
         max_tokens: int | None,
         logprobs: int | None,
@@ -180,18 +189,11 @@ class CompletionEndpoint:
 
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
         check_ready(self._engine)
-        body = await exchange.read_body(self._settings.body_bytes_max)
-        await check_json_values(body, self._engine.info.context_tokens)
         request_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
-        outcome = "stop"
-
-        async def work() -> None:
-            nonlocal outcome
-            job = await self.job(body, request_id)
-            outcome = await self._generate(exchange, record, job)
-
-        await exchange.until_disconnect(work)
-        return outcome
+        # Not kept here: prompt and images end with their preparation.
+        return await exchange.until_disconnect(
+            self._generate(exchange, record, await self.read(exchange, request_id))
+        )
 
     async def _generate(
         self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
@@ -205,6 +207,8 @@ class CompletionEndpoint:
             ttft_target_ms=job.ttft_target_ms,
             cache_salt=job.cache_salt,
         )
+        job = msgspec.structs.replace(job, prompt="", images=())
+        exchange.release_room()
         formatter = self.formatter(
             job.request_id,
             created=int(time.time()),
@@ -266,20 +270,22 @@ class ChatEndpoint(CompletionEndpoint):
     id_prefix = "chatcmpl"
     formatter = ChatFormatter
 
-    async def job(self, body: bytes, request_id: str) -> CheckedRequest:
-        """Decode and check a body, and render its messages.
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read and check a request; long messages are rendered when it is prepared.
 
         Raises:
             RequestRefused: When it cannot be served.
+            ClientDisconnected: When the client left before it was complete.
         """
-        request = parameters.decode_body(body, ChatRequest)
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, ChatRequest, tokens=tokens)
         check_model(request.model, self._engine)
         parameters.refuse_unsupported(request)
         messages, images = parameters.split_messages(request.messages, self._settings)
         if images:
             refuse_images(self._engine.info)  # before a template that knows no images sees them
         arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
-        prompt = await render(self._engine, messages, arguments)
+        prompt = rendered(self._engine, messages, arguments)
         limit = request.max_completion_tokens
         return self._job(
             request,

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from vsched.aio.streams.stream import OutputDelta
-from vsched.media import ImageReference
+from vsched.media import ImageReference, Prompt
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         allowed_hosts: Names in `Host` beside addresses and `localhost`; None for any, `*.` before all under a domain.
         cors_origins: Origins whose pages may call, `*` for any.
         body_bytes_max: Bytes of a request body; counted while it arrives.
+        bodies_bytes_max: Bytes of large bodies that are held at a time, over all connections; more wait.
+        body_wait_s: Longest wait of a body for room among them.
         messages_max: Messages of one chat request.
         parts_max: Content parts of one chat request, over all its messages.
         stop_max: Stop strings of one request.
@@ -45,6 +48,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allowed_hosts: tuple[str, ...] | None = ()
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: _Positive = 32 * 1024 * 1024
+    bodies_bytes_max: _Positive = 256 * 1024 * 1024
+    body_wait_s: _Seconds = 30.0
     messages_max: _Positive = 1024
     parts_max: _Positive = 4096
     stop_max: _Positive = 16
@@ -112,7 +117,7 @@ class EngineContract(Protocol):
     async def generate(
         self,
         *,
-        prompt: str | list[int],
+        prompt: Prompt,
         images: Sequence[ImageReference],
         sampling: SamplingParams,
         request_id: str,
@@ -130,7 +135,7 @@ class EngineContract(Protocol):
         """
         ...
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a text that could be a prompt.
 
         Raises:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,7 @@ from vsched.errors import RequestFailed, RequestRefused, limit_message
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
 
 _ENCODER = msgspec.json.Encoder()
@@ -27,8 +28,17 @@ _SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_INLINE_BYTES = 1024 * 1024
+ROOMLESS_BYTES = 64 * 1024
+"""A body up to this size is held without room: a connection's own buffer is as large."""
 _DONE = b"data: [DONE]\n\n"
+
+
+class Room(Protocol):
+    """What a large body takes of the memory for all of them."""
+
+    def release(self) -> None:
+        """Give it back; calling it again does nothing."""
+        ...
 
 
 class HttpExchange:
@@ -40,6 +50,7 @@ class HttpExchange:
         self._receive = receive
         self._send = send
         self._body_read = False
+        self._room: Room | None = None
         self._finished = False
 
     def header(self, name: bytes) -> bytes | None:
@@ -49,19 +60,24 @@ class HttpExchange:
                 return bytes(value)
         return None
 
-    async def read_body(self, limit: int) -> bytes:
-        """Return the body, holding no more than `limit` bytes of it.
+    async def read_body(self, limit: int, room: Callable[[int], Awaitable[Room]]) -> list[bytes]:
+        """Return the body in pieces, holding no more than `limit` bytes of it, and those of a large one in `room`.
 
         Raises:
-            RequestRefused: With status 413, before reading when the length was announced.
+            RequestRefused: With status 413, before reading when the length was announced; as `room` does.
             ClientDisconnected: When the client left before it was complete.
         """
         announced = self.header(b"content-length")
-        if announced is not None and announced.isdigit() and int(announced[:18]) > limit:
-            raise _too_large(announced[:18].decode(), limit)
+        expected = 0
+        if announced is not None and announced.isdigit():
+            expected = int(announced[:18])
+            if expected > limit:
+                raise _too_large(str(expected), limit)
         pieces: list[bytes] = []
         size = 0
         while True:
+            if self._room is None and max(size, expected) > ROOMLESS_BYTES:
+                self._room = await room(expected or limit)
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
@@ -72,13 +88,15 @@ class HttpExchange:
             pieces.append(piece)
             if not message.get("more_body", False):
                 self._body_read = True
-                if size > _INLINE_BYTES:
-                    # Without the GIL: the event loop goes on while many megabytes are copied.
-                    return await asyncio.to_thread(b"".join, pieces)
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return pieces
 
-    async def until_disconnect(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`, cancelling it when the client goes away.
+    def release_room(self) -> None:
+        """Give the room of the body back; its bytes are held no more. Calling it again does nothing."""
+        if self._room is not None:
+            self._room.release()
+
+    async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` comes to, cancelling it when the client goes away.
 
         Raises:
             ClientDisconnected: When that happened; `work` has ended by then.
@@ -86,7 +104,7 @@ class HttpExchange:
         try:
             async with asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch())
-                await work()
+                result = await work
                 watcher.cancel()
         except BaseExceptionGroup as group_error:
             # What the work raised tells more than the disconnect that may have come with it.
@@ -94,6 +112,7 @@ class HttpExchange:
             raise next(
                 (error for error in errors if not isinstance(error, ClientDisconnected)), errors[0]
             ) from None
+        return result
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -102,10 +121,10 @@ class HttpExchange:
         if not self._finished:
             raise ClientDisconnected
 
-    async def answer(self, limit: int, work: Callable[[bytes], Awaitable[object]]) -> None:
-        """Read the body, send what `work` makes of it as JSON, or its error; nothing when the client has left."""
+    async def answer(self, work: Awaitable[object]) -> None:
+        """Send what `work` comes to as JSON, or its error; nothing when the client has left."""
         try:
-            await self.send_json(await work(await self.read_body(limit)))
+            await self.send_json(await work)
         except ClientDisconnected:
             return
         except (RequestRefused, RequestFailed) as error:
@@ -113,6 +132,8 @@ class HttpExchange:
         except Exception:
             logger.exception("a request for %s failed", self.scope["path"])
             await self.send_error(RequestFailed("the server made a mistake"))
+        finally:
+            self.release_room()
 
     async def send_json(self, content: object, *, status: int = 200, headers: Headers = ()) -> None:
         """Send a whole JSON response."""

@@ -10,14 +10,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vsched.api import parameters
-from vsched.api.completions import check_model, check_ready, render
+from vsched.api.bodies import RequestBodies
+from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ParameterRefused, envelope, unsupported
 from vsched.api.http_exchange import HttpExchange
-from vsched.api.json_values import check_json_values
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
 from vsched.api.request_schema import GroupRequest, TokenizeRequest
 from vsched.api.responses import GroupAction, Model, ModelList, Tokens
+from vsched.media import Prompt
 
 ACTIONS = ("drain", "restart", "resume")
 
@@ -82,25 +83,27 @@ class Operations:
 class TokenizeEndpoint:
     """An ASGI application for /tokenize."""
 
-    def __init__(self, engine: EngineContract, settings: ApiSettings) -> None:
+    def __init__(
+        self, engine: EngineContract, settings: ApiSettings, bodies: RequestBodies
+    ) -> None:
         self._engine = engine
         self._settings = settings
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await HttpExchange(scope, receive, send).answer(
-            self._settings.body_bytes_max, self._tokenize
-        )
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._tokenize(exchange))
 
-    async def _tokenize(self, body: bytes) -> Tokens:
+    async def _tokenize(self, exchange: HttpExchange) -> Tokens:
         check_ready(self._engine)  # before that, nothing is known of the model
-        await check_json_values(body, self._engine.info.context_tokens)
-        request = parameters.decode_body(body, TokenizeRequest)
+        limit = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
-        token_ids = await self._engine.tokenize(await self._prompt(request))
-        return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids)
+        token_ids = await self._engine.tokenize(self._prompt(request))
+        return Tokens(len(token_ids), limit, token_ids)
 
-    async def _prompt(self, request: TokenizeRequest) -> str:
+    def _prompt(self, request: TokenizeRequest) -> Prompt:
         match request.prompt, request.messages:
             case str(prompt), None:
                 return prompt
@@ -113,7 +116,7 @@ class TokenizeEndpoint:
                 arguments = parameters.template_arguments(
                     request.chat_template_kwargs, self._settings
                 )
-                return await render(self._engine, messages, arguments)
+                return rendered(self._engine, messages, arguments)
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")
 
@@ -124,17 +127,19 @@ class ReplicasEndpoint:
     A client that disconnects meanwhile stops nothing: `GET /admin/replicas` tells how it went.
     """
 
-    def __init__(self, engine: EngineContract, settings: ApiSettings) -> None:
+    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
         self._engine = engine
-        self._settings = settings
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await HttpExchange(scope, receive, send).answer(self._settings.body_bytes_max, self._act)
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._act(exchange))
 
-    async def _act(self, body: bytes) -> GroupAction:
-        await check_json_values(body, 0)  # operators ask while it loads, too, and name no tokens
-        request = parameters.decode_body(body, GroupRequest)
+    async def _act(self, exchange: HttpExchange) -> GroupAction:
+        # Operators ask while it loads, too, and name no tokens.
+        request = await self._bodies.read(exchange, GroupRequest, tokens=0)
+        exchange.release_room()  # a drain takes long
         done = True
         match request.action:
             case "drain":

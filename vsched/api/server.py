@@ -163,6 +163,8 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         allowed_hosts=_allowed_hosts(config, address),
         cors_origins=server.cors_origins,
         body_bytes_max=server.body_bytes_max,
+        bodies_bytes_max=server.bodies_bytes_max,
+        body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
     )
     return uvicorn.Config(
         create_app(engine, settings),

@@ -96,6 +96,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         ),
     ] = ()
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 32 << 20
+    bodies_bytes_max: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="Most bytes of request bodies above 64 KiB that are read or prepared at a time; further ones "
+            "wait for half of `server.receive_s`, then get a 503.",
+        ),
+    ] = 256 << 20
     headers_max: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 100
     header_bytes_max: Annotated[
         int, Meta(ge=1024, description="Most bytes of a request's URL and headers together.")

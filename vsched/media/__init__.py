@@ -5,7 +5,7 @@
 
 from vsched.media.embeddings import EmbeddedImage, ImageReference
 from vsched.media.measure import refuse_images
-from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings
+from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 
@@ -19,5 +19,6 @@ __all__ = [
     "PixelStore",
     "PrepareTimings",
     "PreparedRequest",
+    "Prompt",
     "refuse_images",
 ]

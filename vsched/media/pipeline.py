@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,6 +43,10 @@ from vsched.worker.contract import Preprocessor
 
 _INLINE_CHARACTERS_MAX = 4096
 """A prompt up to this length is tokenized on the loop: a hop to a thread costs more than it."""
+
+
+Prompt = str | list[int] | Callable[[], str]
+"""A text, its tokens, or what makes the text; that runs in a thread, and may take long."""
 
 
 class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,7 @@ class MediaPipeline:
         self._refused = 0
 
     async def prepare(
-        self, prompt: str | list[int], images: Sequence[ImageReference], cache_salt: str = ""
+        self, prompt: Prompt, images: Sequence[ImageReference], cache_salt: str = ""
     ) -> PreparedRequest:
         """Return token ids, items and the lease on their pixels.
 
@@ -211,7 +215,7 @@ class MediaPipeline:
 
     async def _prepare(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         images: Sequence[ImageReference],
         cache_salt: str,
         holding: Holding,
@@ -250,12 +254,15 @@ class MediaPipeline:
 
     async def _read(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         images: Sequence[ImageReference],
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[Measured]]:
-        if not images and (isinstance(prompt, list) or len(prompt) <= _INLINE_CHARACTERS_MAX):
+        if not images and (
+            isinstance(prompt, list)
+            or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
+        ):
             return self._tokenize(prompt, images), []
         fetched = await self._fetch(images, holding)
 
@@ -273,10 +280,11 @@ class MediaPipeline:
         reading.add_done_callback(lambda _: holding.drop())
         return await asyncio.wrap_future(reading)
 
-    def _tokenize(self, prompt: str | list[int], images: Sequence[ImageReference]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._preprocessor.tokenize(prompt, images=bool(images))
-        return prompt
+    def _tokenize(self, prompt: Prompt, images: Sequence[ImageReference]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        text = prompt if isinstance(prompt, str) else prompt()
+        return self._preprocessor.tokenize(text, images=bool(images))
 
     async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
         # One after the other, so that at most one image beyond the request's bound is ever in memory.

@@ -16,6 +16,7 @@ from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
 from vsched.config import Config, ServerConfig
+from vsched.media import Prompt
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import ModelInfo, SamplingParams
 
@@ -129,10 +130,11 @@ class FakeEngine:
         self.generations.append(generation)
         return generation
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, prompt: Prompt) -> list[int]:
         if self.refusal is not None:
             raise self.refusal
-        return self.preprocessor.tokenize(text)
+        assert not isinstance(prompt, list)
+        return self.preprocessor.tokenize(prompt if isinstance(prompt, str) else prompt())
 
     def statistics(self) -> dict[str, Any]:
         return self.numbers

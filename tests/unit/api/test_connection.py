@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import FakeEngine, chat, served
 from vsched.aio.streams.stream import OutputDelta
+from vsched.api import ApiSettings, create_app
+from vsched.api.connection import BoundedProtocol
+from vsched.config import ServerConfig
 
 SOON_S = 0.05
 HEAD = (
@@ -246,3 +251,68 @@ async def test_connection_client_that_reads_slowly_gets_everything() -> None:
         received = await client.answer()
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert received.count(b"x") >= 8 << 20
+
+
+class FullTransport(asyncio.Transport):
+    """A connection whose client reads nothing: what was written never leaves, and closing does not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing = self.aborted = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        del data
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def refuse(protocol: BoundedProtocol) -> None:
+    protocol.data_received(b"this is not HTTP\r\n\r\n")
+
+
+def answer_and_close(protocol: BoundedProtocol) -> None:
+    protocol.transport.close()
+    protocol.on_response_complete()
+
+
+def read_a_part(protocol: BoundedProtocol) -> None:
+    protocol.pause_writing()
+    protocol.transport.close()
+    protocol.resume_writing()
+
+
+@pytest.mark.parametrize(
+    "close",
+    [refuse, answer_and_close, read_a_part, BoundedProtocol.timeout_keep_alive_handler],
+)
+async def test_connection_that_closes_is_cut_off_when_its_rest_is_not_read(
+    close: Callable[[BoundedProtocol], None],
+) -> None:
+    """Whatever closed it: a transport waits for ever for what was written to leave."""
+    app = create_app(FakeEngine(), ApiSettings())
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    config.load()
+    limits = ServerConfig(send_s=SOON_S, receive_s=NEVER_S)
+    protocol = BoundedProtocol(
+        config=config, server_state=ServerState(), app_state={}, limits=limits
+    )
+    transport = FullTransport()
+    protocol.connection_made(transport)
+    close(protocol)
+    assert transport.closing
+    assert not transport.aborted
+    await until(lambda: transport.aborted)
+    protocol.connection_lost(None)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -288,6 +290,34 @@ async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     held.lease.release()
     assert bench.store.statistics().bytes_held == 0
     assert bench.store.statistics().waiting == 0
+    bench.pipeline.close()
+
+
+@pytest.mark.parametrize("slow", ["render", "tokenize"])
+@pytest.mark.parametrize("images", [0, 1])
+async def test_deadline_holds_for_the_text_as_well(
+    slow: str, images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template or a tokenizer that takes long is a 503, and its thread keeps nothing when it is done."""
+    gate, done = threading.Event(), threading.Event()
+
+    def wait(text: str = "x" * 5000, **_: bool) -> Any:
+        assert gate.wait(PATIENCE_S)
+        done.set()
+        return text if slow == "render" else [1, 2]
+
+    bench = Bench(FakePreprocessor(), MediaSettings(prepare_s=0.02), items=1)
+    urls = [data_url(image_bytes())] * images
+    if slow == "tokenize":
+        monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
+    with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
+        await bench.pipeline.prepare(wait if slow == "render" else "x" * 5000, urls)
+    assert caught.value.status == 503
+    assert bench.pipeline.statistics().preparing == 0
+    gate.set()
+    await until(done.is_set)
+    await until(lambda: bench.pipeline.statistics().preparing_bytes == 0)
+    assert bench.store.statistics().bytes_held == 0
     bench.pipeline.close()
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -214,6 +214,21 @@ def test_render_refuses_what_the_template_rejects(load: Load, content: Any) -> N
     assert refusal.value.code == "invalid_messages"
     assert "/" not in refusal.value.message.replace("user/", "")
     assert "0x" not in refusal.value.message
+
+
+@pytest.mark.parametrize("parts", [1, 40])
+def test_render_refuses_text_that_cannot_fit_before_the_template_runs(
+    load: Load, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendering copies it several times under the GIL; all messages together count."""
+    preprocessor = cast("Any", load("nano25"))
+    most = preprocessor.info.context_tokens * preprocessor._special._whole.bytes_per_token_max
+    fits = [{"role": "user", "content": "a" * (most // parts)}] * parts
+    assert "aaa" in preprocessor.render(fits)
+    monkeypatch.setattr(preprocessor._tokenizer, "apply_chat_template", None)
+    text = [{"type": "text", "text": "a" * (parts + 1)}]
+    with pytest.raises(RequestRefused, match="longer than the context"):
+        preprocessor.render([*fits, {"role": "user", "content": text}])
 
 
 def test_render_passes_template_arguments_on(load: Load) -> None:

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from vsched.api.bodies import VALUES_MAX
 from vsched.api.contract import ApiSettings
-from vsched.api.json_values import VALUES_MAX
 from vsched.bench.load.cases import draw_text
 from vsched.config import MediaConfig
 from vsched.types import ModelInfo

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class TextPreprocessor:
         Special tokens in the messages are text, which `tokenize` knows from the value that this returns.
 
         Raises:
-            RequestRefused: When the template rejects the messages, or there is none.
+            RequestRefused: When the template rejects the messages, there is none, or their text cannot fit the context.
         """
         from jinja2 import TemplateError
 
@@ -75,6 +75,7 @@ class TextPreprocessor:
                 "Remedy: send a prompt to /v1/completions, or serve it with model.chat_template.",
                 code="chat_template_missing",
             )
+        self._special.check_size(*_texts(messages))
         mark = self._special.mark
         arguments = {"add_generation_prompt": True, **mark(template_arguments)}
         try:
@@ -299,6 +300,15 @@ class QwenPreprocessor(TextPreprocessor):
                 code="image_placeholders_touch",
             )
         return expanded
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:

@@ -62,6 +62,14 @@ class SpecialTokens:
         self._first = _first_tokens(backend)
         self._first_text = "".join(str(backend.id_to_token(token)) for token in self._first)
 
+    def check_size(self, *texts: str) -> None:
+        """Refuse texts that cannot fit the context together.
+
+        Raises:
+            RequestRefused: As `TextTokenizer.check_size`.
+        """
+        self._whole.check_size(*texts)
+
     def mark(self, value: Any) -> Any:
         """Return a client's value for the template, with marks in its strings wherever they may hold special tokens."""
         if isinstance(value, str):

@@ -79,19 +79,22 @@ class TextTokenizer:
             ids += encoding.ids
         return ids
 
-    def check_size(self, text: str) -> None:
-        """Refuse a text that cannot fit the context, whatever it says.
+    def check_size(self, *texts: str) -> None:
+        """Refuse texts that cannot fit the context together, whatever they say.
 
         Raises:
-            RequestRefused: With the tokens that it has at least.
+            RequestRefused: With the tokens that they have at least.
         """
         most = self.bytes_per_token_max
         if not most:
             return
-        is_ascii = text.isascii()
-        size = len(text) if is_ascii else len(text.encode(errors="surrogatepass"))
-        shrinks = 1 if is_ascii or not self._normalizer else NFC_SHRINKS
-        tokens = -(-size // (most * shrinks))
+        size = kept = 0
+        for text in texts:
+            is_ascii = text.isascii()
+            count = len(text) if is_ascii else len(text.encode(errors="surrogatepass"))
+            size += count
+            kept += count if is_ascii or not self._normalizer else -(-count // NFC_SHRINKS)
+        tokens = -(-kept // most)
         if tokens > self._context_tokens:
             raise self._exceeded(f"at least {tokens} tokens in {size} bytes")
 

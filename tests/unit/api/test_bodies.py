@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.patience import NEVER_S, patience, until
+from tests.unit.api.fakes import Client, FakeEngine, chat, post
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api import ApiSettings, bodies, create_app, parameters
+from vsched.api.bodies import count_values
+from vsched.errors import RequestRefused
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\,[{é\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=20,
+)
+
+
+def marks(value: Any) -> int:
+    """The brackets and braces that open, and the commas, of a value."""
+    if isinstance(value, dict):
+        return 1 + max(len(value) - 1, 0) + sum(map(marks, value.values()))
+    if isinstance(value, list):
+        return 1 + max(len(value) - 1, 0) + sum(map(marks, value))
+    return 0
+
+
+@given(value=VALUES, size=st.integers(1, 9))
+def test_count_sees_no_text(value: Any, size: int) -> None:
+    """Whatever stands in strings, and wherever the slices lie."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_SLICE_BYTES", size)
+        assert count_values(json.dumps(value).encode(), 10**9) == marks(value)
+
+
+CHAT = "/v1/chat/completions"
+BODIES = {
+    "/v1/completions": b'{"metadata":[%s],"prompt":"x"}',
+    "/v1/chat/completions": b'{"messages":[%s]}',
+    "/tokenize": b'{"messages":[%s]}',
+    "/admin/replicas": b'{"group":1,"action":[%s]}',
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_a_body_of_many_values_is_refused_before_it_is_decoded(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameters, "decode_body", None)
+    reply = await post(FakeEngine(), path, body % b",".join([b"[]"] * 150_000))
+    assert (reply.status, reply.error["code"]) == (413, "too_many_values")
+    limit = 131072 if path.startswith("/admin/") else 132072  # operators send no tokens
+    assert f"limit {limit}" in reply.error["message"]
+
+
+async def test_a_body_of_escapes_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "ESCAPES_MAX", 200_000)
+    text = "\n" * 210_000
+    assert (await post(FakeEngine(), "/v1/chat/completions", chat(user=text))).status == 200
+    monkeypatch.setattr(parameters, "decode_body", None)
+    reply = await post(FakeEngine(), "/v1/chat/completions", chat(user=text + "\n" * 10_000))
+    assert (reply.status, reply.error["code"]) == (413, "too_many_values")
+    assert "limit 216000" in reply.error["message"]
+
+
+async def test_a_text_full_of_commas_is_no_list() -> None:
+    text = ',[{"\\' * 80_000
+    reply = await post(FakeEngine(), "/v1/chat/completions", chat(metadata={"note": text}))
+    assert reply.status == 200
+
+
+LARGE = msgspec.json.encode(chat(metadata={"note": "x" * 100_000}))
+ONE = ApiSettings(bodies_bytes_max=len(LARGE) + 1000, body_wait_s=0.02)
+"""Room for one of them."""
+
+
+async def test_large_bodies_wait_for_room_and_are_told_to_come_back() -> None:
+    """A small one needs none, and one that is larger than all the room is served alone."""
+    engine = FakeEngine()
+    engine.entering = asyncio.Event()
+    app = create_app(engine, ONE)
+    first = asyncio.create_task(Client(app).send("POST", CHAT, LARGE))
+    await engine.entered.wait()
+    refused = await Client(app).send("POST", CHAT, LARGE)
+    assert (refused.status, refused.error["code"]) == (503, "bodies_full")
+    assert refused.headers["retry-after"] == "5"
+    assert f"limit {ONE.bodies_bytes_max} bytes" in refused.error["message"]
+    chunked = await Client(app).send("POST", CHAT, pieces=[LARGE[:70_000], LARGE[70_000:]])
+    assert chunked.error["code"] == "bodies_full"  # what does not say its size may be the largest
+    small = asyncio.create_task(Client(app).send("POST", CHAT, chat()))
+    await until(lambda: len(engine.calls) == 2)
+    engine.entering.set()
+    assert [(await one).status for one in (first, small)] == [200, 200]
+    assert (
+        await Client(app).send("POST", CHAT, LARGE)
+    ).status == 200  # who left the line is out of it
+    alone = create_app(FakeEngine(), msgspec.structs.replace(ONE, bodies_bytes_max=1))
+    assert (await Client(alone).send("POST", CHAT, LARGE)).status == 200
+
+
+async def test_a_body_keeps_its_room_until_its_request_is_prepared() -> None:
+    """Not until it is answered; and who waits is served in order."""
+    written = asyncio.Event()
+    engine = FakeEngine(written, OutputDelta("x", [1], finish_reason="stop"))
+    engine.entering = asyncio.Event()
+    app = create_app(engine, msgspec.structs.replace(ONE, body_wait_s=NEVER_S))
+    sending = [asyncio.create_task(Client(app).send("POST", CHAT, LARGE)) for _ in range(3)]
+    await until(lambda: len(engine.calls) == 1)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(engine.calls) == 1
+    engine.entering.set()
+    await until(lambda: len(engine.generations) == 3)
+    assert not any(one.done() for one in sending)
+    written.set()
+    async with patience():
+        assert [(await one).status for one in sending] == [200] * 3
+
+
+@pytest.mark.parametrize("ending", ["invalid", "refused", "too large", "left"])
+async def test_room_is_given_back_however_a_request_ends(ending: str) -> None:
+    """Also by one that leaves while it waits for room."""
+    engine = FakeEngine()
+    app = create_app(engine, msgspec.structs.replace(ONE, body_bytes_max=len(LARGE)))
+    client = Client(app)
+    match ending:
+        case "invalid":
+            assert (await client.send("POST", CHAT, b"[" + LARGE[1:])).status == 400
+        case "refused":
+            engine.refusal = RequestRefused("no", code="no")
+            assert (await client.send("POST", CHAT, LARGE)).status == 400
+            engine.refusal = None
+        case "too large":
+            pieces = [LARGE, b" "]
+            assert (await client.send("POST", CHAT, pieces=pieces)).status == 413
+        case _:
+            engine.entering = asyncio.Event()
+            sending = asyncio.create_task(client.send("POST", CHAT, LARGE))
+            await engine.entered.wait()
+            waits = Client(app)
+            waiting = asyncio.create_task(waits.send("POST", CHAT, LARGE))
+            await asyncio.sleep(0)
+            for one in (waits, client):
+                one.leave()
+            async with patience():
+                await asyncio.gather(sending, waiting)
+            engine.entering = None
+    assert (await Client(app).send("POST", CHAT, LARGE)).status == 200
+
+
+async def test_large_bodies_are_read_one_by_one_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoding holds the GIL: several at a time would keep it from the event loop in turns."""
+    decode, reading, most = parameters.decode_body, [], []
+
+    def decode_body(body: bytes, kind: type[Any]) -> Any:
+        reading.append(threading.current_thread())
+        most.append(len(reading))
+        time.sleep(0.01)  # another one could begin meanwhile
+        request = decode(body, kind)
+        reading.remove(threading.current_thread())
+        return request
+
+    monkeypatch.setattr(parameters, "decode_body", decode_body)
+    monkeypatch.setattr(bodies, "_THREAD_BYTES", 50_000)
+    threads: set[threading.Thread] = set()
+    monkeypatch.setattr(
+        bodies,
+        "check_json_values",
+        lambda body, tokens: threads.add(threading.current_thread()),
+    )
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 50_000)
+    app = create_app(FakeEngine(), ApiSettings())
+    replies = [Client(app).send("POST", CHAT, LARGE) for _ in range(8)]
+    assert [reply.status for reply in await asyncio.gather(*replies)] == [200] * 8
+    assert most == [1] * 8
+    assert threading.current_thread() not in threads
