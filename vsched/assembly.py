@@ -346,6 +346,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
         generate=dict(zip(generators, beside, strict=True)),
         more=host if encoders else [],
         pausing=config.encode_pauses,
+        host_free=host_available,
     )
 
 

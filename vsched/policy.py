@@ -210,7 +210,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     Total is available, reserved, and what peers hold: nothing is in two of them.
 
     Attributes:
-        rank: Its number within the group.
+        rank: Its number among the ranks that are sized together; on the way from a rank, within its group.
         pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
         total_bytes: What the process could use at most, were it alone.
         available_bytes: Free on the device; what the allocator of this process caches is not.
@@ -219,6 +219,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         peak_bytes: Highest `reserved_bytes` during the attempt; 0 outside of one.
         kv_bytes: The KV cache that stood during the attempt.
         released_bytes: What the teardown before the attempt gave back.
+        owner: Its group and its number there, for people; empty on the way from a rank.
     """
 
     rank: int
@@ -230,6 +231,12 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
     kv_bytes: int = 0
     released_bytes: int = 0
+    owner: str = ""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return self.owner or f"rank {self.rank}"
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +256,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe or a build that all ranks of the group carried out.
+    """A probe or a build that all ranks in the view carried out.
 
     `outcome` is the vote: a leak anywhere is a leak, out of memory anywhere is out of memory. `ranks` holds what each
     rank measured while it ran, and `message` what those said that it did not fit on. `headroom_bytes` were held
@@ -266,10 +273,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured in a generate group before its KV cache stands.
+    """What was measured in generate groups before their KV caches stand, which get one size.
 
     Attributes:
-        ranks: Measured after loading the weights; the measurements of an attempt are in the attempt.
+        ranks: Of all groups, measured after loading the weights; the measurements of an attempt are in the attempt.
         reservations: Of every encode rank, on whatever memory.
         attempts: Everything tried so far, oldest first.
         bytes_per_token: KV bytes of one token on one rank.

@@ -44,8 +44,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
     """Drop the KV cache that stands, build one of `tokens` tokens, and do the profiling run while headroom is held.
 
-    A probe profiles sequences of any length; another order those that the cache could hold. With
-    `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone.
+    With 0 tokens, nothing is built. A probe profiles sequences of any length; another order those that the cache could
+    hold. With `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone.
     """
 
     tokens: int

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.command_line import run_vsched
+from tests.patience import patience
+from vsched import assembly
 from vsched.bench.memory.measure import measure_memory
 from vsched.config import load_config
 from vsched.engine import Engine
@@ -72,6 +76,46 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     assert "unclaimed" in message
     assert engine.state == "stopped"
     assert engine.rank_pids == []
+
+
+@on_one_loop
+async def test_replicas_on_one_host_get_equal_shares_and_keep_them(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits that are together more than the host has free: both fit, and a killed rank comes back as it was."""
+    engine_bytes, free_bytes = (
+        9 << 28,
+        11 << 28,
+    )  # arena and image decoding; 256 MiB are left for each
+    monkeypatch.setattr(assembly, "host_available", lambda: free_bytes)
+    sets = [
+        f"model.path={checkpoints('nano25')}",
+        "generate.replicas=2",
+        "generate.memory_limit=1GiB",
+        "encode.memory_limit=1GiB",
+        "generate.context_tokens=2048",
+        "generate.max_batch_tokens=1024",
+        'generate.memory={use="auto-profile", headroom_bytes=16777216}',
+    ]
+    async with Engine(load_config(None, sets=sets, environ={}).config) as engine:
+        before = engine.ledger
+        assert before is not None
+        kv = {line.owner: line.bytes for line in before.lines if line.line == "kv"}
+        assert set(kv) == {"generate-0 rank 0", "generate-1 rank 0"}
+        assert len(set(kv.values())) == 1
+        assert 0 < sum(kv.values()) < free_bytes - engine_bytes
+        (group,) = [one for one in engine.groups() if one["name"] == "generate-1"]
+        os.kill(group["ranks"][0]["pid"], signal.SIGKILL)
+        async with patience():
+            while engine.state == "ready":  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            while engine.state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        after = engine.ledger
+        assert after is not None
+        assert {line.owner: line.bytes for line in after.lines if line.line == "kv"} == kv
+        assert set(before.totals) != set(after.totals), "the limit of another process"
+        assert sorted(before.totals.values()) == sorted(after.totals.values())
 
 
 def test_profile_shows_writes_and_draws_the_ledger(

@@ -68,6 +68,17 @@ class Ledger(msgspec.Struct, frozen=True):
             complete += [*own, LedgerLine(pool, "", "unclaimed", total_bytes - used_bytes)]
         return cls(complete_totals, complete, phases)
 
+    def with_pools(self, names: Mapping[str, str]) -> Ledger:
+        """Return the same with other names for these pools."""
+        return Ledger(
+            {names.get(pool, pool): total for pool, total in self.totals.items()},
+            [
+                msgspec.structs.replace(line, pool=names.get(line.pool, line.pool))
+                for line in self.lines
+            ],
+            self.phases,
+        )
+
     def of_pool(self, pool: str) -> list[LedgerLine]:
         """Return the lines of one pool."""
         return [line for line in self.lines if line.pool == pool]
@@ -144,7 +155,7 @@ def group_ledger(
         encoders: What encode ranks measured after loading; without it their weights are among the peers.
         together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
         more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
-        owner: The name of the generate group.
+        owner: The name of the generate group, for ranks without a name of their own.
         encoder_names: What the encode ranks are called, in the order of the reservations and of `encoders`.
     """
     ranks = view.ranks if attempt is None else attempt.ranks
@@ -185,7 +196,7 @@ def _pool_lines(
 ) -> Iterator[LedgerLine]:
     """Yield the lines of the group's own ranks; what an encoder holds in the first of them is a line of its own."""
     for rank in pool.ranks:
-        owner = f"{group} rank {rank.rank}"
+        owner = rank.owner or f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
         rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - headroom_bytes - held_bytes
         held_bytes = 0
@@ -194,37 +205,6 @@ def _pool_lines(
         yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
         if headroom_bytes:
             yield LedgerLine(pool.name, owner, "headroom", headroom_bytes)
-
-
-def merge_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
-    """Return one ledger of several generate groups of a server.
-
-    A line that several tell of is the same line, such as the arena or an encoder. On a memory that groups share, each
-    counts the others among its peers: in the whole they are not.
-    """
-    if len(ledgers) == 1:
-        return ledgers[0]
-    totals: dict[str, int] = {}
-    lines: dict[tuple[str, str, str], LedgerLine] = {}
-    peers: dict[str, int] = {}
-    for ledger in ledgers:
-        for pool, total_bytes in ledger.totals.items():
-            totals[pool] = max(total_bytes, totals.get(pool, 0))
-            named = [
-                line for line in ledger.of_pool(pool) if line.line not in ("peers", "unclaimed")
-            ]
-            lines.update({(pool, line.owner, line.line): line for line in named})
-            held_bytes = sum(
-                line.bytes for line in ledger.of_pool(pool) if line.line != "unclaimed"
-            )
-            peers[pool] = max(held_bytes, peers.get(pool, 0))
-    for pool, held_bytes in peers.items():
-        known_bytes = sum(line.bytes for line in lines.values() if line.pool == pool)
-        if any(line.line == "peers" for ledger in ledgers for line in ledger.of_pool(pool)):
-            line = LedgerLine(pool, "others", "peers", max(held_bytes - known_bytes, 0))
-            lines[pool, "others", "peers"] = line
-    phases = dict.fromkeys(phase for ledger in ledgers for phase in ledger.phases)
-    return Ledger.balanced(totals, lines.values(), list(phases))
 
 
 def _share(size: int, total: int) -> str:

@@ -1,4 +1,4 @@
-"""The way to the size of the KV cache: a state machine between a memory policy and the ranks of a generate group.
+"""The way to the size of the KV cache: a state machine between a memory policy and the ranks that generate.
 
 The policy proposes, the ranks carry out and vote, and here every proposal is checked. No rank decides anything: what
 does not fit in one of them fits in none, so that they never part ways between two collectives.
@@ -54,8 +54,9 @@ Order: TypeAlias = Probe | Build | Accepted
 class KvNegotiation:
     """Asks the policy, hands out orders, and takes the reports of all ranks after each.
 
-    The orders are in whole blocks. Once `Accepted` is returned or an error is raised, it is over. What follows the view
-    is for the ledger; see `group_ledger`.
+    The ranks may be those of several groups, which then get the same. The orders are in whole blocks. Once `Accepted`
+    is returned or an error is raised, it is over. What follows the view is for the ledger, see `group_ledger`; `note`
+    goes into errors.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class KvNegotiation:
         more: Sequence[LedgerLine] = (),
         owner: str = "generate",
         encoder_names: Sequence[str] = (),
+        note: str = "",
     ) -> None:
         assert view.ranks, "a group has a rank"
         assert not view.attempts, "a negotiation starts without attempts"
@@ -77,6 +79,7 @@ class KvNegotiation:
         self._order: Order | None = None
         self._encoders, self._together, self._more = encoders, together, more
         self._owner, self._encoder_names = owner, encoder_names
+        self._note = note
 
     def start(self) -> Order:
         """Return the first order.
@@ -208,7 +211,7 @@ class KvNegotiation:
 
     def _fail(self, failure: Fail) -> NoReturn:
         self.failure = failure
-        message = f"{failure.message} Memory of {self.ledger().summary()}."
+        message = f"{failure.message}{self._note} Memory of {self.ledger().summary()}."
         if failure.leak or self._last_outcome() == "leak":
             raise MemoryLeak(message)
         raise DeviceOutOfMemory(message)
@@ -230,13 +233,15 @@ def vote(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome:
 def _reason(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
     """Quote the first rank that voted so, without its remedy: the policy knows the better one."""
     voices = sorted(
-        (report.memory.rank, report.message) for report in reports if report.outcome == outcome
+        (report.memory.rank, report.memory.name, report.message)
+        for report in reports
+        if report.outcome == outcome and report.message
     )
-    said = [(rank, message.partition(" Remedy: ")[0]) for rank, message in voices if message]
-    if not said:
+    if not voices:
         return ""
-    others = f", and {len(said) - 1} more" if len(said) > 1 else ""
-    return f"rank {said[0][0]}{others}: {said[0][1]}"
+    _, name, message = voices[0]
+    others = f", and {len(voices) - 1} more" if len(voices) > 1 else ""
+    return f"{name}{others}: {message.partition(' Remedy: ')[0]}"
 
 
 def _gone_on(attempt: Attempt) -> str:

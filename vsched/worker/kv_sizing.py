@@ -64,7 +64,7 @@ class KvSizing:
         return self._measured(peak_bytes=0, released_bytes=0)
 
     def carry_out(self, order: SizeKv) -> Sized:
-        """Take down what stood, build the KV cache that is ordered, and do the profiling run while headroom is held.
+        """Take down what stood; build the KV cache that is ordered, and do the profiling run while headroom is held.
 
         What was built stands afterwards, whatever the outcome, until the next order; the headroom does not.
         """
@@ -82,6 +82,9 @@ class KvSizing:
             memory = self._measured(peak_bytes=0, released_bytes=released)
             self._abort()
             return Sized(outcome="leak", message=message, memory=memory)
+        if not order.tokens:
+            memory = self._measured(peak_bytes=0, released_bytes=released)
+            return Sized(outcome="fits", message="", memory=memory)
         self._memory.reset_peak()
         doing = "building the KV cache"
         try:

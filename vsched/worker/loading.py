@@ -55,7 +55,8 @@ class KvCacheOrders(Generic[Link]):
         member, sizing = self.member, self._sizing
         match member.log.accept(frame):
             case SizeKv() as order:
-                member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
+                if order.tokens:
+                    member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
                 member.report(sizing.carry_out(order))
             case AcceptKv(blocks):
                 if blocks != sizing.blocks:

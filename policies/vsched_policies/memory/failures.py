@@ -17,7 +17,7 @@ def leaked(view: MemoryView) -> Fail:
         limit_message(
             f"generate.memory: the teardown before the {last.action} of {last.tokens} tokens did not give the KV "
             f"cache back ({last.message or 'no rank said more'})",
-            value=f"{rank.released_bytes} bytes released by rank {rank.rank}",
+            value=f"{rank.released_bytes} bytes released by {rank.name}",
             limit=f"at least the {stood.get(rank.rank, 0)} bytes that stood before",
             remedy="report it as a fault of the worker plug-in, which still refers to the cache: a smaller one would "
             'leak too. Until it is mended, give the size with generate.memory = {use = "pinned", tokens = ...}, '

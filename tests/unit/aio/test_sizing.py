@@ -182,11 +182,6 @@ async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
 TWO = [["encode-0"], ["encode-1"], ["generate-0"], ["generate-1"]]
 
 
-def shared(rank: RankMemory = LOADED) -> RankMemory:
-    """Measured on a memory that two groups share."""
-    return msgspec.structs.replace(rank, pool="host")
-
-
 async def turns(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -213,85 +208,31 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
 
 
 async def test_sizing_of_groups_apart_overlaps() -> None:
-    """On memories of their own nobody waits for another one's probe."""
+    """On memories of their own, groups carry an order out at the same time."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]])
     held = asyncio.Event()
-    slow, quick = Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])
-    real = slow.size
+    groups = [Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])]
+    for group in groups:
 
-    async def size(order: SizeKv) -> list[Sized]:
-        await held.wait()
-        return await real(order)
+        async def size(order: SizeKv, group: Group = group) -> list[Sized]:
+            group.orders.append(order)
+            await held.wait()
+            return [Sized("fits", "", group.loaded.complete.result()[0])]  # type: ignore[index]
 
-    slow.size = size  # type: ignore[method-assign]
-    leading = asyncio.ensure_future(sizing.lead("generate-0", slow))  # type: ignore[arg-type]
-    await sizing.lead("generate-1", quick)  # type: ignore[arg-type]
-    assert quick.accepted
-    assert not leading.done()
-    held.set()
-    await leading
-
-
-class SharedMemory:
-    """A memory of 100 MiB on which two groups have loaded 10 MiB each."""
-
-    def __init__(self) -> None:
-        self.kv_bytes: dict[str, int] = {}
-        self.sizing_now: list[str] = []
-
-    def loaded(self) -> RankMemory:
-        return shared(msgspec.structs.replace(LOADED, available_bytes=80 * MIB))
-
-    def group(self, name: str) -> Group:
-        async def size(order: SizeKv) -> list[Sized]:
-            self.sizing_now.append(name)
-            assert set(self.sizing_now) == {name}, "two groups at a time would measure each other"
-            await turns(3)
-            self.sizing_now.remove(name)
-            self.kv_bytes[name] = order.tokens * 8
-            return [self.measured(name)]
-
-        group = Group(ranks=[self.loaded()])
         group.size = size  # type: ignore[method-assign]
-        return group
-
-    def measured(self, name: str) -> Sized:
-        """What is free while the caches of all groups stand; the hardest step takes 5 MiB."""
-        own_bytes = self.kv_bytes[name]
-        free_bytes = 80 * MIB - sum(self.kv_bytes.values())
-        memory = msgspec.structs.replace(
-            self.loaded(),
-            available_bytes=free_bytes,
-            reserved_bytes=10 * MIB + own_bytes,
-            peak_bytes=15 * MIB + own_bytes,
-            kv_bytes=own_bytes,
-        )
-        return Sized("fits" if free_bytes >= 0 else "out_of_memory", "", memory)
+    leading = [
+        asyncio.ensure_future(sizing.lead(f"generate-{number}", group))  # type: ignore[arg-type]
+        for number, group in enumerate(groups)
+    ]
+    await turns()
+    assert [len(group.orders) for group in groups] == [1, 1]
+    held.set()
+    await asyncio.gather(*leading)
+    assert groups[0].accepted == groups[1].accepted != []
 
 
-async def test_sizing_of_groups_on_one_memory_takes_turns_and_leaves_room() -> None:
-    """One after the other, neither gets all of it, and both largest steps fit at once."""
-    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
-    memory = SharedMemory()
-    names = ("generate-0", "generate-1")
-    await asyncio.gather(*(sizing.lead(name, memory.group(name)) for name in names))  # type: ignore[arg-type]
-    first, second = (memory.kv_bytes[name] for name in names)
-    assert 20 * MIB < first < 40 * MIB
-    assert 20 * MIB < second < 50 * MIB
-    assert first + second + 2 * 5 * MIB <= 80 * MIB
-    ledger = sizing.ledger
-    assert ledger is not None
-    lines = {(line.owner, line.line): line.bytes for line in ledger.of_pool("host")}
-    assert ledger.totals["host"] == 100 * MIB
-    assert lines["generate-0 rank 0", "kv"] == first
-    assert lines["generate-1 rank 0", "kv"] == second
-    assert lines["generate-1 rank 0", "weights"] == 10 * MIB
-    assert lines["others", "peers"] == 0, "the groups are no strangers to each other"
-    assert sum(lines.values()) == 100 * MIB
-
-
-async def test_sizing_rebuilds_each_group_as_it_was() -> None:
-    """A group that comes back gets its own size, not that of another."""
+async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_again() -> None:
+    """The kernel counts with the smallest; a group that comes back gets what it had, and the others hear nothing."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
@@ -303,17 +244,40 @@ async def test_sizing_rebuilds_each_group_as_it_was() -> None:
 
     first = {"generate-0": group(LOADED), "generate-1": group(small)}
     await asyncio.gather(*(sizing.lead(name, one) for name, one in first.items()))  # type: ignore[arg-type]
-    assert first["generate-1"].accepted[0] < first["generate-0"].accepted[0]
-    for name, rank in (("generate-1", small), ("generate-0", LOADED)):
-        again = group(rank)
-        await sizing.lead(name, again)  # type: ignore[arg-type]
-        assert again.accepted == first[name].accepted
-        assert [order.profile for order in again.orders] == [False]
+    expected = 0.95 * (60 - 10 - 1) * MIB / 8 // LOAD.block_size
+    assert [one.accepted for one in first.values()] == [[expected], [expected]]
+    orders = len(first["generate-0"].orders)
+    again = group(small)
+    await sizing.lead("generate-1", again)  # type: ignore[arg-type]
+    assert again.accepted == [expected]
+    assert [order.profile for order in again.orders] == [False]
+    assert len(first["generate-0"].orders) == orders
 
 
 def _of(rank: RankMemory, sized: Sized) -> Sized:
     memory = msgspec.structs.replace(sized.memory, pool=rank.pool, total_bytes=rank.total_bytes)
     return msgspec.structs.replace(sized, memory=memory)
+
+
+async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
+    """What it says after a restart changes no share; only the name of its memory does."""
+    sizing = kv_sizing([["encode"], ["generate"]])
+    assert sizing.reserved_bytes("encode", 0) is None
+    await sizing.publish("encode", Group(growth_bytes=5))  # type: ignore[arg-type]
+    await sizing.lead("generate", Group())  # type: ignore[arg-type]
+    before = sizing.ledger
+    assert before is not None
+    for number in (7, 8):
+        memory = msgspec.structs.replace(LOADED, pool=f"cpu limit of {number}")
+        reservation = Reservation(rank=0, pool=memory.pool, growth_bytes=50, held=False)
+        again = Group()
+        again.reserved = Roll([Reserved(memory, reservation)])
+        await sizing.publish("encode", again)  # type: ignore[arg-type]
+        assert sizing.reserved_bytes("encode", 0) == 5
+        after = sizing.ledger
+        assert after is not None
+        assert after.totals == {f"cpu limit of {number}": before.totals[LOADED.pool]}
+        assert [one.bytes for one in after.lines] == [one.bytes for one in before.lines]
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:

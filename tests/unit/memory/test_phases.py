@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory
-from vsched.memory import KvNegotiation, Ledger, group_ledger, merge_ledgers
+from vsched.memory import KvNegotiation, Ledger, group_ledger
 from vsched.policy import AttemptOutcome, Build, MemoryView
 from vsched.testing.model_ranks.kv_sizing import SimulatedReport
 from vsched_policies.memory import AutoProfile, Fraction
@@ -66,16 +66,6 @@ def test_phases_are_in_the_json_of_the_ledger() -> None:
     assert [one["action"] for one in phases] == ["reserve", "probe", "build", "build"]
     assert phases[2]["message"] == "rank 0: out_of_memory"
     assert phases[2]["ranks"][0]["peak_bytes"] == 990_000
-
-
-def test_phases_of_several_groups_name_a_reservation_once() -> None:
-    view = retried()
-    ledgers = [
-        group_ledger(view, view.attempts[-1], encoders=[ENCODER], owner=owner)
-        for owner in ("generate-0", "generate-1")
-    ]
-    owners = [one.owner for one in merge_ledgers(ledgers).phases]
-    assert owners == ["encode rank 0", *["generate-0"] * 3, *["generate-1"] * 3]
 
 
 def fit_after(failures: int, negotiation: KvNegotiation) -> None:

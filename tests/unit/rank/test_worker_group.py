@@ -129,7 +129,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
     sizing = kv_sizing([["encode"], ["generate"]])
     worker_group = place.worker_group(Heard().events, sizing=sizing)
     starting = asyncio.ensure_future(worker_group.start())
-    await until(lambda: sizing._groups["generate"].loaded)
+    await until(lambda: "generate" in sizing._loaded)
     (deadline,) = deadlines
     deadline.reschedule(asyncio.get_running_loop().time())  # it passes now
     with pytest.raises(
@@ -138,6 +138,23 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
     ):
         await starting
     assert worker_group.pids == []
+
+
+async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
+    """Only the first start measures what the worst batch needs."""
+    sizing = kv_sizing([["encode"]])
+    worker_group = place.worker_group(Heard().events, groups=["encode"], sizing=sizing)
+    first = worker_group._spec(0, "secret").encode
+    assert first is not None
+    assert first.reserved_bytes is None
+    async with patience():
+        await worker_group.start()
+        await worker_group.stop(grace_s=0)
+        again = worker_group._spec(0, "secret").encode
+        assert again is not None
+        assert again.reserved_bytes == sizing.reserved_bytes("encode", 0) is not None
+        await worker_group.start()
+        await worker_group.stop(grace_s=0)
 
 
 @pytest.mark.parametrize(

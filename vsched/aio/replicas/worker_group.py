@@ -198,11 +198,20 @@ class WorkerGroup:
                 rank=rank,
                 rendezvous=self._rendezvous(group) if self._ranks > 1 else "",
             )
+            if isinstance(role, EncodeRole):
+                role = self._with_share(role, group, rank)
             changes[stage] = msgspec.structs.replace(
                 role, address=self._address(group), settings=settings
             )
         name = f"{' and '.join(self.groups)} rank {rank}"
         return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
+
+    def _with_share(self, role: EncodeRole, group: str, rank: int) -> EncodeRole:
+        """Return a role that keeps what was reserved at the first start, and measures nothing."""
+        kept_bytes = self._sizing.reserved_bytes(group, rank)
+        return (
+            role if kept_bytes is None else msgspec.structs.replace(role, reserved_bytes=kept_bytes)
+        )
 
     def _rendezvous(self, group: str) -> str:
         """Return a path that no earlier start has used: what it left there would be taken for this one's."""

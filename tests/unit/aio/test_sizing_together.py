@@ -1,0 +1,214 @@
+"""Groups that share a memory are sized together: real ranks' sides over one simulated device."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.aio.test_sizing import Roll, turns
+from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
+from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.errors import DeviceOutOfMemory, MemoryLeak
+from vsched.memory import LedgerLine
+from vsched.policy import MemoryPolicy
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.wire import Sized, SizeKv
+from vsched.worker.kv_sizing import KvSizing
+from vsched_policies.memory import AutoProfile, Pinned
+
+NAMES = ("generate-0", "generate-1", "generate-2")
+ROW_BYTES = (64 << 10, 256 << 10, 512 << 10)
+HEADROOM = 16 * MIB
+AUTO = AutoProfile(headroom_bytes=HEADROOM)
+
+
+class OneDevice:
+    """A device on which several processes allocate."""
+
+    def __init__(self, total_bytes: int, *, pool: str = "device") -> None:
+        self.total_bytes, self.pool = total_bytes, pool
+        self.memories: list[SharedMemory] = []
+
+
+class SharedMemory(SimulatedMemory):
+    """What one process sees of it."""
+
+    def __init__(self, device: OneDevice) -> None:
+        super().__init__(device.total_bytes, pool=device.pool)
+        self._device = device
+        device.memories.append(self)
+
+    def available(self) -> int:
+        held_bytes = sum(memory.reserved() for memory in self._device.memories)
+        return self._device.total_bytes - held_bytes
+
+
+class Group:
+    """A leader with one rank, which carries orders out as a rank does."""
+
+    def __init__(self, device: OneDevice, row_bytes: int) -> None:
+        self.device = device
+        self.memory = SharedMemory(device)
+        self.worker = MeasuredGenerator(self.memory, row_bytes=row_bytes)
+        self.sizing = KvSizing(self.worker, model_info(), LOAD)
+        self.loaded = Roll([self.sizing.measure()])
+        self.orders: list[SizeKv] = []
+        self.votes: list[Sized] = []
+        self.accepted: list[int] = []
+
+    async def size(self, order: SizeKv) -> list[Sized]:
+        self.orders.append(order)
+        await turns(3)  # others could begin meanwhile
+        self.votes.append(self.sizing.carry_out(order))
+        return self.votes[-1:]
+
+    def accept(self, blocks: int) -> None:
+        self.accepted.append(blocks)
+
+    def die(self) -> None:
+        self.device.memories.remove(self.memory)
+
+
+def sizing_of(
+    names: Sequence[str] = NAMES, policy: MemoryPolicy = AUTO, **changes: object
+) -> Sizing:
+    limits = SizingLimits(
+        bytes_per_token=KV_BYTES, block_size=16, context_tokens=128, batch_tokens=40, slots=4
+    )
+    return Sizing(policy, limits, encode={}, generate=dict.fromkeys(names, ""), **changes)  # type: ignore[arg-type]
+
+
+async def lead_all(sizing: Sizing, groups: dict[str, Group], order: Sequence[str] = NAMES) -> None:
+    leading = []
+    for name in order:
+        leading.append(asyncio.ensure_future(sizing.lead(name, groups[name])))  # type: ignore[arg-type]
+        await turns()
+    try:
+        done, _ = await asyncio.wait(leading, return_when=asyncio.FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+    finally:
+        for one in leading:
+            one.cancel()
+        await asyncio.gather(*leading, return_exceptions=True)
+
+
+def groups_on(device: OneDevice, names: Sequence[str] = NAMES) -> dict[str, Group]:
+    return {name: Group(device, size) for name, size in zip(names, ROW_BYTES, strict=False)}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
+async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequence[str]) -> None:
+    """All get the same, the same in each order of starting, and the largest steps of all fit at once."""
+    device = OneDevice(1024 * MIB)
+    groups = groups_on(device)
+    sizing = sizing_of()
+    await lead_all(sizing, groups, order)
+    sizes = {one.accepted[0] for one in groups.values()}
+    assert sizes == {4519}
+    peaks = [one.votes[-1].memory.peak_bytes for one in groups.values()]
+    assert 0.9 * 1024 * MIB < sum(peaks) <= 1024 * MIB
+    ledger = sizing.ledger
+    assert ledger is not None
+    lines = {(line.owner, line.line): line.bytes for line in ledger.of_pool("device")}
+    for name in NAMES:
+        assert lines[f"{name} rank 0", "kv"] == 4519 * 16 * KV_BYTES
+        assert lines[f"{name} rank 0", "headroom"] == HEADROOM
+    assert lines["others", "peers"] == 0, "the groups are no strangers to each other"
+    assert [phase.owner for phase in ledger.phases] == ["generate-0 to generate-2"] * 2
+
+
+async def test_sizing_together_restarts_keep_to_their_shares() -> None:
+    """Twice in a row, while the memory of the one that is gone is free: no more, no less, and no profiling."""
+    device = OneDevice(1024 * MIB)
+    groups = groups_on(device)
+    sizing = sizing_of()
+    await lead_all(sizing, groups)
+    heard = [len(one.orders) for one in groups.values()]
+    for name in ("generate-1", "generate-1", "generate-0"):
+        groups[name].die()
+        again = Group(device, ROW_BYTES[0])
+        await sizing.lead(name, again)  # type: ignore[arg-type]
+        assert again.accepted == groups[name].accepted
+        assert again.orders == [SizeKv(again.accepted[0] * 16, profile=False, headroom_bytes=0)]
+        again.orders = groups[name].orders
+        groups[name] = again
+    assert [len(one.orders) for one in groups.values()] == heard
+
+
+async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> None:
+    """Each group with what it needs, the limit, and the remedies; fewer groups is one of them."""
+    device = OneDevice(144 * MIB)
+    groups = groups_on(device)
+    sizing = sizing_of(policy=Pinned(tokens=8192, headroom_bytes=HEADROOM))
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        await lead_all(sizing, groups)
+    message = str(caught.value)
+    assert all(f"{name} rank 0 weights 8.0 MiB" in message for name in NAMES)
+    assert "device: 144.0 MiB = " in message
+    for words in ("value 8192 tokens", "limit ", "Remedy: ", "fewer generate.replicas need less"):
+        assert words in message
+    assert not any(one.accepted for one in groups.values())
+
+
+async def test_sizing_together_drops_all_caches_before_one_is_built_anew() -> None:
+    """On a retry, what stands of the attempt before is in nobody's way: one failure costs one step of shrinking."""
+    device = OneDevice(1024 * MIB)
+    groups = groups_on(device)
+    last = groups["generate-2"].memory
+    carry_out = groups["generate-2"].sizing.carry_out
+
+    def failing_once(order: SizeKv) -> Sized:
+        if order.tokens and len(groups["generate-2"].votes) == 2:
+            last.fail_at(2)
+        return carry_out(order)
+
+    groups["generate-2"].sizing.carry_out = failing_once  # type: ignore[method-assign]
+    await lead_all(sizing_of(), groups)
+    tokens = [[order.tokens // 16 for order in one.orders] for one in groups.values()]
+    assert tokens == [[512, 0, 4519, 0, 4293]] * 3
+    assert [vote.outcome for vote in groups["generate-2"].votes].count("out_of_memory") == 1
+
+
+async def test_sizing_together_finds_a_leak_of_any_group() -> None:
+    """It shows when the caches are dropped, and nothing is built on top of it."""
+    groups = groups_on(OneDevice(1024 * MIB))
+    groups["generate-1"].worker.leaks = True
+    with pytest.raises(MemoryLeak, match="0 bytes released by generate-1 rank 0"):
+        await lead_all(sizing_of(), groups)
+    assert [order.tokens for order in groups["generate-0"].orders] == [8192, 0]
+
+
+async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
+    """Limits of ranks that the host could not honour together are bounded by what is free there."""
+    names = NAMES[:2]
+    devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
+    groups = {
+        name: Group(device, ROW_BYTES[0]) for name, device in zip(names, devices, strict=True)
+    }
+    engine = [LedgerLine("host", "engine", "arena", 100 * MIB)]
+    sizing = sizing_of(names, more=engine, host_free=lambda: 900 * MIB)
+    await lead_all(sizing, groups, names)
+    kv_bytes = [one.accepted[0] * 16 * KV_BYTES for one in groups.values()]
+    assert kv_bytes[0] == kv_bytes[1]
+    assert 0.9 * 400 * MIB < kv_bytes[0] + HEADROOM <= 400 * MIB
+    held_bytes = sum(one.votes[-1].memory.peak_bytes for one in groups.values())
+    loaded_bytes = sum(one.loaded.complete.result()[0].reserved_bytes for one in groups.values())  # type: ignore[index]
+    assert held_bytes - loaded_bytes <= 800 * MIB
+
+
+async def test_sizing_together_on_a_host_that_is_too_small_says_who_shares_it() -> None:
+    names = NAMES[:2]
+    devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
+    groups = {
+        name: Group(device, ROW_BYTES[0]) for name, device in zip(names, devices, strict=True)
+    }
+    sizing = sizing_of(names, host_free=lambda: 30 * MIB)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        await lead_all(sizing, groups, names)
+    message = str(caught.value)
+    assert "The host has 30.0 MiB free" in message
+    assert "generate-0 rank 0, generate-1 rank 0 may take 15.0 MiB each" in message
