@@ -16,9 +16,11 @@ from vsched.record.recorder import open_recorder
 from vsched.worker.contract import Preprocessor
 
 
-def local_launcher(config: Config, *, command: Sequence[str] = RANK_COMMAND) -> LocalLauncher:
-    """Return what starts ranks as processes of this host; `command` is what makes the interpreter one."""
-    return LocalLauncher(oversubscribed=config.oversubscribed, command=command)
+def local_launcher(
+    config: Config, *, command: Sequence[str] = RANK_COMMAND, forked: bool = True
+) -> LocalLauncher:
+    """Return what starts ranks as processes of this host; see `LocalLauncher`."""
+    return LocalLauncher(oversubscribed=config.oversubscribed, command=command, forked=forked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,11 +67,12 @@ class LocalLauncher:
         *,
         oversubscribed: bool = True,
         command: Sequence[str] = RANK_COMMAND,
+        forked: bool = True,
     ) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
 
         `oversubscribed`: the ranks have more threads than there are cores. `command` are the arguments with which
-        the interpreter becomes a rank.
+        the interpreter becomes a rank. Without `forked`, each rank is a new process.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
@@ -79,6 +80,7 @@ class LocalLauncher:
         self.run_dir = run_dir or make_socket_folder()
         self.oversubscribed = oversubscribed
         self._command = command
+        self._forked = forked
         self._fork_servers: dict[frozenset[str], ForkServer] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -95,7 +97,7 @@ class LocalLauncher:
             environment=rank_environment(threads, oversubscribed=self.oversubscribed),
             on_exit=on_exit,
             command=self._command,
-            fork_server=self._fork_server(forkable_modules(spec)),
+            fork_server=self._fork_server(forkable_modules(spec)) if self._forked else None,
         )
 
     def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,66 +14,113 @@ import typer
 from vsched.terminal.options import JsonOption, PlotOption, SetOption, new_figure, write_json
 
 if TYPE_CHECKING:
-    from vsched.bench.recovery.measure import Recovery
+    from rich.console import Console
+
+    from vsched.bench.recovery.measure import Recovery, RecoveryCase
 
 
 def recovery(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Losses, each in a server of its own.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Losses of each case; the cases take turns.")
+    ] = 3,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Case: dtype of the model.", show_default="float32, bfloat16"),
+    ] = None,
+    busy: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="Case: processes beside the server that take a core each.",
+            show_default="0, twice the cores",
+        ),
+    ] = None,
+    new_processes: Annotated[
+        bool, typer.Option(help="Also measure ranks that are new processes, not forked.")
+    ] = False,
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """Kill a generate rank under load; measure the time to the first new token of every stream, in parts."""
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
-    from vsched.bench.recovery.measure import PARTS, STREAMS, measure_recovery
+    from vsched.bench.recovery.measure import RecoveryCase, measure_recovery
 
     console = Console()
+    cores = len(os.sched_getaffinity(0))
+    cases = [
+        RecoveryCase(dtype=one, busy=loops, forked=forked)
+        for one, loops, forked in itertools.product(
+            dtype or ["float32", "bfloat16"],
+            busy or [0, 2 * cores],
+            [True, False] if new_processes else [True],
+        )
+    ]
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("losses", total=rounds)
+        task = progress.add_task("losses", total=rounds * len(cases))
         found = asyncio.run(
             measure_recovery(
                 [*(assignments or ()), f"model.path={path}"],
+                cases=cases,
                 rounds=rounds,
                 advanced=lambda: progress.advance(task),
             )
         )
-    table = Table(
-        title=f"A generate rank is killed while {STREAMS} streams run, s ({rounds} times)"
-    )
-    for name in ("part", "median", "lowest", "highest"):
-        table.add_column(name, justify="left" if name == "part" else "right")
-    parts = zip(*(one.parts_s for one in found), strict=True)
-    rows = [*zip(PARTS, parts, strict=True), ("all", [one.total_s for one in found])]
-    for name, values in rows:
-        shown = (statistics.median(values), min(values), max(values))
-        table.add_row(name, *(f"{value:.2f}" for value in shown))
-    console.print(table)
-    same = sum(one.same_tokens for one in found)
-    console.print(f"Tokens as undisturbed, none missing and none twice: {same} of {rounds} times.")
+    _show(found, cases, rounds, console)
     if out is not None:
         write_json(out, found)
     if plot is not None:
-        _plot(found, plot)
+        _plot(found, cases, plot)
         console.print(f"Plot: {plot}")
-    if same < rounds:
+    if not all(one.kept for one in found):
+        console.print("A stream has not got the tokens that were promised.")
         raise typer.Exit(1)
 
 
-def _plot(found: list[Recovery], path: Path) -> None:
-    from vsched.bench.recovery.measure import PARTS
+def _name(case: RecoveryCase) -> str:
+    beside = f"{case.busy} busy loops" if case.busy else "quiet"
+    return f"{case.dtype}, {beside}, {'forked' if case.forked else 'new process'}"
 
-    figure = new_figure(9, 1.2 + 0.4 * len(found))
+
+def _show(found: list[Recovery], cases: list[RecoveryCase], rounds: int, console: Console) -> None:
+    from rich.table import Table
+
+    from vsched.bench.recovery.measure import STATIONS, STREAMS
+
+    table = Table(
+        title=f"Seconds after a generate rank was killed, {STREAMS} streams, {rounds} losses each"
+    )
+    for name in ("case, until", "lowest", "median", "highest", "same tokens"):
+        table.add_column(name, justify="left" if name == "case, until" else "right")
+    for case in cases:
+        of_case = [one for one in found if one.case == case]
+        same = sum(one.same_tokens for one in of_case)
+        table.add_row(_name(case), "", "", "", f"{same} of {len(of_case)}")
+        ends = zip(*(one.ends_s for one in of_case), strict=True)
+        for station, values in zip(STATIONS, ends, strict=True):
+            figures = (min(values), statistics.median(values), max(values))
+            table.add_row(f"  {station}", *(f"{value:.2f}" for value in figures))
+        table.add_section()
+    console.print(table)
+
+
+def _plot(found: list[Recovery], cases: list[RecoveryCase], path: Path) -> None:
+    from vsched.bench.recovery.measure import STATIONS
+
+    figure = new_figure(9, 1.2 + 0.4 * len(cases))
     axis = figure.subplots()
-    for index, one in enumerate(found):
+    for index, case in enumerate(cases):
+        ends = zip(*(one.ends_s for one in found if one.case == case), strict=True)
         left = 0.0
-        for number, (part, width) in enumerate(zip(PARTS, one.parts_s, strict=True)):
-            axis.barh(index, width, left=left, color=f"C{number}", label=None if index else part)
-            left += width
-    axis.set_xlabel("seconds after the kill")
-    axis.set_yticks(range(len(found)), [f"loss {index + 1}" for index in range(len(found))])
-    axis.legend(ncols=len(PARTS), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1))
+        for number, (station, values) in enumerate(zip(STATIONS, ends, strict=True)):
+            end = statistics.median(values)
+            label = None if index else station
+            axis.barh(index, end - left, left=left, color=f"C{number}", label=label)
+            left = end
+    axis.set_xlabel("seconds after the kill, medians")
+    axis.set_yticks(range(len(cases)), [_name(case) for case in cases])
+    axis.legend(ncols=len(STATIONS), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.savefig(path, dpi=110)

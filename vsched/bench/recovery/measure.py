@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
+from vsched.aio.environment import Environment, local_launcher
 from vsched.aio.replicas.worker_group import STARTING
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
@@ -21,26 +26,50 @@ TOKENS_BEFORE = 8
 TOKENS_AFTER = 24
 DEADLINE_S = 300.0
 POLL_S = 0.001
-PARTS = ("seen lost", "process, imports", "weights", "KV cache", "first new token")
-"""What happens one after the other; each ends where the next begins."""
+STATIONS = (
+    "loss noticed",
+    "process, imports",
+    "weights",
+    "rank ready",
+    "last stream's first new token",
+)
+"""What follows the kill, one after the other; the KV cache stands when the rank is ready."""
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(1000))"
+"""A loop that takes a core, and ends with who started it."""
+
+
+class RecoveryCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank is killed.
+
+    Attributes:
+        dtype: Of the model.
+        busy: Processes beside the server that take a core each.
+        forked: Ranks are forked where the plug-in allows it; else each is a new process.
+    """
+
+    dtype: str
+    busy: int = 0
+    forked: bool = True
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """One loss: seconds from the kill to the end of each of `PARTS`, and whether all tokens were as undisturbed."""
+    """One loss.
 
+    Attributes:
+        ends_s: Seconds from the kill to each of `STATIONS`.
+        complete: No token was missing, none came twice.
+        same_tokens: All tokens were as undisturbed.
+    """
+
+    case: RecoveryCase
     ends_s: list[float]
+    complete: bool
     same_tokens: bool
 
     @property
-    def total_s(self) -> float:
-        """From the kill to the first new token of the last stream."""
-        return self.ends_s[-1]
-
-    @property
-    def parts_s(self) -> list[float]:
-        """How long each part took."""
-        starts = [0.0, *self.ends_s[:-1]]
-        return [end - start for start, end in zip(starts, self.ends_s, strict=True)]
+    def kept(self) -> bool:
+        """Whether streams went on as promised; where arithmetic is rounded, later tokens may differ."""
+        return self.same_tokens or (self.complete and self.case.dtype != "float32")
 
 
 class _Stream:
@@ -95,23 +124,38 @@ class _Stations:
 
 
 async def measure_recovery(
-    settings: Sequence[str], *, rounds: int, advanced: Callable[[], None] = lambda: None
+    settings: Sequence[str],
+    *,
+    cases: Sequence[RecoveryCase],
+    rounds: int,
+    advanced: Callable[[], None] = lambda: None,
 ) -> list[Recovery]:
-    """Kill a generate rank while it serves, `rounds` times, each in a server of its own."""
-    config = load_config(None, sets=[*settings], environ={}).config
+    """Kill a generate rank while it serves, each time in a server of its own; the cases take turns, `rounds` times."""
     found = []
-    for _ in range(rounds):
-        stations = _Stations()
-        async with asyncio.timeout(DEADLINE_S), Engine(config, on_progress=stations.note) as engine:
-            undisturbed = [_Stream(engine, number) for number in range(STREAMS)]
-            await asyncio.gather(*(stream.ended for stream in undisturbed))
-            expected = [stream.token_ids for stream in undisturbed]
-            found.append(await _kill(engine, stations, expected))
+    for case in [case for _ in range(rounds) for case in cases]:
+        found.append(await _measure(settings, case))
         advanced()
     return found
 
 
-async def _kill(engine: Engine, stations: _Stations, expected: list[list[int]]) -> Recovery:
+async def _measure(settings: Sequence[str], case: RecoveryCase) -> Recovery:
+    config = load_config(None, sets=[*settings, f"model.dtype={case.dtype}"], environ={}).config
+    stations = _Stations()
+    environment = Environment(make_launcher=partial(local_launcher, forked=case.forked))
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        Engine(config, on_progress=stations.note, environment=environment) as engine,
+    ):
+        undisturbed = [_Stream(engine, number) for number in range(STREAMS)]
+        await asyncio.gather(*(stream.ended for stream in undisturbed))
+        expected = [stream.token_ids for stream in undisturbed]
+        with _busy_loops(case.busy):
+            return await _kill(engine, stations, expected, case)
+
+
+async def _kill(
+    engine: Engine, stations: _Stations, expected: list[list[int]], case: RecoveryCase
+) -> Recovery:
     streams = [_Stream(engine, number) for number in range(STREAMS)]
     await asyncio.gather(*(stream.reach(TOKENS_BEFORE) for stream in streams))
     stations.forget()
@@ -123,10 +167,28 @@ async def _kill(engine: Engine, stations: _Stations, expected: list[list[int]]) 
     await asyncio.gather(*(stream.ended for stream in streams))
     firsts = [min((at for at in one.heard_s if at > seen_s), default=0.0) for one in streams]
     ends = [seen_s, stations.spoke_s, stations.sizing_s, ready_s, max(firsts)]
+    tokens = [stream.token_ids for stream in streams]
     return Recovery(
+        case=case,
         ends_s=[max(end - killed_s, 0.0) for end in ends],
-        same_tokens=[stream.token_ids for stream in streams] == expected,
+        complete=all(len(one) == TOKENS_BEFORE + TOKENS_AFTER for one in tokens),
+        same_tokens=tokens == expected,
     )
+
+
+@contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Have so many other processes take a core each."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", _BUSY])  # noqa: S603 - own words
+        for _ in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 async def _until(condition: Callable[[], bool]) -> float:
