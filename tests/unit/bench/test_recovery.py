@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vsched.bench.recovery import measure
 from vsched.bench.recovery.measure import Recovery, RecoveryCase
-from vsched.cli.main import app
+from vsched.cli import app
 
 
 def loss(
