@@ -101,6 +101,10 @@ class Leader:
     """Leads the ranks of one group.
 
     `on_result` gets each step's result once; `on_lost` is called once, with the failure, when the group cannot go on.
+
+    Attributes:
+        heartbeats: How many were sent.
+        heartbeats_missed: Intervals in which the ranks heard nothing at all, since this process did not come to it.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Leader:
         self.name = name
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
+        self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
@@ -194,7 +199,13 @@ class Leader:
 
     def _append(self, entry: LogEntry) -> None:
         frame = self._log.append(entry)
-        self._sent_s = self._loop.time()
+        now_s = self._loop.time()
+        if self._timer is not None:  # before that, ranks load and expect nothing
+            self.heartbeats += isinstance(entry, Heartbeat)
+            self.heartbeats_missed += max(
+                int((now_s - self._sent_s) / self._deadlines.heartbeat_s) - 1, 0
+            )
+        self._sent_s = now_s
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):
                 self._link.read()  # its last word may lie there, and tell more

@@ -68,6 +68,7 @@ class ServedGroup:
             ],
             **self._work(figures),
             "busy_ms": self.busy_ns / 1e6,
+            "heartbeats": worker_group.heartbeats(self.name),
             "restarts": self.supervisor.restarts,
             "losses": dict(self.supervisor.losses),
             "last_loss": _told(loss) if loss else None,

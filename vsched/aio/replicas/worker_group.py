@@ -169,6 +169,12 @@ class WorkerGroup:
         """Return what the ranks last said of their memory, by group and rank, in bytes."""
         return {name: dict(leader.memory) for name, leader in self._leaders.items()}
 
+    def heartbeats(self, group: str) -> dict[str, int]:
+        """Return how many heartbeats this incarnation was sent, and how many it was not though they were due."""
+        leader = self._leaders.get(group)
+        sent, missed = (leader.heartbeats, leader.heartbeats_missed) if leader else (0, 0)
+        return {"sent": sent, "missed": missed}
+
     def _address(self, group: str) -> str:
         return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
 

@@ -39,7 +39,19 @@ def lag(
         )
     )
     table = Table(title="Lateness of the event loop")
-    for name in ("request", "MB", "answers", "s", "p99, ms", "worst", "beside", "MiB", "lost"):
+    for name in (
+        "request",
+        "MB",
+        "answers",
+        "s",
+        "p99, ms",
+        "worst",
+        "beside",
+        "MiB",
+        "beats",
+        "missed",
+        "lost",
+    ):
         table.add_column(name, justify="left" if name == "request" else "right")
     for row in rows:
         answers = ", ".join(f"{count} x {status}" for status, count in row.statuses.items())
@@ -51,10 +63,15 @@ def lag(
                 f"{row.worst_ms:.0f}",
                 f"{row.beside_p99_ms:.0f}",
             ),
-            *(f"{row.peak_bytes / 2**20:.0f}", str(row.lost)),
+            *(
+                f"{row.peak_bytes / 2**20:.0f}",
+                str(row.heartbeats),
+                str(row.heartbeats_missed),
+                str(row.lost),
+            ),
         )
     console.print(table)
     if out is not None:
         write_json(out, rows)
-    if any(row.lost for row in rows):
+    if any(row.lost or row.heartbeats_missed for row in rows):
         raise typer.Exit(1)

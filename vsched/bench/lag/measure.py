@@ -33,7 +33,8 @@ class LagRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a case did to the event loop.
 
     `body_bytes` of 0 stands for a load of all cases; `statuses` counts the answers by HTTP status. `lost` counts groups
-    that were lost meanwhile, and `peak_bytes` is how much the engine's memory rose to. `beside_p99_ms` is how late an
+    that were lost meanwhile, `heartbeats_missed` intervals in which the engine sent ranks nothing, and `peak_bytes` is
+    how much the engine's memory rose to. `beside_p99_ms` is how late an
     idle process beside the server was: what the machine, and not the server, makes late.
     """
 
@@ -46,6 +47,8 @@ class LagRow(msgspec.Struct, frozen=True, kw_only=True):
     worst_ms: float
     beside_p99_ms: float
     lost: int
+    heartbeats: int
+    heartbeats_missed: int
     peak_bytes: int
 
 
@@ -135,7 +138,7 @@ async def _measure(
     meter = LagMeter()
     await asyncio.sleep(SETTLE_S)
     _forget_peak()
-    before = _losses(server)
+    before, beats_before = _losses(server), _heartbeats(server)
     started = time.perf_counter()
     beside: list[float] = []
     async with _metered(meter, beside):
@@ -150,6 +153,7 @@ async def _measure(
     answer_s = (time.perf_counter() - started) / max(order.requests, 1)
     statuses = msgspec.json.decode(out, type=dict[str, int]) if out else {"no answer": 1}
     p50, p99, worst = meter.percentiles_ms()
+    sent, missed = _heartbeats(server)
     return LagRow(
         name=name,
         body_bytes=body_bytes,
@@ -160,12 +164,20 @@ async def _measure(
         worst_ms=round(worst, 1),
         beside_p99_ms=round(beside[1], 1),
         lost=_losses(server) - before,
+        heartbeats=sent - beats_before[0],
+        heartbeats_missed=missed - beats_before[1],
         peak_bytes=_peak_bytes(),
     )
 
 
 def _losses(server: RunningServer) -> int:
     return sum(int(group["restarts"]) for group in server.engine.groups())
+
+
+def _heartbeats(server: RunningServer) -> tuple[int, int]:
+    """Return how many were sent to all groups, and how many were missed."""
+    counts = [group["heartbeats"] for group in server.engine.groups()]
+    return sum(one["sent"] for one in counts), sum(one["missed"] for one in counts)
 
 
 def _forget_peak() -> None:

@@ -138,6 +138,21 @@ async def test_leader_hears_results_of_the_first_rank(led_two: LeaderHarness) ->
     assert led.results == [RESULT]
 
 
+async def test_leader_counts_heartbeats_that_were_missed(led: LeaderHarness) -> None:
+    """A loop that is late by less than an interval misses none; one that stands still misses one for each."""
+    led.enter(0, 1)
+    led.loop.advance(LIMITS.heartbeat_s)
+    sent = led.leader.heartbeats
+    assert (sent > 0, led.leader.heartbeats_missed) == (True, 0)
+    led.leader._sent_s -= 0.95 * LIMITS.heartbeat_s
+    led.loop.advance(LIMITS.heartbeat_s)
+    assert led.leader.heartbeats_missed == 0
+    led.leader._sent_s -= 3 * LIMITS.heartbeat_s
+    led.loop.advance(LIMITS.heartbeat_s)
+    assert led.leader.heartbeats_missed == 2
+    assert led.leader.heartbeats > sent
+
+
 async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
     """An idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
     led.enter(0)
