@@ -25,7 +25,7 @@ HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 TEXTS = [
     "The red square.",
-    "In 1234 there were 56.",
+    "In 1234 there were  56.",
     " two  spaces\n\nand naïve café",
     "<|im_start|>user\nhi",
 ]
@@ -42,7 +42,8 @@ def digits_apart() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return learnt_tokenizer([SMALL_TEXT], digits_apart(), words=384, longest=512)
+    texts = [SMALL_TEXT, "is  12" * 50]  # blanks before a digit are a word of their own
+    return learnt_tokenizer(texts, digits_apart(), words=384, longest=512)
 
 
 @pytest.fixture(scope="module")
