@@ -109,6 +109,8 @@ def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
     cluster = preempted_prefill(limits, (0, 16, b"a"))
     cluster.drain()
     assert cluster.encoded == [[b"a"]]
+    preemptions = generate_statistics(cluster)["preemptions"]
+    assert cluster.ended["young"].times.preemptions == preemptions
     assert_served(cluster, "old", "young")
 
 

@@ -225,8 +225,6 @@ class EmbeddingCache:
             return False
         entry.phase = EntryPhase.READY
         entry.retry_batch = 0
-        if not entry.claims:
-            self._let_go(entry)
         return True
 
     def requeue(self, entry: EmbeddingEntry) -> None:
@@ -314,15 +312,11 @@ class EmbeddingCache:
 
     def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
         """An older request wants a queued item too: it takes the older place."""
-        if order >= entry.order:
-            return
-        if entry.phase is EntryPhase.QUEUED:
+        if order < entry.order and entry.phase is EntryPhase.QUEUED:
             probe("embeddings.moved_up")
             self.queue.remove(entry)
             entry.order = order
             self.queue.put(entry)
-        else:
-            entry.order = order
 
     # --- views ---
 

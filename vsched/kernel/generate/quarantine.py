@@ -58,7 +58,6 @@ class Quarantine:
         alone = running[0] if len(running) == 1 else None
         if self.number:
             alone = self._requests[self.number]
-        self.number = 0
         for state in running:
             state.losses += 1
         return alone if alone is not None and is_suspect(alone) else None

@@ -72,3 +72,20 @@ def test_request_that_waits_for_its_lost_group_claims_no_embedding() -> None:
     cluster.restore(group)
     cluster.drain()
     assert_served(cluster, "r")
+
+
+def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> None:
+    """Preempted prefills, which have none, keep nothing."""
+    cluster = ModelCluster(make_limits(blocks=10, chunk_tokens=16, prefix_cache=False))
+    group = cluster.kernel.generators[0]
+    cluster.submit(make_request("short", words(2, start=90), max_tokens=6))
+    cluster.submit(make_request("old", words(2), max_tokens=30))
+    while "short" not in cluster.ended:
+        cluster.run_generate()
+    steps = group.state().in_flight
+    assert steps.log_first_step + len(steps.log) == steps.done + 1
+    assert len(steps.log) <= len(cluster.outputs["old"])
+    cluster.submit(make_request("young", words(36, start=50), max_tokens=2))
+    cluster.drain()
+    assert len(group.state().in_flight.log) <= 1, "of the last step, after which nothing ended"
+    assert_served(cluster, "short", "old", "young")

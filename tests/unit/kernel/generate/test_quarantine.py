@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.kernel.setups import assert_holds_nothing, assert_served, make_limits, words
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    joined,
+    make_limits,
+    words,
+)
 from vsched.kernel.events import Drain
 from vsched.testing import ModelCluster, make_request
 
@@ -143,3 +149,16 @@ def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> Non
     cluster.drain()
     assert cluster.ended[poison].code == "group_lost"
     assert_served(cluster, *(name for name in names if name != poison))
+
+
+def test_requests_that_are_no_suspects_join_beside_one() -> None:
+    """Only suspects wait for each other."""
+    cluster = ModelCluster(make_limits(slots=4))
+    for number in range(2):
+        cluster.submit(text(f"r{number}", start=30 * number, max_tokens=40))
+    lose_repeatedly(cluster, "generate", times=2)
+    cluster.submit(text("new", start=200))
+    before = len(joined(cluster))
+    cluster.drain()
+    assert_served(cluster, "r0", "r1", "new")
+    assert joined(cluster)[before:] == ["new", "r1"]
