@@ -16,7 +16,7 @@ _SMALL_INTEGERS = (
 )
 _STEPS_FROM_ONE = "steps count from 1, and a negative number stands for none"
 _QUICKER = "it is the quicker of two ways to the same result"
-_UNREACHED = "no state leads there: at rest, the front joins where no prefill is stalled, and those that are stalled are younger"
+_UNREACHED = "no state leads there: at rest, a front joins where no prefill is stalled, and stalled ones are younger"
 _PER_ENTRY = "no two entries have the same place"
 
 EQUIVALENT: dict[str, str] = {

@@ -11,8 +11,12 @@ from tests.unit.kernel.setups import (
     make_limits,
 )
 from vsched.failures import EncodeErrorKind
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.policy_calls import PolicyFaults
+from vsched.kernel.request import RequestState
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.testing import ModelCluster, default_policies
+from vsched_policies.eviction import Lru
 
 
 class Noting(AdmissionPolicy, frozen=True, kw_only=True):
@@ -81,3 +85,37 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
     assert len(cluster.encoded) == 1
     cluster.drain()
     assert_served(cluster, "r")
+
+
+def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
+    return RequestState.arrived(image_request(f"r{number}", *images), number, (), 0, scope="item")
+
+
+def cached(*claims: tuple[int, bytes]) -> EmbeddingCache:
+    """Return a full cache of ready images of four pages each, claimed by the requests of these numbers."""
+    pages = 4 * len({key for _, key in claims})
+    cache = EmbeddingCache(make_limits(pages=pages), Lru(), PolicyFaults())
+    for number, key in claims:
+        cache.claim(arrived(number, (key, 16)), 0, 0)
+    for entry in list(cache):
+        assert cache.start_encoding(entry)
+        assert cache.finish_encoding(entry)
+    return cache
+
+
+def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> None:
+    """One that several requests claim is as old as the oldest of them."""
+    cache = cached((2, b"shared"), (5, b"shared"), (4, b"young"), (3, b"old"))
+    assert not cache.claim(arrived(1, (b"wanted", 16)), 0, 0)
+    (wanted,) = cache.get_all([b"wanted"])
+    assert cache.start_encoding(wanted)
+    ready = [key for key in (b"shared", b"young", b"old") if cache.is_ready(key)]
+    assert ready == [b"shared", b"old"]
+    assert cache.statistics()["cache_preemptions"] == 1
+
+
+def test_older_request_that_claims_a_ready_image_changes_nothing_of_its_place() -> None:
+    """It waits for nothing."""
+    cache = cached((2, b"a"))
+    assert cache.claim(arrived(1, (b"a", 16)), 0, 0)
+    assert not cache.queue
