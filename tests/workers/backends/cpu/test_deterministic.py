@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers import driver
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
@@ -20,6 +22,7 @@ from vsched_workers.backends.cpu import operand_choice, prefill_attention, produ
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.batching.paged_attention import KvCache, KvShape
 from vsched_workers.plugin import TRAINED
 
 needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
@@ -28,6 +31,14 @@ Load = Callable[..., Stage]
 
 CHUNKS = (1000, 7, 64)
 OPERANDS = {"": None, "bf16": BF16, "float32": FLOAT32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _blocks_of_whole_panels() -> Iterator[None]:
+    """The kernels need blocks of a multiple of 16 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "BLOCK_SIZE", 16)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +73,7 @@ class Recorded:
     """The logits of each request, by the number of its token, as the worker computed them."""
 
     def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._stage = stage
+        self.stage = stage
         self._last: list[torch.Tensor] = []
         worker: Any = stage.generator
         head = worker._head
@@ -77,9 +88,9 @@ class Recorded:
     def run(self, asked: Sequence[Question], **options: Any) -> list[list[bytes]]:
         """Return for each request its logits, token by token; a token computed twice must have them twice."""
         arrivals, preempts = options.pop("arrivals", 0), options.pop("preempts", 0)
-        one = Driver(self._stage, **options)
+        one = options.pop("driver", None) or Driver(self.stage, **options)
         found: dict[int, dict[int, bytes]] = {}
-        step = one.step
+        step = functools.partial(Driver.step, one)
 
         def watched(active: Sequence[Running]) -> None:
             before = {each.sequence.number: each.sequence.length for each in active}
@@ -105,7 +116,13 @@ class Recorded:
 @needs_bf16_dot
 @pytest.mark.parametrize(
     ("name", "threads", "operand"),
-    [("demo", 1, "bf16"), ("demo", 2, "float32"), ("nano25", 2, ""), ("nano3", 1, "")],
+    [
+        ("demo", 1, "bf16"),
+        ("demo", 2, "float32"),
+        ("nano25", 2, ""),
+        ("nano3", 1, ""),
+        ("tiny25", 1, ""),
+    ],
 )
 def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
     load: Load, name: str, threads: int, operand: str, monkeypatch: pytest.MonkeyPatch
@@ -115,17 +132,6 @@ def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
         monkeypatch.setattr(prefill_attention, "operand", lambda: OPERANDS[operand])
     recorded = Recorded(load(name, threads, operand=operand), monkeypatch)
     check_invariant(recorded)
-
-
-@needs_bf16_dot
-def test_logits_are_the_same_with_heads_and_blocks_of_whole_vectors(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There decode rows score keys with the dot product of bfloat16."""
-    stage = load("tiny25")
-    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
-    stage.generator.build_kv(blocks=driver.BLOCKS, block_size=16)
-    check_invariant(Recorded(stage, monkeypatch))
 
 
 def check_invariant(recorded: Recorded) -> None:
@@ -138,6 +144,106 @@ def check_invariant(recorded: Recorded) -> None:
         assert recorded.run(asked[:4], chunk=chunk, seed=chunk) == together[:4]
     # A preempted request is recomputed from prompt and output, as after the loss of its rank.
     assert recorded.run(asked[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("threads", [1, 2])
+def test_borders_of_chunks_leave_no_trace(
+    load: Load, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks end within panels of keys, blocks of rows, runs and images, and behind each; some are one row."""
+    recorded = Recorded(load("demo", threads), monkeypatch)
+    long = Question("Which one? " * 40, [drawn_image(1, 200, 180)], count=4)
+    assert len(recorded.stage.prompt(long)[0]) > 260
+    whole = recorded.run([long], chunk=1000)
+    for chunk in (1, 13, 16, 127, 128, 129):
+        assert recorded.run([long], chunk=chunk) == whole, chunk
+
+
+@needs_bf16_dot
+def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request takes the first blocks of another one, which were written in chunks or by decode steps."""
+    recorded = Recorded(load("demo"), monkeypatch)
+    first = Question("Why? " * 40, [drawn_image(1, 90, 61)], count=40)
+    second = dataclasses.replace(first, count=6)
+    (wanted,) = recorded.run([second], chunk=1000)
+    for chunk in (40, 1000):
+        one = Driver(recorded.stage, chunk=chunk)
+        (owner,) = one.run([first])
+        blocks = owner.sequence.prompt_length // driver.BLOCK_SIZE
+        assert blocks > 4
+        for shared in (1, blocks // 2, blocks - (owner.sequence.prompt_length % 16 == 0)):
+            _give_blocks(one, owner, shared)
+            assert recorded.run([second], driver=one) == [wanted]
+
+
+@needs_bf16_dot
+def test_a_cached_answer_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that decode steps wrote are the prefix of the next turn of a conversation."""
+    recorded = Recorded(load("demo"), monkeypatch)
+    one = Driver(recorded.stage, chunk=40)
+    (owner,) = one.run([Question("Why? " * 6, count=40)])
+    blocks = (owner.sequence.length - 1) // driver.BLOCK_SIZE
+    assert blocks * driver.BLOCK_SIZE > owner.sequence.prompt_length + 16
+    tokens = owner.sequence.tokens[: owner.sequence.length].tolist()
+    monkeypatch.setattr(recorded.stage, "prompt", lambda _question: (tokens, []))
+    found = []
+    for shared in (blocks, 0):
+        _give_blocks(one, owner, shared)
+        found.append(recorded.run([Question("", count=4)], driver=one))
+    assert found[0] == found[1]
+
+
+def _give_blocks(one: Driver, owner: Running, shared: int) -> None:
+    """Have the next request of a driver find its first blocks computed, which are those of an earlier request."""
+
+    def start(number: int, question: Question) -> Running:
+        started = Driver.start(one, number, question)
+        one.tables[started.slot, :shared] = one.tables[owner.slot, :shared]
+        started.computed = shared * driver.BLOCK_SIZE
+        return started
+
+    one.start = start  # type: ignore[method-assign]
+
+
+@needs_bf16_dot
+def test_no_product_is_torchs(load: Load) -> None:
+    """The code that oneDNN chooses follows from the number of rows, on processors with AMX among more."""
+    stage = load("demo")
+    one = Driver(stage, chunk=40)
+    with _Operations() as seen:
+        one.run(questions(4), arrivals=2)
+    assert seen.names, "none was seen"
+    products = ("mm", "linear", "matmul", "conv", "mkldnn", "scaled_dot", "einsum")
+    assert not [name for name in seen.names if any(part in name for part in products)]
+
+
+class _Operations(TorchDispatchMode):
+    """Collects the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.add(str(func))
+        result: object = func(*args, **(kwargs or {}))
+        return result
+
+
+@needs_bf16_dot
+def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AMX computes as one without: what is chosen elsewhere is not asked."""
+    asked = questions(3)
+    wanted = Recorded(load("demo"), monkeypatch).run(asked, chunk=40)
+    monkeypatch.undo()
+    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
+    settings = WorkerSettings(threads=1, deterministic=True)
+    stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)
+    assert Recorded(stage, monkeypatch).run(asked, chunk=40) == wanted
 
 
 @needs_bf16_dot
@@ -226,3 +332,20 @@ def test_refuses_a_mixture_of_experts(checkpoints: Callable[[str], Path]) -> Non
 def test_refuses_a_weight_with_an_odd_number_of_inputs() -> None:
     with pytest.raises(ConfigError, match="7 inputs"):
         products.deterministic_product(torch.ones(64, 7).bfloat16(), None, threads=1)
+
+
+@needs_bf16_dot
+def test_refuses_blocks_that_are_no_whole_panels(load: Load) -> None:
+    generator = load("demo").generator
+    with pytest.raises(ConfigError, match=r"generate.block_size is 24, .* 16. Remedy: "):
+        generator.build_kv(blocks=4, block_size=24)
+    generator.build_kv(blocks=driver.BLOCKS, block_size=16)
+
+
+@needs_bf16_dot
+def test_refuses_heads_that_are_no_whole_vectors() -> None:
+    backend = choose_backend(WorkerSettings(deterministic=True), torch.bfloat16)
+    shapes = [KvShape(kv_heads=1, key_dim=24, value_dim=24)]
+    cache = KvCache(shapes, blocks=1, block_size=16, dtype=torch.bfloat16, allocate=torch.zeros)
+    with pytest.raises(ConfigError, match=r"heads of this model have 24 values, .* Remedy: "):
+        backend.choose_attention(cache, 1)

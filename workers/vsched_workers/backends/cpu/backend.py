@@ -15,6 +15,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.argmax import argmax
+from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage, fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
@@ -71,7 +72,29 @@ class CpuBackend(ReferenceBackend):
         self._attention = AttentionKernels(NumbaDecode(self.dtype, self._threads), prefill)
 
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        if self._deterministic:
+            _check_panels(cache)
         if self._attention is None:
             self.load_attention()
         assert self._attention is not None
         return self._attention
+
+
+def _check_panels(cache: KvCache) -> None:
+    """Check that a cache can lie in panels.
+
+    Raises:
+        ConfigError: When blocks or heads are not whole ones.
+    """
+    head_dim = cache.keys[0].shape[2]
+    if cache.block_size % LANES:
+        raise ConfigError(
+            f"model.deterministic: generate.block_size is {cache.block_size}, not a multiple of {LANES}. "
+            f"Remedy: set that to a multiple of {LANES}, or model.deterministic to false."
+        )
+    if head_dim % LANES:
+        raise ConfigError(
+            f"model.deterministic: the heads of this model have {head_dim} values, not a multiple of {LANES}. "
+            "Remedy: set it to false."
+        )
+    assert not cache.keys[0].data_ptr() % LINE, "panels are read by whole lines"

@@ -25,11 +25,19 @@ from transformers.activations import SiLUActivation
 
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
-from vsched_workers.backends.cpu.kernels import activation, argmax, decode_attention, norm, rope
+from vsched_workers.backends.cpu.kernels import (
+    activation,
+    argmax,
+    decode_attention,
+    norm,
+    panel_attention,
+    rope,
+)
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode, score_tag
 from vsched_workers.backends.cpu.kernels.norm import add_norm
+from vsched_workers.backends.cpu.kernels.panel_attention import attend_rows
 from vsched_workers.backends.cpu.kernels.rope import (
     Bf16Array,
     RopeRows,
@@ -177,8 +185,8 @@ class FusedLanguage:
         Args:
             model: With its layers fused and its linear layers packed.
             threads: Threads of the kernels.
-            deterministic: Whether a row is computed by the same code whatever rows are beside it: rows of prefill as
-                decode rows, and kernels on all threads for any number of values.
+            deterministic: Whether a row is computed by the same code whatever rows are beside it: decode rows and rows
+                of prefill by one kernel for attention, and kernels on all threads for any number of values.
         """
         self._model = model
         self._threads = threads
@@ -192,6 +200,9 @@ class FusedLanguage:
         for kernels in (norm, activation, rope):
             kernels.warm_up(threads=threads)
         argmax.warm_up()
+        if deterministic:
+            panel_attention.warm_up(threads=threads)
+            return
         head_dim = self._layers[0].attention.head_dim
         decode_attention.warm_up(score_tag(head_dim, USUAL_BLOCK), threads=threads)
 
@@ -264,10 +275,11 @@ class FusedLanguage:
             middle = min(max(step.decode_rows, block.start), stop)
             parts.append((part_of(block.start, middle), part_of(middle, stop)))
         many = self._many(seen, DECODE_VALUES_MIN)
+        kernel = attend_rows if self._deterministic else decode
         return _StepAttention(
             parts=parts,
             room=room,
-            decode=decode.parallel if many else decode.serial,
+            decode=kernel.parallel if many else kernel.serial,
             decode_threads=self._threads if many else 1,
             rope=self._pick(rope_prefill, room.numel()),
             tag=score_tag(first.head_dim, step.cache.block_size),
@@ -291,7 +303,7 @@ class FusedLanguage:
             qkv = layer.qkv(block.normed)
             qkv_at = qkv.data_ptr()
             if decoding is not None:
-                given.decode(
+                arguments = (
                     qkv_at,
                     block.attended.data_ptr(),
                     layer.heads,
@@ -301,9 +313,13 @@ class FusedLanguage:
                     decoding.tables,
                     decoding.contexts,
                     step.cache.block_size,
-                    shares_of(len(decoding.rows.slots), attention.kv_heads, given.decode_threads),
-                    given.tag,
                 )
+                if self._deterministic:
+                    given.decode(*arguments)
+                else:
+                    count = len(decoding.rows.slots)
+                    shares = shares_of(count, attention.kv_heads, given.decode_threads)
+                    given.decode(*arguments, shares, given.tag)
             if prefilling is not None:
                 skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
                 place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize

@@ -86,21 +86,29 @@ class Pass:
         advance = self._writer.advance
         loop = Loop(self._builder, [ZEROS] * (self._rows * self._vectors))
         inputs_at = advance(rows_at, loop.index, 8 if self._float32 else 4)
-        weights_at = advance(panel_at, loop.index, self._vectors * LINE)
+        places = self._places(panel_at, loop.index)
         add = self._add_float32 if self._float32 else self._add_bf16
-        sums: Sequence[Any] = add(loop.carried, inputs_at, row_bytes, weights_at)
+        sums: Sequence[Any] = add(loop.carried, inputs_at, row_bytes, places)
         for line in range(self._lines):
             at = advance(next_at, loop.index, self._lines * LINE, line * LINE)
             self._writer.prefetch(at, locality=2)
         loop.end(sums, pairs)
         return sums
 
+    def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
+        """Return the addresses of the vectors of weights of a pair of inputs."""
+        weights_at = self._writer.advance(panel_at, pair, self._vectors * LINE)
+        one = ir.Constant(LONG, 1)
+        return [
+            self._writer.advance(weights_at, one, vector * LINE) for vector in range(self._vectors)
+        ]
+
     def _add_bf16(
-        self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, panel_at: Any
+        self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
     ) -> Sequence[Any]:
         """Add the products of one pair of inputs to the sums of all rows."""
         writer = self._writer
-        weights = self._weights(panel_at, BF16_PAIRS)
+        weights = [writer.load(at, BF16_PAIRS, LINE) for at in places]
         added = []
         for row in range(self._rows):
             pair = writer.load(writer.advance(inputs_at, row_bytes, row), WORD, 4)
@@ -110,11 +118,11 @@ class Pass:
         return added
 
     def _add_float32(
-        self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, panel_at: Any
+        self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
     ) -> Sequence[Any]:
         """Do the same in float32: first the lower ones of all pairs, then the upper ones."""
         builder, writer = self._builder, self._writer
-        words = self._weights(panel_at, WORDS)
+        words = [writer.load(at, WORDS, LINE) for at in places]
         upper = ir.Constant(WORDS, [0xFFFF0000] * LANES)
         sixteen = ir.Constant(WORDS, [16] * LANES)
         halves = (
@@ -132,13 +140,6 @@ class Pass:
                 added += [writer.multiply_add(total, value, weight) for total, weight in of_row]
             sums = added
         return sums
-
-    def _weights(self, panel_at: Any, kind: Any) -> list[Any]:
-        one = ir.Constant(LONG, 1)
-        places = [
-            self._writer.advance(panel_at, one, vector * LINE) for vector in range(self._vectors)
-        ]
-        return [self._writer.load(at, kind, LINE) for at in places]
 
     def _of(self, sums: Sequence[Any], row: int) -> Sequence[Any]:
         return sums[row * self._vectors : (row + 1) * self._vectors]

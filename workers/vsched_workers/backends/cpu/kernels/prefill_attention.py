@@ -128,7 +128,8 @@ def _interleave(builder: Any, first_at: Any, second_at: Any, to_at: Any) -> None
 
 
 @emits(numba.void, numba.intp, numba.intp)
-def _copy_pair(builder: Any, from_at: Any, to_at: Any) -> None:
+def copy_pair(builder: Any, from_at: Any, to_at: Any) -> None:
+    """Copy two neighbouring bfloat16 values."""
     writer = InstructionWriter(builder)
     writer.store(writer.load(from_at, WORD), to_at)
 
@@ -137,7 +138,7 @@ def _copy_pair(builder: Any, from_at: Any, to_at: Any) -> None:
 
 
 @compiled()
-def _vectors_of(columns: int) -> int:
+def vectors_of(columns: int) -> int:
     """Return the vectors of the next panel of values, of the columns that are left."""
     return 4 if columns >= 4 * LANES else 2 if columns >= 2 * LANES else 1
 
@@ -147,8 +148,8 @@ def _pack_keys(first_at: int, second_at: int, head_dim: int, to_at: int) -> None
     """Write two keys to their columns of a panel."""
     for pair in range(head_dim // 2):
         at = to_at + pair * PANEL * 4
-        _copy_pair(first_at + 4 * pair, at)
-        _copy_pair(second_at + 4 * pair, at + 4)
+        copy_pair(first_at + 4 * pair, at)
+        copy_pair(second_at + 4 * pair, at + 4)
 
 
 @compiled()
@@ -158,7 +159,7 @@ def _pack_values(
     """Write the values of two keys to their row of every panel of values."""
     column = 0
     while column < head_dim:
-        vectors = _vectors_of(head_dim - column)
+        vectors = vectors_of(head_dim - column)
         at = to_at + padded_keys * column * 2 + pair * vectors * LINE
         for vector in range(vectors):
             offset = 2 * (column + vector * LANES)
@@ -240,7 +241,7 @@ def _combine(weights: Any, width: int, values_at: int, padded_keys: int, summed:
     padded_rows, head_dim = summed.shape
     column = 0
     while column < head_dim:
-        vectors = _vectors_of(head_dim - column)
+        vectors = vectors_of(head_dim - column)
         for row in range(0, padded_rows, PASS_ROWS):
             _multiply(
                 weights[0, 0],

@@ -1,0 +1,171 @@
+"""Attention over a cache in panels: against float64, and the same bits for a row however rows come."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.kernels.panel_attention import RUN_QUERIES, attend_rows
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_bf16_dot(), reason="the processor has no VDPBF16PS"),
+]
+
+KV_HEADS = 2
+BLOCKS = 40
+
+
+def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    return tensor.view(torch.uint16).numpy()
+
+
+class Layer:
+    """A cache full of what is no number, and two sequences of rows, drawn, whose blocks lie anywhere."""
+
+    def __init__(self, group: int, head_dim: int, block_size: int, lengths: Sequence[int]) -> None:
+        torch.manual_seed(group + head_dim)
+        self.heads, self.head_dim, self.block_size = group * KV_HEADS, head_dim, block_size
+        self.lengths = lengths
+        width = self.heads + 2 * KV_HEADS
+        self.qkv = [torch.randn(n, width, head_dim).bfloat16() for n in lengths]
+        self.angles = [torch.rand(n, head_dim // 2) * 7 for n in lengths]
+        blocks = torch.randperm(BLOCKS).int()
+        self.tables = [each.numpy() for each in blocks.chunk(len(lengths))]
+        self.record = heads_of(self.heads, 0, 0, 0.0, head_dim**-0.5)
+        shape = (BLOCKS * block_size, KV_HEADS, head_dim)
+        # torch aligns to lines.
+        self.keys, self.values = (bits(torch.full(shape, torch.nan).bfloat16()) for _ in "kv")
+        self.out = [torch.zeros(n, self.heads, head_dim).bfloat16() for n in lengths]
+
+    def attend(
+        self, *parts: tuple[int, int, int], parallel: bool = False, asked: Sequence[int] = ()
+    ) -> None:
+        """Attend for the rows `first` to `stop` of each sequence, all at once, or only for those of some places."""
+        kernel = attend_rows.parallel if parallel else attend_rows.serial
+        places = [(each, place) for each, first, stop in parts for place in range(first, stop)]
+        qkv = torch.stack([self.qkv[each][place] for each, place in places])
+        out = torch.zeros(len(places), self.heads, self.head_dim).bfloat16()
+        angles = torch.stack([self.angles[each][place] for each, place in places])
+        cos, sin = (bits(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+        tables = np.stack([self.tables[each] for each, _ in places])
+        contexts = np.array(
+            [place + 1 if place in asked or not asked else 0 for _, place in places], dtype=np.int32
+        )
+        size = self.block_size
+        slots = np.array(
+            [self.tables[each][place // size] * size + place % size for each, place in places]
+        )
+        kernel(
+            qkv.data_ptr(),
+            out.data_ptr(),
+            self.record,
+            RopeRows(cos, sin, slots.astype(np.int64)),
+            self.keys,
+            self.values,
+            tables,
+            contexts,
+            size,
+        )
+        for row, (each, place) in enumerate(places):
+            self.out[each][place] = out[row]
+
+    def wanted(self, each: int) -> torch.Tensor:
+        """Return what all rows of a sequence make of the tokens up to themselves, in float64."""
+        count, half = self.lengths[each], self.head_dim // 2
+        cos, sin = (
+            part.bfloat16().double()[:, None]
+            for part in (self.angles[each].cos(), self.angles[each].sin())
+        )
+        qkv = self.qkv[each].double()
+        lower, upper = qkv[..., :half], qkv[..., half:]
+        rotated = torch.cat([lower * cos - upper * sin, upper * cos + lower * sin], dim=-1)
+        query, key = rotated[:, : self.heads], rotated[:, self.heads : -KV_HEADS]
+        group = self.heads // KV_HEADS
+        key, value = (
+            part.repeat_interleave(group, dim=1).transpose(0, 1)
+            for part in (key, qkv[:, -KV_HEADS:])
+        )
+        scores = query.transpose(0, 1) @ key.transpose(1, 2) * self.head_dim**-0.5
+        scores += torch.full((count, count), -torch.inf).triu(1)
+        wanted: torch.Tensor = (scores.softmax(-1) @ value).transpose(0, 1)
+        return wanted
+
+
+SIZES = [
+    (1, 64, 16),
+    (2, 64, 32),
+    (3, 128, 16),
+    (7, 80, 16),
+    (2, 32, 48),
+    (4, 16, 16),
+    (30, 16, 16),
+]
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), SIZES)
+def test_rows_attend_to_the_tokens_of_their_blocks(
+    group: int, head_dim: int, block_size: int
+) -> None:
+    """What lies behind the last token is not read, whatever it is."""
+    layer = Layer(group, head_dim, block_size, [77, 1])
+    layer.attend((0, 0, 77), (1, 0, 1))
+    for each in range(2):
+        wanted = layer.wanted(each)
+        assert torch.allclose(layer.out[each].double(), wanted, atol=2e-2, rtol=2e-2)
+        error = (layer.out[each].double() - wanted).abs().mean()
+        assert error < 4e-3 * wanted.abs().mean()
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), SIZES)
+def test_a_row_is_the_same_however_rows_come(group: int, head_dim: int, block_size: int) -> None:
+    """Whole, row by row, and cut at any place, beside another sequence, with one thread."""
+    lengths = [100, 60]
+    found = []
+    run = max(RUN_QUERIES // group, 1)
+    for borders in (
+        [0, 100],
+        list(range(101)),
+        [0, 1, 2, 15, 16, 17, 31, 50, 98, 99, 100],
+        [0, run, 2 * run + 1, 64, 65, 100] if 2 * run + 1 < 64 else [0, 64, 65, 100],
+    ):
+        layer = Layer(group, head_dim, block_size, lengths)
+        for number, (first, stop) in enumerate(itertools.pairwise(borders)):
+            other = (1, number * 60 // (len(borders) - 1), (number + 1) * 60 // (len(borders) - 1))
+            parts = [(0, first, stop), *([other] if other[1] < other[2] else [])]
+            layer.attend(*parts if number % 2 else parts[::-1])
+        assert all(each.isfinite().all() for each in layer.out)
+        found.append([bits(each).tobytes() for each in layer.out])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_a_row_is_the_same_however_rows_come_on_all_threads() -> None:
+    use_threads(2)
+    layer, other = (Layer(2, 64, 16, [100, 60]) for _ in range(2))
+    layer.attend((0, 0, 100), (1, 0, 60), parallel=True)
+    for row in range(100):
+        other.attend((0, row, row + 1), *([(1, row, row + 1)] if row < 60 else []), parallel=True)
+    assert [bits(each).tobytes() for each in layer.out] == [
+        bits(each).tobytes() for each in other.out
+    ]
+
+
+def test_rows_that_nobody_asks_for_are_left_out() -> None:
+    """Their keys are written."""
+    layer, other = (Layer(2, 64, 16, [40, 1]) for _ in range(2))
+    layer.attend((0, 0, 40))
+    other.attend((0, 0, 40), asked=[7, 39])
+    for place in range(40):
+        asked = place in {7, 39}
+        assert other.out[0][place].equal(layer.out[0][place] * asked)

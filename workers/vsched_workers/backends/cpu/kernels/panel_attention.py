@@ -1,0 +1,357 @@
+"""Attention of decode rows and of chunks by the same sums, over a paged cache that lies in panels of 16 keys.
+
+What a row gets is the same to the bit whatever rows are beside it (`model.deterministic`). For a row of queries q and
+the keys it sees, with bfloat16 operands (VDPBF16PS),
+
+    s_t = q . k_t,   w_t = 2**(factor (s_t - max s)),   out = sum_t w_t v_t / sum_t w_t
+
+A score is summed over the pairs of a head's values, one after the other, and an output over the pairs of keys. Each
+step of both is one instruction with one lane for a key or a column, so that rows can be computed a few at a time, and
+no compiler may reorder them. The softmax of a row is the same code for all. Scores are float32; weights are rounded to
+bfloat16, as transformers' own eager attention rounds them.
+
+**Layout.** 16 slots that follow one another are a panel, in which a head has
+
+    keys    [head dim / 2, 16, 2]: each pair of values of all keys
+    values  [8, head dim, 2]: each pair of keys of all columns
+
+That is what `prefill_attention.py` packs contexts into, in every step. Here a row is packed once, when it is written.
+A block is some whole panels, so that blocks are shared, moved and freed as they are without panels.
+
+A task is a run of rows for one key head: neighbours in one sequence, as in a chunk, or one decode row.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, exp2, larger, narrow
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS, Pass
+from vsched_workers.backends.cpu.kernels.prefill_attention import copy_pair, vectors_of
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, no_rows, rope_head
+from vsched_workers.backends.cpu.kernels.simd import LANES, LINE, LONG, InstructionWriter, cases
+
+KEYS = LANES
+"""Keys of a panel."""
+RUN_QUERIES = 4 * PASS_ROWS
+"""Queries that are computed at once: a panel is read for all of them."""
+
+
+# --- what is written for LLVM ---
+
+
+class _KeyPass(Pass):
+    """Some queries times some panels of keys, which lie anywhere."""
+
+    def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
+        return [self._writer.advance(at, pair, LINE) for at in panel_at]
+
+
+class _ValuePass(Pass):
+    """Some rows of weights times some columns of the values of all panels."""
+
+    def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
+        offsets_at, columns_at, pair_bytes = panel_at
+        builder, writer = self._builder, self._writer
+        pairs = KEYS // 2
+        panel = builder.lshr(pair, ir.Constant(LONG, pairs.bit_length() - 1))
+        within = builder.and_(pair, ir.Constant(LONG, pairs - 1))
+        at = builder.add(columns_at, writer.load(writer.advance(offsets_at, panel, 8), LONG, 8))
+        at = builder.add(at, builder.mul(within, pair_bytes))
+        one = ir.Constant(LONG, 1)
+        return [writer.advance(at, one, vector * LINE) for vector in range(self._vectors)]
+
+
+_CASES = [8 * row + vectors for row in range(1, PASS_ROWS + 1) for vectors in (1, 2, 4)]
+
+
+@emits(numba.void, *[numba.intp] * 9)
+def _score_pass(
+    builder: Any,
+    rows: Any,
+    panels: Any,
+    rows_at: Any,
+    row_bytes: Any,
+    offsets_at: Any,
+    keys_at: Any,
+    pairs: Any,
+    out_at: Any,
+    out_bytes: Any,
+) -> None:
+    """Write the products of 1 to 6 queries with the keys of 1, 2 or 4 panels, float32."""
+    writer, one = InstructionWriter(builder), ir.Constant(LONG, 1)
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), panels)
+    for case in cases(builder, number, _CASES):
+        places = [
+            builder.add(keys_at, writer.load(writer.advance(offsets_at, one, 8 * panel), LONG, 8))
+            for panel in range(case % 8)
+        ]
+        score = _KeyPass(builder, case // 8, vectors=case % 8)
+        sums = score.sums(rows_at, row_bytes, places, pairs)
+        score.store(sums, out_at, out_bytes, float32=True)
+
+
+@emits(numba.void, *[numba.intp] * 10)
+def _combine_pass(
+    builder: Any,
+    rows: Any,
+    vectors: Any,
+    rows_at: Any,
+    row_bytes: Any,
+    offsets_at: Any,
+    columns_at: Any,
+    pair_bytes: Any,
+    pairs: Any,
+    out_at: Any,
+    out_bytes: Any,
+) -> None:
+    """Write the products of 1 to 6 rows of weights with 1, 2 or 4 vectors of columns of all values, float32."""
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), vectors)
+    for case in cases(builder, number, _CASES):
+        combine = _ValuePass(builder, case // 8, vectors=case % 8)
+        sums = combine.sums(rows_at, row_bytes, (offsets_at, columns_at, pair_bytes), pairs)
+        combine.store(sums, out_at, out_bytes, float32=True)
+
+
+# --- writing ---
+
+
+@compiled()
+def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, values: Any) -> None:
+    """Write the keys and values of a row to their places in a panel."""
+    kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    size, slot = 2 * head_dim, rows.slots[row]
+    lane = slot % KEYS
+    place = (slot - lane) * kv_heads * size
+    source_at = qkv_at + (row * (heads.queries + 2 * kv_heads) + heads.queries) * size
+    # The key behind the last one has weight zero, so its values must be numbers.
+    is_last = row + 1 == len(rows.slots) or rows.slots[row + 1] != slot + 1
+    rotated = np.empty(head_dim, dtype=np.uint16)
+    for _ in range(kv_heads):
+        rope_head(source_at, rotated.ctypes.data, rows, row, heads.key_norm_at, heads.norm_eps)
+        for pair in range(head_dim // 2):
+            at = keys.ctypes.data + place + (pair * KEYS + lane) * 4
+            copy_pair(rotated.ctypes.data + 4 * pair, at)
+        given = bf16_array(source_at + kv_heads * size, head_dim)
+        pairs_at = values.ctypes.data + place + lane // 2 * 2 * size
+        pairs = bf16_array(pairs_at, 2 * head_dim)
+        for index in range(head_dim):
+            pairs[2 * index + lane % 2] = given[index]
+        if is_last and lane % 2 == 0:
+            for index in range(head_dim):
+                pairs[2 * index + 1] = 0
+        source_at += size
+        place += KEYS * size
+
+
+# --- attending ---
+
+
+@compiled()
+def _runs(tables: Any, contexts: Any, block_size: int, rows_max: int) -> Any:
+    """Return the runs of the rows that attend: the first row of each, and the row behind its last.
+
+    A row goes on with a run when it sees what the row before it sees, at the same places, and one token more.
+    """
+    runs = np.empty((len(contexts), 2), dtype=np.int64)
+    count = 0
+    for row in range(len(contexts)):
+        if not contexts[row]:
+            continue
+        if count and runs[count - 1, 1] == row and row - runs[count - 1, 0] < rows_max:
+            goes_on = contexts[row] == contexts[row - 1] + 1
+            blocks = (contexts[row] + block_size - 1) // block_size
+            for block in range(blocks if goes_on else 0):
+                goes_on &= tables[row, block] == tables[row - 1, block]
+            if goes_on:
+                runs[count - 1, 1] = row + 1
+                continue
+        runs[count] = row, row + 1
+        count += 1
+    return runs[:count]
+
+
+@compiled()
+def _offsets(table: Any, panels: int, block_size: int, panel_bytes: int, offset: int) -> Any:
+    """Return where the panels of a sequence lie, for one head, whose part of a panel lies at `offset`."""
+    offsets = np.empty(panels, dtype=np.int64)
+    for panel in range(panels):
+        slot = table[panel * KEYS // block_size] * block_size + panel * KEYS % block_size
+        offsets[panel] = slot // KEYS * panel_bytes + offset
+    return offsets
+
+
+@compiled()
+def _score(queries: Any, offsets: Any, keys_at: int, scores: Any) -> None:
+    """Write the products of queries with the keys of all panels."""
+    rows, panel = len(queries), 0
+    passes = (rows + PASS_ROWS - 1) // PASS_ROWS
+    while panel < len(offsets):
+        left = len(offsets) - panel
+        taken = 4 if left >= 4 else 2 if left >= 2 else 1
+        row = 0
+        for index in range(passes):
+            count = (rows - row) // (passes - index)
+            _score_pass(
+                count,
+                taken,
+                queries.ctypes.data + row * queries.strides[0],
+                queries.strides[0],
+                offsets.ctypes.data + panel * 8,
+                keys_at,
+                queries.shape[1] // 2,
+                scores.ctypes.data + row * scores.strides[0] + panel * KEYS * 4,
+                scores.strides[0],
+            )
+            row += count
+        panel += taken
+
+
+@compiled()
+def _softmax(scores: Any, weights: Any, seen: int, width: int, factor: Any) -> Any:
+    """Write the weights 2**(factor (s_t - max s)) of the scores that a row sees, and zeros up to `width`.
+
+    Returns their sum.
+    """
+    highest = scores[0]
+    for index in range(seen):
+        highest = larger(highest, scores[index])
+    total = np.float32(0.0)
+    for index in range(seen):
+        weight = exp2((scores[index] - highest) * factor)
+        weights[index] = narrow(weight)
+        total += weight
+    unseen = weights[seen:width]
+    for index in range(len(unseen)):
+        unseen[index] = 0
+    return total
+
+
+@compiled()
+def _combine(weights: Any, pairs: int, offsets: Any, values_at: int, summed: Any) -> None:
+    """Write the products of weights with all values."""
+    rows, head_dim = summed.shape
+    passes = (rows + PASS_ROWS - 1) // PASS_ROWS
+    column = 0
+    while column < head_dim:
+        vectors = vectors_of(head_dim - column)
+        row = 0
+        for index in range(passes):
+            count = (rows - row) // (passes - index)
+            _combine_pass(
+                count,
+                vectors,
+                weights.ctypes.data + row * weights.strides[0],
+                weights.strides[0],
+                offsets.ctypes.data,
+                values_at + column * 4,
+                head_dim * 4,
+                pairs,
+                summed.ctypes.data + row * summed.strides[0] + column * 4,
+                summed.strides[0],
+            )
+            row += count
+        column += vectors * LANES
+
+
+@compiled()
+def _attend_run(
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    first: int,
+    stop: int,
+    kv_head: int,
+    keys: Any,
+    values: Any,
+    table: Any,
+    context: int,
+    block_size: int,
+) -> None:
+    """Attend for a run of rows, of which the first sees `context` tokens, with the queries of one key head."""
+    kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    size, group = 2 * head_dim, heads.queries // kv_heads
+    row_bytes = (heads.queries + 2 * kv_heads) * size
+    queries = np.empty(((stop - first) * group, head_dim), dtype=np.uint16)
+    for query in range(len(queries)):
+        row, head = first + query // group, kv_head * group + query % group
+        source_at = qkv_at + row * row_bytes + head * size
+        to_at = queries.ctypes.data + query * size
+        rope_head(source_at, to_at, rows, row, heads.query_norm_at, heads.norm_eps)
+    length = context + stop - first - 1
+    panels = (length + KEYS - 1) // KEYS
+    offsets = _offsets(table, panels, block_size, kv_heads * KEYS * size, kv_head * KEYS * size)
+    # A vector apart, or the rows of a pass would lie where the cache has few places for them.
+    scores = np.empty((len(queries), panels * KEYS + LANES), dtype=np.float32)
+    _score(queries, offsets, keys.ctypes.data, scores)
+    weights = np.empty((len(queries), panels * KEYS + 2 * LANES), dtype=np.uint16)
+    totals = np.empty(len(queries), dtype=np.float32)
+    width, factor = (length + 1) // 2 * 2, heads.scaling * LOG2_E
+    for query in range(len(queries)):
+        seen = context + query // group
+        totals[query] = _softmax(scores[query], weights[query], seen, width, factor)
+    summed = np.empty((len(queries), head_dim), dtype=np.float32)
+    _combine(weights, width // 2, offsets, values.ctypes.data, summed)
+    for query in range(len(queries)):
+        row, head = first + query // group, kv_head * group + query % group
+        out = bf16_array(out_at + (row * heads.queries + head) * size, head_dim)
+        of_query, share = summed[query], np.float32(1.0) / totals[query]
+        for index in range(head_dim):
+            out[index] = narrow(of_query[index] * share)
+
+
+@threaded
+def attend_rows(
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+) -> None:
+    """Rotate the heads of rows, write keys and values into the cache, and attend.
+
+    A row may see the tokens of rows before it. The arguments are those of `decode_attention.decode`; `block_size` is
+    a multiple of 16, and so is the size of a head.
+    """
+    for row in numba.prange(len(rows.slots)):
+        _write_row(qkv_at, heads[0], rows, row, keys, values)
+    kv_heads = keys.shape[1]
+    runs = _runs(tables, contexts, block_size, max(RUN_QUERIES * kv_heads // heads[0].queries, 1))
+    for task in numba.prange(len(runs) * kv_heads):
+        first, stop = runs[task // kv_heads]
+        _attend_run(
+            qkv_at,
+            out_at,
+            heads[0],
+            rows,
+            first,
+            stop,
+            task % kv_heads,
+            keys,
+            values,
+            tables[first],
+            contexts[first],
+            block_size,
+        )
+
+
+def warm_up(*, threads: int) -> None:
+    """Compile `attend_rows`, so that the first request does not wait for it."""
+    cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
+    tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
+    for kernel in attend_rows.needed(threads):
+        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, LANES)
