@@ -15,8 +15,7 @@ from vsched.cli.checkpoint_report import CheckpointReport, StageMemory, as_json,
 from vsched.memory import size_text
 from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.capabilities import CheckpointDescription, LeanPreprocessing
-from vsched.worker.registry import load_worker
+from vsched.worker.capabilities import CheckpointDescription
 
 STANDARD_OUTPUT = Path("-")
 _LABEL_COLUMNS = 15
@@ -43,9 +42,6 @@ def check(
     The exit status is 1 when it cannot be served. `--json -` writes the report to standard output instead of the text.
     """
     loaded = load(config, [*(assignments or ()), f"model.path={path}"])
-    plugin = load_worker(loaded.config.generate.plugin, path="generate.plugin")
-    if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models()
     report = check_checkpoint(loaded)
     if out == STANDARD_OUTPUT:
         sys.stdout.buffer.write(msgspec.json.encode(as_json(report)) + b"\n")

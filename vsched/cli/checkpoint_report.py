@@ -88,6 +88,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         info = inspect_checkpoint(config, loaded.policies)
         config, _ = as_served(config, info)
         images = _image_tokens(config, info, plugin.load_preprocessor(info))
+        plugin.check_built(info)
     except VschedError as error:
         problems.append(str(error))
     if info is not None:

@@ -216,6 +216,14 @@ class CheckpointDescriber(Protocol):
         """
         ...
 
+    def check_built(self, info: ModelInfo) -> None:
+        """Build the model without weights, for what `inspect` cannot tell of it.
+
+        Raises:
+            CheckpointError: When it cannot be served.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ExamTurn:

@@ -326,6 +326,17 @@ def _cut_layers(model: Any, count: int) -> Iterator[None]:
         model.layers = layers
 
 
+def build_any(info: ModelInfo) -> Any:
+    """Return a model of an architecture that has no path of its own, without weights, on the meta device.
+
+    Raises:
+        CheckpointError: When it cannot run, as far as can be seen without weights.
+    """
+    built = build_whole(info.path, info.family)
+    check_built(built, info.family)
+    return built
+
+
 def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
@@ -339,8 +350,7 @@ def _load_any(
         )
     if settings.deterministic:
         raise ConfigError(f"model.deterministic: {what} cannot do so. Remedy: set it to false.")
-    built = build_whole(info.path, info.family)
-    check_built(built, info.family)
+    built = build_any(info)
     model = load_whole(
         built,
         info.path,

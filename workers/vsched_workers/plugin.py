@@ -131,6 +131,20 @@ class TransformersPlugin:
 
         return describe_checkpoint(path)
 
+    def check_built(self, info: ModelInfo) -> None:
+        """Refuse what can only be told of a model that is built, without its weights."""
+        from vsched_workers.families import FAMILIES
+
+        if info.family not in FAMILIES:
+            from transformers.utils import logging
+
+            from vsched_workers.batching import paged_attention
+            from vsched_workers.language import build_any
+
+            logging.set_verbosity_error()  # what it warns of is told as the reason
+            paged_attention.register()
+            build_any(info)
+
     def check_conversion(self, path: str, *, dtype: str) -> None:
         """Check that a GGUF file can be converted here, and written to this path."""
         from vsched_workers.checkpoint.gguf import check_conversion

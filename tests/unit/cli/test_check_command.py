@@ -21,7 +21,7 @@ DEMO = Path(__file__).parents[3] / "workers" / "demo-model"
 def check(path: Path, *words: str) -> tuple[int, str]:
     assert main.COMMANDS, "importing the module is what adds the commands"
     done = CliRunner().invoke(app, ["check", str(path), *words], catch_exceptions=False)
-    return done.exit_code, done.output
+    return done.exit_code, done.stdout
 
 
 def check_json(path: Path, *words: str) -> tuple[int, dict[str, Any]]:
@@ -130,6 +130,32 @@ def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]
     assert "other.safetensors, named by model.safetensors.index.json, is missing" in str(report)
     assert report["description"]["files"] == 1
     assert any(thing.startswith("chat requests") for thing in report["unsupported"])
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "reason"),
+    [
+        ("llama", "generic", ""),
+        ("bloom", "refused", "attention of its own"),
+        ("llama4_text", "refused", "temperatures that follow a token's place"),
+    ],
+)
+def test_check_tells_of_any_language_model_before_its_weights_are_read(
+    tmp_path: Path, name: str, path: str, reason: str
+) -> None:
+    """Whether an architecture's attention can be replaced is seen when it is built."""
+    from tests.parity.architectures import make_checkpoint
+
+    make_checkpoint(name, tmp_path / name)
+    weights = tmp_path / name / "model.safetensors"
+    content = weights.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:header] + b"\xff" * (len(content) - header))
+    status, report = check_json(tmp_path / name)
+    assert (report["path"], status) == (path, 1 if reason else 0)
+    assert reason in "".join(report["problems"])
+    assert not report["image_tokens"]
+    assert "encode" not in report["memory"]
 
 
 def test_check_needs_a_checkpoint(tmp_path: Path) -> None:
