@@ -58,16 +58,39 @@ class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProcessExited(_GroupFailure, frozen=True):
-    """A rank's process ended by itself; a negative code is the signal that killed it."""
+    """A rank's process ended by itself; a negative code is the signal that killed it.
+
+    While it starts, `doing` is what it said last. `memory_limit` is the limit on its memory and the settings that say
+    so, such as `(4096, "encode.memory_limit")`, where there is one: a library that gets no memory may end its process
+    without a word.
+    """
 
     rank: int
     code: int
+    doing: str = ""
+    memory_limit: tuple[int, str] | None = None
 
     @property
     def words(self) -> str:
+        said = f"rank {self.rank} exited with code {self.code}"
         if self.code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
-        return f"rank {self.rank} exited with code {self.code}"
+            said = f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+        if not self.doing:
+            return said
+        said += f"; it was last {self.doing}"
+        if self.code == -signal.SIGKILL:
+            return (
+                f"{said}. Where nobody else did so, the memory of the host or of its control group ran out. Remedy: "
+                "free memory there, or lower generate.memory_limit, arena.pixel_bytes or arena.embedding_bytes"
+            )
+        if self.memory_limit is None:
+            return said
+        limit_bytes, keys = self.memory_limit
+        return (
+            f"{said}, under a memory limit of {limit_bytes} bytes ({keys}). Libraries that get no memory end their "
+            f"process like this. Remedy: raise {keys}; if it ends the same with twice the limit, memory is not the "
+            "reason, and what it wrote to standard error is"
+        )
 
 
 class RankStopped(_GroupFailure, frozen=True):

@@ -52,7 +52,8 @@ def run(spec: RankSpec) -> None:
         every_s = spec.timeout_s / PULSES_PER_TIMEOUT
         pulse = PulseThread(members[0].link, spec.rank, spec.secret, every_s=every_s)
         try:
-            limit_process_memory(spec.memory_limit_bytes)  # before a plug-in imports its libraries
+            # Before a plug-in imports its libraries.
+            limit_process_memory(spec.memory_limit_bytes, keys=spec.memory_keys)
             _load(RankLoading(spec, arena, members))
             gc.collect()
             gc.freeze()  # what loading left behind lives for ever: no collection need look at it

@@ -91,7 +91,7 @@ def test_carry_out_holds_the_canary_over_real_steps(
 FRUGAL_AND_WHOLE = """
 import sys
 from vsched.worker.memory import limit_process_memory
-limit_process_memory(4 << 30)
+limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -139,7 +139,7 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
 UNDER_A_LIMIT = """
 import resource, sys
 from vsched.worker.memory import limit_process_memory, process_limit, status_bytes
-limit_process_memory(4 << 30)
+limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.plugin import plugin
 from vsched.wire import SizeKv
 from vsched.worker.contract import ImagePlan, WorkerSettings

@@ -18,7 +18,7 @@ from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
 from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import GenerateWorker, ImagePlan
-from vsched.worker.memory import measure_rank, memory_errors
+from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
 from vsched.worker.profiling_run import StepLimits, run_profile
 
 LEAK_SLACK_BYTES = 1 << 20
@@ -88,13 +88,13 @@ class KvSizing:
         self._memory.reset_peak()
         doing = "building the KV cache"
         try:
-            with memory_errors(doing):
+            with memory_errors(doing, remedy=KV_REMEDY):
                 self._build(order.tokens, touch=order.profile)
             doing = f"holding headroom of {order.headroom_bytes} bytes"
             with self._memory.hold(order.headroom_bytes):
                 doing = "running the hardest steps"
                 if order.profile:
-                    with memory_errors(doing):
+                    with memory_errors(doing, remedy=KV_REMEDY):
                         self._run_profile(probe=order.probe)
                 return Sized(outcome="fits", message="", memory=self._attempted(released))
         except DeviceOutOfMemory as error:

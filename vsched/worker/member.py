@@ -42,7 +42,7 @@ from vsched.worker.capabilities import PeriodicWork
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import memory_errors, status_bytes
+from vsched.worker.memory import KV_REMEDY, memory_errors, status_bytes
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import RankSpec
 
@@ -92,6 +92,8 @@ Link = TypeVar("Link", bound=MemberLink)
 class StageExecutor:
     """What every group's part of a rank can do."""
 
+    _memory_key = "encode.memory_limit or generate.memory_limit"
+
     def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
         self._periodic = worker if isinstance(worker, PeriodicWork) else None
 
@@ -107,7 +109,7 @@ class StageExecutor:
         """Do periodic work."""
         if self._periodic is None or name not in self._periodic.hooks():
             raise RankDesync(f"heard of a hook {name!r}, which this rank does not know")
-        with memory_errors(f"running the hook {name}"):
+        with memory_errors(f"running the hook {name}", remedy=f"raise {self._memory_key}"):
             self._periodic.run_hook(name)
 
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
@@ -129,6 +131,8 @@ class NotLoaded(StageExecutor):
 class EncodeExecutor(StageExecutor):
     """The encode group's part of a rank."""
 
+    _memory_key = "encode.memory_limit"
+
     def __init__(self, worker: EncodeWorker, rank: EncodeRank) -> None:
         super().__init__(worker)
         self._rank = rank
@@ -146,6 +150,8 @@ class EncodeExecutor(StageExecutor):
 class GenerateExecutor(StageExecutor):
     """The generate group's part of a rank."""
 
+    _memory_key = "generate.memory_limit"
+
     def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
         super().__init__(worker)
         self.rank = rank
@@ -154,7 +160,7 @@ class GenerateExecutor(StageExecutor):
         """Carry out a decision of the generate group."""
         if not isinstance(entry, GenerateDecision):
             raise RankDesync("a generate rank heard a decision of an encode group")
-        with memory_errors("running a step"):
+        with memory_errors("running a step", remedy=KV_REMEDY):
             return self.rank.apply(entry)
 
 

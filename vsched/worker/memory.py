@@ -20,6 +20,8 @@ from vsched.policy import RankMemory
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
 _GROUP_MEMORY = Path("/sys/fs/cgroup")
+KV_REMEDY = "raise generate.memory_limit, or make the KV cache smaller (generate.memory)"
+"""What helps once a generate rank has loaded."""
 
 
 class DeviceMemory(Protocol):
@@ -86,10 +88,10 @@ def measure_rank(memory: DeviceMemory, *, rank: int, weights_bytes: int) -> Rank
 
 
 @contextmanager
-def memory_errors(doing: str) -> Iterator[None]:
+def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
     """Turn an out-of-memory of Python and of the loader of libraries into the type that policies know.
 
-    What torch raises a worker turns itself.
+    `remedy` names the settings of the process that this is. What torch raises a worker turns itself.
     """
     try:
         yield
@@ -98,15 +100,12 @@ def memory_errors(doing: str) -> Iterator[None]:
         # names the mapping that it could not get.
         words = ("without exception set", "annot allocate memory", "failed to map segment")
         if isinstance(error, MemoryError) or any(word in str(error) for word in words):
-            raise DeviceOutOfMemory(
-                f"memory ran out while {doing}. Remedy: raise encode.memory_limit or generate.memory_limit, or make "
-                "the KV cache smaller (generate.memory)."
-            ) from error
+            raise DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.") from error
         raise
 
 
-def limit_process_memory(limit_bytes: int) -> None:
-    """Bound the private memory of this process, for good; 0 is no limit.
+def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
+    """Bound the private memory of this process, for good; 0 is no limit. `keys` are the settings that say so.
 
     Raises:
         DeviceOutOfMemory: When the process holds more already.
@@ -117,10 +116,10 @@ def limit_process_memory(limit_bytes: int) -> None:
     if held >= limit_bytes:
         raise DeviceOutOfMemory(
             limit_message(
-                "the memory limit of a rank is below what an empty process holds (bytes)",
+                f"{keys}: the memory limit of a rank is below what it holds before it loads (bytes)",
                 value=held,
                 limit=limit_bytes,
-                remedy="raise encode.memory_limit or generate.memory_limit",
+                remedy=f"raise {keys}",
             )
         )
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -136,7 +136,7 @@ def _run(worker: EncodeWorker, info: ModelInfo, batch: Sequence[ImagePlan]) -> N
     ]
     memory = worker.device_memory()
     try:
-        with memory_errors("encoding the worst batch of images"):
+        with memory_errors("encoding the worst batch of images", remedy=_KNOBS):
             worker.encode(jobs, rows)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)

@@ -56,3 +56,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int = 0
     encode: EncodeRole | None = None
     generate: GenerateRole | None = None
+
+    @property
+    def memory_keys(self) -> str:
+        """The settings that make up `memory_limit_bytes`: where a process has both roles, the two add up."""
+        roles = {"encode": self.encode, "generate": self.generate}
+        return " or ".join(
+            f"{name}.memory_limit" for name, role in roles.items() if role is not None
+        )

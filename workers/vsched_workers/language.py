@@ -37,7 +37,11 @@ from vsched_workers.checkpoint.whole_model import build_whole, load_whole
 from vsched_workers.families import FAMILIES, Family
 from vsched_workers.families.base import Items
 from vsched_workers.families.generic import refusal
-from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
+from vsched_workers.memory.out_of_memory import (
+    require_available,
+    stage_remedy,
+    typed_out_of_memory,
+)
 from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
@@ -243,7 +247,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
     load = _load_family if info.family in FAMILIES else _load_any
-    with typed_out_of_memory("loading the language model"):
+    with typed_out_of_memory("loading the language model", remedy=stage_remedy("generate")):
         language, group = load(info, settings, backend, progress)
     return LanguageWorker(info, backend, language, group)
 

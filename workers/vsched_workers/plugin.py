@@ -85,7 +85,7 @@ class TransformersPlugin:
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
         """Load the vision tower alone."""
-        with memory_errors("loading the vision tower"):
+        with memory_errors("loading the vision tower", remedy="raise encode.memory_limit"):
             from vsched_workers.backends.choice import check_device
             from vsched_workers.vision import load_encoder
 
@@ -96,7 +96,7 @@ class TransformersPlugin:
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
         """Load the language model alone."""
-        with memory_errors("loading the language model"):
+        with memory_errors("loading the language model", remedy="raise generate.memory_limit"):
             from vsched_workers.backends.choice import check_device
             from vsched_workers.language import load_generator
 

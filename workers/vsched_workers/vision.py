@@ -18,7 +18,7 @@ from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.families import FAMILIES, Family
-from vsched_workers.memory.out_of_memory import typed_out_of_memory
+from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
 
@@ -151,7 +151,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         tower = family.build_vision(info.path, "sdpa")
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
-    with typed_out_of_memory("loading the vision tower"):
+    with typed_out_of_memory("loading the vision tower", remedy=stage_remedy("encode")):
         fill_module(
             tower,
             index,

@@ -42,6 +42,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         load_s: Time to load.
         load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
+        load_signal: A signal that kills the process while it loads, as one that gets no memory; 0 for none.
         meet: A directory in which this many ranks must meet while they load.
         step_s: Time of a generate step; of those alone that see a sequence of `slow_at` tokens, if that is given.
         exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
@@ -55,6 +56,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     load_s: float = 0.0
     load_error: str = ""
+    load_signal: int = 0
     meet: str = ""
     meet_ranks: int = 0
     step_s: float = 0.0
@@ -236,6 +238,8 @@ def _load(info: ModelInfo, progress: Progress) -> Behaviour:
     if behaviour.load_error:
         raise_named(behaviour.load_error)
     progress("weights", 1.0)
+    if behaviour.load_signal:
+        os.kill(os.getpid(), behaviour.load_signal)
     return behaviour
 
 

@@ -96,6 +96,32 @@ async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("groups", "keys"),
+    [
+        (["encode-1"], "encode.memory_limit"),
+        (["generate"], "generate.memory_limit"),
+        (["encode", "generate"], "encode.memory_limit or generate.memory_limit"),
+    ],
+)
+async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_setting(
+    place: Place, groups: list[str], keys: str
+) -> None:
+    """`std::bad_alloc` ends a process before it can say a word."""
+    worker_group = place.worker_group(
+        Heard().events,
+        groups=groups,
+        behaviour=Behaviour(load_signal=signal.SIGABRT),
+        memory_limit_bytes=1 << 40,
+    )
+    with pytest.raises(GroupLostError) as caught:
+        await worker_group.start()
+    message = str(caught.value)
+    assert message.startswith(f"{' and '.join(groups)}: rank 0 was killed by SIGABRT; it was last ")
+    assert f"last weights, under a memory limit of {1 << 40} bytes ({keys})" in message
+    assert f"Remedy: raise {keys}; " in message
+
+
 async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     """The deadline for readiness passes, and the message names the knob; nothing is left running."""
     heard = Heard()

@@ -114,6 +114,7 @@ class Place:
         ranks: int = 1,
         limits: Deadlines = LIMITS,
         sizing: Sizing | None = None,
+        memory_limit_bytes: int = 0,
     ) -> WorkerGroup:
         """Return a worker group of these groups; all of its ranks behave alike."""
         encode = EncodeRole(
@@ -128,6 +129,7 @@ class Place:
             layout=LAYOUT,
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
+            memory_limit_bytes=memory_limit_bytes,
             encode=encode if stage_of(groups[0]) == "encode" else None,
             generate=generate if stage_of(groups[-1]) == "generate" else None,
         )

@@ -39,7 +39,7 @@ def test_limit_process_memory_is_real_and_final() -> None:
     script = """
 import resource
 from vsched.worker.memory import limit_process_memory, process_limit
-limit_process_memory(400 << 20)
+limit_process_memory(400 << 20, keys="encode.memory_limit")
 assert process_limit() == 400 << 20
 assert resource.getrlimit(resource.RLIMIT_DATA) == (400 << 20, 400 << 20)
 import numpy as np
@@ -57,16 +57,18 @@ def test_limit_process_memory_refuses_what_is_exceeded_already() -> None:
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import limit_process_memory
 try:
-    limit_process_memory(1 << 20)
+    limit_process_memory(1 << 20, keys="encode.memory_limit")
 except DeviceOutOfMemory as error:
     print(error)
 """
-    assert "limit 1048576. Remedy: raise encode.memory_limit" in in_process(script)
+    said = in_process(script)
+    assert said.startswith("encode.memory_limit: ")
+    assert said.endswith("limit 1048576. Remedy: raise encode.memory_limit.")
 
 
 def test_limit_process_memory_of_zero_is_none() -> None:
     before = process_limit()
-    limit_process_memory(0)
+    limit_process_memory(0, keys="encode.memory_limit")
     assert process_limit() == before
 
 
@@ -82,15 +84,15 @@ def test_limit_process_memory_of_zero_is_none() -> None:
 def test_memory_errors_become_the_one_type(error: Exception) -> None:
     """Seen in practice while loading under tight limits."""
     with (
-        pytest.raises(DeviceOutOfMemory, match="while loading. Remedy: raise encode.memory_limit"),
-        memory_errors("loading"),
+        pytest.raises(DeviceOutOfMemory, match=r"while loading\. Remedy: raise it\.$"),
+        memory_errors("loading", remedy="raise it"),
     ):
         raise error
 
 
 @pytest.mark.parametrize("error", [ImportError("no module named torch"), SystemError("bad call")])
 def test_memory_errors_let_others_pass(error: Exception) -> None:
-    with pytest.raises(type(error)), memory_errors("loading"):
+    with pytest.raises(type(error)), memory_errors("loading", remedy="raise it"):
         raise error
 
 

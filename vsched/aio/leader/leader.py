@@ -221,6 +221,11 @@ class Leader:
             waited_for.cancel()
         self._link.close()
 
+    def hear_out(self) -> None:
+        """Read what lies there of a rank that has ended: its last word tells more than its exit code."""
+        if not self._over:
+            self._link.read()
+
     def lose(self, failure: GroupFailure) -> None:
         """Give the group up."""
         if not self._over:

@@ -76,6 +76,7 @@ class WorkerGroup:
         self._up = False
         self._stopping = False
         self._lost = asyncio.Event()
+        self._doing = ""
 
     async def start(self) -> dict[str, list[Ready]]:
         """Start all ranks in parallel and wait until every one is ready.
@@ -91,7 +92,7 @@ class WorkerGroup:
         self._failure = None
         self._lost.clear()
         for group in self.groups:
-            self._events.on_progress(group, STARTING, 0.0)
+            self._progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
         liveness = ProcessLiveness()
         self._leaders = {name: self._lead(name, secret, liveness) for name in self.groups}
@@ -187,7 +188,7 @@ class WorkerGroup:
             deadlines=self._deadlines,
             on_result=lambda result: self._events.on_result(group, result),
             on_lost=self._lose,
-            on_progress=lambda what, fraction: self._events.on_progress(group, what, fraction),
+            on_progress=partial(self._progress, group),
             liveness=liveness,
         )
 
@@ -223,10 +224,25 @@ class WorkerGroup:
         """Return a path that no earlier start has used: what it left there would be taken for this one's."""
         return str(Path(self._template.run_dir) / f"{group}-{self._starts}-collective")
 
+    def _progress(self, group: str, what: str, fraction: float) -> None:
+        self._doing = what
+        self._events.on_progress(group, what, fraction)
+
     def _exit_handler(self, rank: int) -> Callable[[int], None]:
         def on_exit(code: int) -> None:
-            if not self._stopping:
-                self._lose(ProcessExited(tuple(self.groups), rank, code))
+            if self._stopping:
+                return
+            for leader in self._leaders.values():
+                leader.hear_out()
+            failure = ProcessExited(tuple(self.groups), rank, code)
+            if not self._up:
+                limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
+                failure = msgspec.structs.replace(
+                    failure,
+                    doing=self._doing,
+                    memory_limit=(limit_bytes, keys) if limit_bytes else None,
+                )
+            self._lose(failure)
 
         return on_exit
 

@@ -17,26 +17,36 @@ _OUT_OF_MEMORY = re.compile(
 """How errors without a type of their own say it: torch's CPU allocator, oneDNN, the C++ library."""
 
 
+STEP_REMEDY = (
+    "make the KV cache smaller (generate.memory), or lower the token budgets of a step (encode.admission.max_tokens, "
+    "generate.max_batch_tokens)"
+)
+
+
+def stage_remedy(stage: str) -> str:
+    """Return what helps where the memory of a stage's ranks does not suffice, whatever the KV cache takes."""
+    return (
+        f"raise {stage}.memory_limit where that is the limit, or free the device of other processes"
+    )
+
+
 @contextmanager
-def typed_out_of_memory(doing: str) -> Iterator[None]:
+def typed_out_of_memory(doing: str, *, remedy: str = STEP_REMEDY) -> Iterator[None]:
     """Turn every kind of out-of-memory into the one error that the rest of the system knows."""
     import torch
 
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise DeviceOutOfMemory(_message(doing)) from error
+        raise DeviceOutOfMemory(_message(doing, remedy)) from error
     except (RuntimeError, OSError) as error:
         if _OUT_OF_MEMORY.search(str(error)):
-            raise DeviceOutOfMemory(_message(doing)) from error
+            raise DeviceOutOfMemory(_message(doing, remedy)) from error
         raise
 
 
-def _message(doing: str) -> str:
-    return (
-        f"memory ran out while {doing}. Remedy: make the KV cache smaller (generate.memory), or lower the token "
-        "budgets of a step (encode.admission.max_tokens, generate.max_batch_tokens)."
-    )
+def _message(doing: str, remedy: str) -> str:
+    return f"memory ran out while {doing}. Remedy: {remedy}."
 
 
 def require_available(memory: DeviceMemory, size: int, what: str) -> None:

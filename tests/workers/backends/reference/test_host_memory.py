@@ -39,7 +39,7 @@ def test_host_memory_holds_for_real() -> None:
 
 UNDER_A_LIMIT = """
 from vsched.worker.memory import limit_process_memory
-limit_process_memory(900 << 20)
+limit_process_memory(900 << 20, keys="encode.memory_limit")
 import numpy as np
 import torch
 from vsched.errors import DeviceOutOfMemory

@@ -1,0 +1,47 @@
+"""`vsched profile` where no size fits: the phases up to there are printed and written before the error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.memory.views import attempted, memory_view
+from vsched.cli import app, main, profile_command
+from vsched.errors import DeviceOutOfMemory
+from vsched.memory import Ledger, group_ledger
+
+DEMO = "workers/demo-model"
+
+
+def failed_ledger() -> Ledger:
+    """A probe that fits, and a build that does not."""
+    attempts = [attempted("probe", 1_000), attempted("build", 60_000, "out_of_memory")]
+    view = msgspec.structs.replace(memory_view(), attempts=attempts)
+    return group_ledger(view, attempts[-1])
+
+
+@pytest.mark.parametrize("ledger", [failed_ledger(), None])
+def test_profile_prints_and_writes_what_it_has_before_it_raises(
+    ledger: Ledger | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = DeviceOutOfMemory("nothing fits. Remedy: raise generate.memory_limit.")
+
+    async def size(*_: object) -> profile_command._SizedMemory:
+        return profile_command._SizedMemory(ledger, error=error)
+
+    monkeypatch.setattr(profile_command, "_size", size)
+    assert main.COMMANDS, "importing the module is what adds the commands"
+    out = tmp_path / "ledger.json"
+    done = CliRunner().invoke(app, ["profile", DEMO, "--json", str(out)])
+    assert done.exception is error
+    assert ("generate: build" in done.output) == (ledger is not None)
+    assert "tokens of KV cache, found" not in done.output
+    written = json.loads(out.read_text())
+    assert (written["kv_tokens"], written["error"]) == (0, str(error))
+    actions = [(one["action"], one["outcome"]) for one in written.get("phases", ())]
+    told = [("probe", "fits"), ("build", "out_of_memory")] if ledger is not None else []
+    assert actions == told
