@@ -133,6 +133,6 @@ def refusal_of(name: str) -> str:
             info = plugin.inspect(folder, dtype="auto", item_tokens_max=0)
             plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
         except CheckpointError as error:
-            found = re.search(r"model_type '\w+' has (.*), and cannot be served", str(error))
+            found = re.search(r"model_type '[\w-]+' has (.*), and cannot be served", str(error))
             return found[1] if found else ""
     return ""

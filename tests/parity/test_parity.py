@@ -33,7 +33,7 @@ def test_what_cannot_be_equal_is_refused_before_weights_are_read(name: str, why:
 
 def test_page_has_a_row_for_every_architecture_and_all_are_equal() -> None:
     compared = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", compared, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", compared, re.MULTILINE))
     assert set(rows) == {*FAMILY_SIZES, *ARCHITECTURES, *REFUSED}, "run `python -m tests.parity`"
     for name in (*FAMILY_SIZES, *ARCHITECTURES):
         assert re.fullmatch(r"(own|generic)( \| yes){5}", rows[name]), name

@@ -132,15 +132,25 @@ def test_load_tells_a_missing_tensor_and_one_of_another_shape(edited: Callable[.
         load(path)
 
 
-def test_load_tells_layers_that_keep_more_than_was_told(llama: Path) -> None:
-    """The ledger reckons with what the configuration tells; a rank does not go on with another figure."""
-    info = inspect(llama)
+def test_load_tells_layers_that_keep_more_than_was_told(edited: Callable[..., Path]) -> None:
+    """The ledger reckons with what the configuration tells; a rank does not even read weights for another figure."""
+    path = edited()
+    info = inspect(path)
+    (path / "model.safetensors").unlink()
     wrong = ModelInfo(
         **{name: getattr(info, name) for name in info.__struct_fields__}
         | {"kv_bytes_per_token": 77}
     )
     with pytest.raises(CheckpointError, match="keep 1024 bytes of a token.*tells 77"):
         plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+
+
+def test_load_tells_windows_that_attention_is_not_told_of(edited: Callable[..., Path]) -> None:
+    """They may come by a mask alone, which is not built: a Llama would attend to all."""
+    path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
+    (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    with pytest.raises(CheckpointError, match="windows that attention is not told of"):
+        load(path)
 
 
 def test_weights_are_memory_of_the_process_alone(llama: Path) -> None:

@@ -20,7 +20,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend, CapturedSteps, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.whole_model import check_built, first_run
+from vsched_workers.backends.reference.whole_model import check_built, check_kv, first_run
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
 from vsched_workers.batching.paged_attention import (
@@ -36,7 +36,6 @@ from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_hea
 from vsched_workers.checkpoint.whole_model import build_whole, load_whole
 from vsched_workers.families import FAMILIES, Family
 from vsched_workers.families.base import Items
-from vsched_workers.families.generic import refusal
 from vsched_workers.memory.out_of_memory import (
     require_available,
     stage_remedy,
@@ -337,7 +336,7 @@ def build_any(info: ModelInfo) -> Any:
         CheckpointError: When it cannot run, as far as can be seen without weights.
     """
     built = build_whole(info.path, info.family)
-    check_built(built, info.family)
+    check_built(built, info)
     return built
 
 
@@ -364,12 +363,7 @@ def _load_any(
         progress=progress,
     )
     kv, layers = first_run(model, info.family)
-    written = sum(each.values for each in kv) * info.itemsize
-    if written != info.kv_bytes_per_token:
-        raise refusal(
-            info.family,
-            f"layers that keep {written} bytes of a token, where config.json tells {info.kv_bytes_per_token},",
-        )
+    check_kv(kv, info)
     if backend.compiles:
         progress("compiling kernels", 1.0)
     backend.load_attention()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from vsched.types import ModelInfo
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
 from vsched_workers.families.generic import OWN_ATTENTION, refusal
@@ -126,6 +127,7 @@ def first_run(model: Any, family: str) -> tuple[list[KvShape], DecoderLayers | N
 
     shapes: dict[int, KvShape] = {}
     strange: list[str] = []
+    kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ()
 
     def note(
         module: Any,
@@ -133,9 +135,12 @@ def first_run(model: Any, family: str) -> tuple[list[KvShape], DecoderLayers | N
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        sliding_window: int | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         layer = int(module.layer_idx)
+        if sliding_window is None and kinds and kinds[layer] == "sliding_attention":
+            strange.append("windows that attention is not told of")
         if layer in shapes:
             strange.append("layers that attend more than once")
         if attention_mask is not None:
@@ -164,18 +169,31 @@ def first_run(model: Any, family: str) -> tuple[list[KvShape], DecoderLayers | N
         model.set_attn_implementation(NAME)
 
 
-def check_built(model: Any, family: str) -> None:
+def check_kv(shapes: Sequence[KvShape], info: ModelInfo) -> None:
+    """Check that layers keep of a token what the engine was told: it has shared the memory out by that.
+
+    Raises:
+        CheckpointError: When they do not.
+    """
+    written, told = sum(each.values for each in shapes) * info.itemsize, info.kv_bytes_per_token
+    if written != told:
+        what = f"layers that keep {written} bytes of a token, where config.json tells {told}"
+        raise refusal(info.family, what)
+
+
+def check_built(model: Any, info: ModelInfo) -> None:
     """Do the first run with a model that has no weights yet, on the meta device, where that is possible.
 
     Raises:
-        CheckpointError: As `first_run`.
+        CheckpointError: As `first_run` and `check_kv`.
     """
     try:
-        first_run(model, family)
+        shapes, _ = first_run(model, info.family)
+        check_kv(shapes, info)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         # Experts that are chosen by values cannot run without any; other models have no excuse.
         if not model._supports_attention_backend:  # noqa: SLF001
-            raise refusal(family, OWN_ATTENTION) from error
+            raise refusal(info.family, OWN_ATTENTION) from error
 
 
 def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:
