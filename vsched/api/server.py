@@ -24,6 +24,7 @@ from vsched.api.contract import ApiSettings, EngineContract
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
+from vsched.media.allocator import map_large_blocks
 from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
 
@@ -133,6 +134,7 @@ async def serve(
         loop.add_signal_handler(number, on_signal)
     async with running_server(config, on_progress=on_progress) as running:
         keep_loaded()
+        map_large_blocks()
         ready.append(running)
         on_ready(running)
         await signalled.wait()

@@ -15,6 +15,7 @@ from typing import Final
 from PIL import ExifTags, Image
 
 from vsched.errors import RequestRefused, limit_message, one_of
+from vsched.media.allocator import free_image
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
 from vsched.media.settings import FORMATS
 
@@ -176,18 +177,25 @@ def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
         # A WEBP holds its decoder's canvases, twice the pixels, for as long as it lives.
         vars(image).pop("_decoder", None)
         if orientation > 1:
-            image = image.transpose(_ORIENTATIONS[orientation])
+            image = _instead(image, image.transpose(_ORIENTATIONS[orientation]))
         return _composited(image) if is_transparent else _to_rgb(image)
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    return image if image.mode == "RGB" else _in_strips(image, lambda strip: strip.convert("RGB"))
+    if image.mode == "RGB":
+        return image
+    return _instead(image, _in_strips(image, lambda strip: strip.convert("RGB")))
 
 
 def _composited(image: Image.Image) -> Image.Image:
-    return _in_strips(image, _composite)
+    return _instead(image, _in_strips(image, _composite))
+
+
+def _instead(image: Image.Image, result: Image.Image) -> Image.Image:
+    free_image(image)
+    return result
 
 
 def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
-from vsched.media.allocator import return_freed_memory
+from vsched.media.allocator import free_image, return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
@@ -233,7 +233,11 @@ def process(
         write_rows(image.content, preprocessor.info.dtype, extent)
         return
     fault_point("media.decode")
-    pixels = preprocessor.process_image(decode(image.content, limits))
+    decoded = decode(image.content, limits)
+    try:
+        pixels = preprocessor.process_image(decoded)
+    finally:
+        free_image(decoded)
     expected = (math.prod(image.plan.grid), preprocessor.info.patch_values)
     if pixels.shape != expected:
         # A mismatch fails the request; nothing is trimmed into shape.

@@ -25,6 +25,7 @@ from vsched.bench.lag.cases import LagCase, lag_cases
 from vsched.bench.lag.client_process_main import ANSWER_S, ClientsOrder
 from vsched.bench.lag.meter import LagMeter
 from vsched.config import load_config
+from vsched.media.allocator import map_large_blocks
 
 SETTLE_S = 0.2
 
@@ -94,6 +95,7 @@ async def measure_lag(
             cases = [case for case in cases if only in case.name]
             files = [_written(Path(folder), number, case) for number, case in enumerate(cases)]
             keep_loaded()  # as `vsched serve` does
+            map_large_blocks()
             for case, file in zip(cases, files, strict=True):
                 order = _order(server, [file], clients=1, requests=requests)
                 rows.append(await _measure(server, order, case.name, len(case.body)))
