@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from typing import Any
 
 from PIL import Image
 
@@ -51,7 +52,7 @@ def free_image(image: Image.Image) -> None:
     if image.width * image.height * _PIXEL_BYTES < LARGE_BYTES:
         image.close()
         return
-    core = Image.core
+    core: Any = vars(Image)["core"]  # the C library, which Pillow's types do not name
     with _POOL:
         core.set_blocks_max(_BLOCKS_MAX)
         image.close()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from vsched.media import allocator
 from vsched.media.allocator import free_image
 from vsched.media.decode import DecodeLimits, decode
 
+CORE: Any = vars(Image)["core"]
 LIMITS = DecodeLimits(image=1 << 24, webp=1 << 24)
 BLOCK_PIXELS = 4 << 20
 """A block of Pillow's is 16 MiB; a pixel has 4 bytes."""
@@ -20,13 +21,13 @@ BLOCK_PIXELS = 4 << 20
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return, for each call that frees blocks, how many of Pillow's it kept."""
     calls: list[int] = []
-    clear = Image.core.clear_cache
+    clear = CORE.clear_cache
 
     def record(count: int) -> None:
         calls.append(count)
         clear(count)
 
-    monkeypatch.setattr(allocator.Image.core, "clear_cache", record)
+    monkeypatch.setattr(CORE, "clear_cache", record)
     return calls
 
 
@@ -45,7 +46,7 @@ def test_a_large_image_is_freed_block_by_block(kept: list[int]) -> None:
     with pytest.raises(ValueError, match="closed"):
         image.getpixel((0, 0))
     Image.new("RGB", (100, 100)).close()
-    assert Image.core.get_stats()["blocks_cached"] == 0
+    assert CORE.get_stats()["blocks_cached"] == 0
 
 
 def test_an_image_that_is_converted_is_freed_so_as_well(kept: list[int]) -> None:
