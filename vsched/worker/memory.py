@@ -30,6 +30,8 @@ class DeviceMemory(Protocol):
     Attributes:
         name: The device as torch names it.
         pool: What the memory belongs to: two ranks with the same pool take from each other.
+        drift_bytes: What libraries may go on to keep in small pieces after a peak was measured; 0 where an allocator
+            keeps the peak for this process.
     """
 
     @property
@@ -37,6 +39,9 @@ class DeviceMemory(Protocol):
 
     @property
     def pool(self) -> str: ...
+
+    @property
+    def drift_bytes(self) -> int: ...
 
     def total(self) -> int:
         """Return what this process could use at most, were it alone."""

@@ -1,7 +1,12 @@
 """Finds out what the worst batch of images needs, before anything else takes the memory.
 
 The batches are those that the plug-in names as candidates. They run for real, over pixels and pages of their own. These
-lie in a shared mapping, as the arena does: they count neither to the process nor to what is measured.
+lie in shared mappings that are there before the measurement begins, as the arena is: they count neither to the process
+nor to what is measured.
+
+The same batch may need more memory when it runs again, since what was kept of the first time (compiled code, caches,
+small objects) lies between the pieces of the second. So all candidates run in turn until a whole round adds nothing.
+What libraries and the interpreter go on to keep for shapes that they have not met is the memory's `drift_bytes`.
 """
 
 from __future__ import annotations
@@ -27,6 +32,12 @@ from vsched.worker.spec import EncodeRole
 logger = logging.getLogger(__name__)
 
 _PAGE_ROWS = 64
+
+ROUNDS_MAX = 6
+"""Rounds of all candidates at most; the memory of a worker that needs more each time is not known then."""
+
+ROUNDS_OF_GROUP = 3
+"""Rounds where several ranks encode together: a rank alone cannot tell that they are done."""
 
 _KNOBS = (
     "lower encode.admission.max_tokens or media.image_pixels_max, raise encode.memory_limit, or say with "
@@ -60,9 +71,7 @@ def reserve_encoder(
             _take(memory, role.reserved_bytes)
             growth = role.reserved_bytes
         else:
-            for batch in _candidates(plugin, info, role):
-                _run(worker, info, batch)
-            growth = max(0, memory.peak() - loaded.reserved_bytes)
+            growth = _measure(worker, info, _candidates(plugin, info, role), loaded, role)
     except DeviceOutOfMemory as error:
         summary = _ledger(loaded, memory.peak()).summary()
         raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
@@ -120,24 +129,76 @@ def _take(memory: DeviceMemory, size: int) -> None:
         ) from error
 
 
-def _run(worker: EncodeWorker, info: ModelInfo, batch: Sequence[ImagePlan]) -> None:
+def _measure(
+    worker: EncodeWorker,
+    info: ModelInfo,
+    batches: Sequence[Sequence[ImagePlan]],
+    loaded: RankMemory,
+    role: EncodeRole,
+) -> int:
+    """Run the candidates until a whole round adds nothing; return what they need, 0 where there are none.
+
+    Raises:
+        DeviceOutOfMemory: When one does not fit.
+    """
+    if not batches:
+        return 0
+    memory, arena = worker.device_memory(), BatchArena(info, batches)
+    memory.reset_peak()
+    alone, peak = role.settings.ranks == 1, 0
+    for _ in range(ROUNDS_MAX if alone else ROUNDS_OF_GROUP):
+        before = peak
+        for batch in batches:
+            _run(worker, arena, batch)
+        peak = memory.peak()
+        if alone and peak <= before:
+            break
+    else:
+        if alone:
+            logger.warning(
+                "the encoder needed more memory in each of %d rounds of its largest batches. Remedy: say with "
+                "encode.reserved how much to keep.",
+                ROUNDS_MAX,
+            )
+    return max(0, peak - loaded.reserved_bytes) + memory.drift_bytes
+
+
+class BatchArena:
+    """Pixels and pages for any of some batches, in shared mappings; every image has the same ones."""
+
+    def __init__(self, info: ModelInfo, batches: Sequence[Sequence[ImagePlan]]) -> None:
+        plans = [plan for batch in batches for plan in batch]
+        patches = max(math.prod(plan.grid) for plan in plans)
+        pages = max(-(-plan.tokens // _PAGE_ROWS) for plan in plans)
+        pixels = _shared(patches * info.patch_values * 4)
+        self._pixels = pixels.view(np.float32).reshape(patches, -1)
+        rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes)
+        self.embeddings = rows.reshape(pages, _PAGE_ROWS, -1)
+
+    def jobs(self, batch: Sequence[ImagePlan]) -> list[EncodeJob]:
+        """Return what encodes a batch."""
+        return [
+            EncodeJob(
+                b"",
+                plan.grid,
+                plan.tokens,
+                self._pixels[: math.prod(plan.grid)],
+                range(-(-plan.tokens // _PAGE_ROWS)),
+            )
+            for plan in batch
+        ]
+
+
+def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) -> None:
     """Encode one batch.
 
     Raises:
         DeviceOutOfMemory: When it does not fit; the message names what to change.
     """
-    patches = max(math.prod(plan.grid) for plan in batch)
-    pages = max(-(-plan.tokens // _PAGE_ROWS) for plan in batch)
-    pixels = _shared(patches * info.patch_values * 4).view(np.float32).reshape(patches, -1)
-    rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes).reshape(pages, _PAGE_ROWS, -1)
-    jobs = [
-        EncodeJob(b"", plan.grid, plan.tokens, pixels[: math.prod(plan.grid)], range(pages))
-        for plan in batch
-    ]
     memory = worker.device_memory()
     try:
         with memory_errors("encoding the worst batch of images", remedy=_KNOBS):
-            worker.encode(jobs, rows)
+            worker.encode(arena.jobs(batch), arena.embeddings)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)
         raise DeviceOutOfMemory(

@@ -72,9 +72,8 @@ class VisionWorker:
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
-        with self._group.together():
-            for part in self._calls(jobs):
-                self._encode(part, embeddings)
+        with self._backend.exact_memory():
+            self._encode_all(jobs, embeddings)
 
     @property
     def pauses(self) -> bool:
@@ -83,7 +82,7 @@ class VisionWorker:
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
-        self._sliced.begin(lambda: self.encode(jobs, embeddings))
+        self._sliced.begin(lambda: self._encode_all(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
         """Encode `layers` more blocks, 0 for the rest; return whether that was all.
@@ -91,7 +90,14 @@ class VisionWorker:
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
-        return self._sliced.advance(layers)
+        # The steps in between are not exact: for what they take, pieces that are kept are faster.
+        with self._backend.exact_memory():
+            return self._sliced.advance(layers)
+
+    def _encode_all(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        with self._group.together():
+            for part in self._calls(jobs):
+                self._encode(part, embeddings)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0

@@ -6,9 +6,12 @@ import inspect
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.patience import PATIENCE_S
@@ -20,8 +23,8 @@ from vsched.types import ModelInfo
 from vsched.worker import kv_sizing as sizing
 from vsched.worker import memory, profiling_run
 from vsched.worker import reserve as reserve_module
-from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched.worker.reserve import reserve_encoder
+from vsched.worker.contract import EncodeJob, ImagePlan, WorkerSettings
+from vsched.worker.reserve import ROUNDS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 
 ROLE = EncodeRole(
@@ -59,9 +62,9 @@ def reserve(
 
 
 def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
-    """Every candidate runs; the growth is the peak less what stood before, and the allocator keeps it."""
+    """Every candidate runs, and again, which adds nothing; the growth is the peak less what stood before."""
     loaded, reservation, worker = reserve()
-    assert worker.batches == [[4, 4], [32]]
+    assert worker.batches == [[4, 4], [32]] * 2
     assert reservation == Reservation(
         rank=2, pool="simulated", growth_bytes=32 * worker.token_bytes, held=True
     )
@@ -80,6 +83,85 @@ def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
     worker = MeasuredEncoder(Host(256 * MIB))
     _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
     assert (reservation.growth_bytes, reservation.held) == (32 * MIB, False)
+
+
+class Scattering(MeasuredEncoder):
+    """Keeps `kept_bytes` of each of its first `count` batches, as caches and compiled code are kept."""
+
+    count, kept_bytes = 5, 20 * MIB
+
+    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        super().encode(jobs, embeddings)
+        if len(self.batches) <= self.count:
+            self.memory.allocate(self.kept_bytes)
+
+
+def test_reserve_repeats_the_candidates_until_a_round_adds_nothing() -> None:
+    """What batches leave behind is part of what the worst one needs later."""
+    worker = Scattering(SimulatedMemory(1024 * MIB))
+    loaded, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert len(worker.batches) == 2 * 4, "round 3 kept the last of it, and round 4 added nothing"
+    for batch in [[LARGE], [SMALL] * 2, [LARGE]]:
+        arena = BatchArena(model_info(), [batch])
+        worker.encode(arena.jobs(batch), arena.embeddings)
+    assert worker.memory.peak() - loaded.reserved_bytes == reservation.growth_bytes
+
+
+def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is told, and the start goes on with what was seen."""
+    worker = Scattering(SimulatedMemory(1024 * MIB))
+    worker.count = 100
+    reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert len(worker.batches) == 2 * ROUNDS_MAX
+    assert "encode.reserved" in caplog.text
+
+
+def test_reserve_runs_as_many_rounds_on_every_rank_of_a_group() -> None:
+    """Ranks encode together, so none may stop by what it alone has seen."""
+    for count in (0, 100):
+        worker = Scattering(SimulatedMemory(1024 * MIB))
+        worker.count = count
+        role = msgspec.structs.replace(ROLE, settings=WorkerSettings(ranks=2))
+        reserve_encoder(Builder(), worker, model_info(), role)  # type: ignore[arg-type]
+        assert len(worker.batches) == 2 * ROUNDS_OF_GROUP
+
+
+class ByteMemory(SimulatedMemory):
+    """Tells what a test says, byte by byte: what is held before any batch, the peak, and what is held after."""
+
+    def __init__(self, *, peak: int, after: int) -> None:
+        super().__init__(256 * MIB)
+        self._told = {"before": 1000, "peak": 1000 + peak, "after": 1000 + after}
+        self._ran = False
+
+    def reserved(self) -> int:
+        return self._told["after" if self._ran else "before"]
+
+    def peak(self) -> int:
+        self._ran = True
+        return self._told["peak"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "after", "held"),
+    [(0, 0, False), (1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True), (2, 3, True)],
+)
+def test_reserve_tells_to_the_byte_what_is_held(peak: int, after: int, held: bool) -> None:
+    """One byte of growth is growth, and it is held when it is all there."""
+    worker = MeasuredEncoder(ByteMemory(peak=peak, after=after))
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert (reservation.growth_bytes, reservation.held) == (peak, held)
+
+
+def test_reserve_adds_what_may_drift() -> None:
+    """On top of the peak, where batches ran."""
+    memory = SimulatedMemory(256 * MIB)
+    memory.drift_bytes = 3 * MIB
+    worker = MeasuredEncoder(memory)
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert (reservation.growth_bytes, reservation.held) == (35 * MIB, False)
 
 
 def test_reserve_reports_no_negative_growth() -> None:

@@ -58,6 +58,8 @@ class SimulatedMemory:
     SHARED_MAX = 10 * _MIB
     """Requests up to this size take a segment of 20 MiB when none has room; larger ones take their own."""
 
+    drift_bytes = 0
+
     def __init__(
         self,
         total_bytes: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -159,6 +160,13 @@ class Backend(ABC):
         """Return what captures decode steps over a cache; None where steps are not captured."""
 
     # --- memory and copies ---
+
+    def exact_memory(self) -> AbstractContextManager[None]:
+        """Have what is allocated until the context ends take what its pieces need together, whatever was there before.
+
+        By default nothing is done: an allocator of blocks that can be split and joined at will needs nothing.
+        """
+        return nullcontext()
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:

@@ -11,8 +11,10 @@ from torch import nn
 from vsched_workers.backends.reference.packed_weights import (
     FEW_ROWS,
     MANY_ROWS,
+    BlockedActivation,
     PackedLinear,
     PackedWeight,
+    block_activations,
     pack_linears,
     packs,
     warm_up,
@@ -76,3 +78,19 @@ def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> N
     assert all(isinstance(child, PackedLinear) for child in module)
     warm_up(module)
     assert counts == list(MANY_ROWS) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 256, 700])
+def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
+    """OneDNN keeps what it compiles for each; the values are the same to the bit."""
+    tower = nn.Sequential(nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU())
+    block_activations(tower)
+    assert isinstance(tower[0], BlockedActivation)
+    assert not any(isinstance(other, BlockedActivation) for other in list(tower)[1:])
+    seen: list[int] = []
+    tower[0].activation.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    torch.manual_seed(rows)
+    given = torch.randn(1, rows, 24).to(dtype)
+    assert torch.equal(tower[0](given), nn.functional.gelu(given))
+    assert set(seen) <= set(MANY_ROWS)

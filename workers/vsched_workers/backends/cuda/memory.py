@@ -16,6 +16,8 @@ from vsched_workers.memory.out_of_memory import typed_out_of_memory
 class CudaMemory:
     """The memory of a CUDA device."""
 
+    drift_bytes = 0
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._device = torch.device(name)

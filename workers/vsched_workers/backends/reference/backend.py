@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -16,12 +17,13 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
-from vsched_workers.backends.reference.host_memory import HostMemory, zeroed_pages
+from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
     MANY_ROWS,
     MakeCustom,
     PackedWeight,
+    block_activations,
     flatten_patches,
     pack_linears,
     packs,
@@ -72,6 +74,7 @@ class ReferenceBackend(Backend):
         if self._packs:
             pack_linears(tower, MANY_ROWS, self._make_product)
             warm_up(tower)
+        block_activations(tower)
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).numpy().astype(np.int32)
@@ -86,6 +89,9 @@ class ReferenceBackend(Backend):
         self, cache: KvCache, attention: AttentionKernels, run: RunModel
     ) -> CapturedSteps | None:
         return None
+
+    def exact_memory(self) -> AbstractContextManager[None]:
+        return mapped_pieces()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         pages = zeroed_pages(math.prod(shape) * dtype.itemsize, touch=touch)

@@ -6,8 +6,9 @@ layers packing loses, and the result is not the same to the bit.
 
 oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
 lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
-numbers of rows only: blocks of the largest, and a rest that is padded to the next one. Few rows, or all where that
-is faster, have a custom product where a backend makes one (`backends/cpu/products.py`), which takes any number.
+numbers of rows only: blocks of the largest, and a rest that is padded to the next one; so does the one activation
+that oneDNN computes. Few rows, or all where that is faster, have a custom product where a backend makes one
+(`backends/cpu/products.py`), which takes any number.
 
 A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
 time.
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.activations import GELUActivation
 
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
@@ -163,9 +165,37 @@ class FlatPatches(nn.Module):
         return functional.linear(flat, self.weight, self.bias)[:, :, None, None, None]
 
 
+class BlockedActivation(nn.Module):
+    """An activation over few numbers of rows: what oneDNN compiles for one takes 256 KiB, and is kept."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the activation of values [..., width]."""
+        flat, block = values.reshape(-1, values.shape[-1]), MANY_ROWS[-1]
+        result = torch.empty_like(flat)
+        for start in range(0, len(flat), block):
+            rows = flat[start : start + block]
+            missing = padded_rows(len(rows), MANY_ROWS) - len(rows)
+            padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+            result[start : start + block] = self.activation(padded)[: len(rows)]
+        return result.view(values.shape)
+
+
 def packs(dtype: torch.dtype) -> bool:
     """Return whether packing helps with this type."""
     return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def block_activations(module: nn.Module) -> None:
+    """Have each activation below a module that oneDNN computes, which is GELU without `tanh`, see few shapes only."""
+    for child in list(module.modules()):
+        for name, activation in list(child.named_children()):
+            exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
+            if exact or isinstance(activation, GELUActivation):
+                setattr(child, name, BlockedActivation(activation))
 
 
 def pack_linears(

@@ -1,0 +1,50 @@
+"""Prove the encoder's reservation: `python -m tests.reservation CHECKPOINT --tokens 128 256 512 --batches 1000`.
+
+Prints a table, a line for each budget, and ends with status 1 where a batch needed more than was reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.reservation.run import run
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.reservation", description=__doc__)
+    parser.add_argument("checkpoint", help="its folder")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512], help="budgets")
+    parser.add_argument("--batches", type=int, default=1000, help="how many, for each budget")
+    parser.add_argument("--seed", type=int, default=0, help="what repeats a run")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="run so many blocks of the tower only, to save time"
+    )
+    parser.add_argument("--out", type=Path, help="a file that the table goes to, too")
+    options = parser.parse_args()
+    mib = 1 << 20
+    lines = [
+        "| checkpoint | budget | batches | reserved MiB | drift in it | most needed MiB | above |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    failed = False
+    for tokens in options.tokens:
+        found = run(
+            options.checkpoint,
+            tokens=tokens,
+            batches=options.batches,
+            seed=options.seed,
+            blocks=options.blocks,
+            timeout_s=None,
+        )
+        failed |= found.above > 0
+        lines.append(
+            f"| {Path(options.checkpoint).name} | {found.tokens} | {found.batches} "
+            f"| {found.reserved_bytes / mib:.1f} | {found.drift_bytes / mib:.1f} "
+            f"| {found.most_bytes / mib:.1f} | {found.above} |"
+        )
+    text = "\n".join(lines)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    sys.exit(failed)

@@ -1,0 +1,132 @@
+"""Reserves for the encoder under a limit on the process, then encodes random legal batches: one budget, one process.
+
+`python -m tests.reservation.measure CHECKPOINT TOKENS BATCHES SEED BLOCKS` writes a `Found` to standard output.
+The environment must be that of a rank, as the C library reads it when the process starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from vsched.types import ModelInfo
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.memory import limit_process_memory
+from vsched.worker.reserve import BatchArena, reserve_encoder
+from vsched.worker.spec import EncodeRole
+from vsched_workers.checkpoint.facts import image_factor, image_limits, processor_settings
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.families import family_of
+from vsched_workers.memory.worst_case import worst_batches
+from vsched_workers.plugin import plugin
+from vsched_workers.vision import VisionWorker
+
+LIMIT_BYTES = 4 << 30
+ITEMS = 8
+PIXELS_MAX = 1 << 20
+WORST_EVERY = 10
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What one budget needed, in bytes beyond what the loaded worker holds; `drift_bytes` are part of what is reserved.
+
+    `above` counts the batches that needed more than was reserved.
+    """
+
+    tokens: int
+    batches: int
+    reserved_bytes: int
+    drift_bytes: int
+    most_bytes: int
+    above: int
+
+
+def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> Found:
+    """Reserve for a budget, then run random batches, and every tenth time one of the worst."""
+    limit_process_memory(LIMIT_BYTES, keys="encode.memory_limit")
+    gc.collect()
+    gc.freeze()
+    info = plugin.inspect(path, dtype="auto", item_tokens_max=tokens)
+    settings = WorkerSettings()
+    worker = plugin.load_encoder(info, settings, lambda *_: None)
+    if blocks:
+        assert isinstance(worker, VisionWorker)
+        tower: Any = worker._tower
+        tower.blocks = tower.blocks[:blocks]
+    role = EncodeRole(
+        address="", plugin="", settings=settings, items=ITEMS, tokens=tokens, pixels_max=PIXELS_MAX
+    )
+    loaded, reservation = reserve_encoder(plugin, worker, info, role)
+    worst = worst_batches(info, items=ITEMS, tokens=tokens, pixels_max=PIXELS_MAX)
+    drawn = random_batches(info, tokens, random.Random(seed))
+    chosen = [
+        next(drawn) if index % WORST_EVERY else worst[index // WORST_EVERY % len(worst)]
+        for index in range(batches)
+    ]
+    arena, memory = BatchArena(info, chosen), worker.device_memory()
+    most = above = 0
+    for batch in chosen:
+        memory.reset_peak()
+        worker.encode(arena.jobs(batch), arena.embeddings)
+        needed = memory.peak() - loaded.reserved_bytes
+        most = max(most, needed)
+        above += needed > reservation.growth_bytes
+    return Found(
+        tokens=tokens,
+        batches=batches,
+        reserved_bytes=reservation.growth_bytes,
+        drift_bytes=memory.drift_bytes,
+        most_bytes=most,
+        above=above,
+    )
+
+
+def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator[list[ImagePlan]]:
+    """Yield batches of images of any legal shape, most of which use the budget up."""
+    directory = checkpoint_directory(info.path)
+    config = read_json(directory, "config.json")
+    family = family_of(config)
+    factor = image_factor(family, config)
+    limits = image_limits(family, config, processor_settings(directory), tokens)
+    units = family.largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
+    merge = int(family.vision(config, "spatial_merge_size"))
+    least = -(-limits.minimum // (factor * factor))
+    while True:
+        batch: list[ImagePlan] = []
+        left, count = tokens, rng.choice([1, 2, 3, ITEMS, ITEMS])
+        while len(batch) < count and (sides := _sides(units, left, least, rng)):
+            few, many = sides if rng.random() < 0.5 else sides[::-1]
+            batch.append(ImagePlan(grid=(1, few * merge, many * merge), tokens=few * many))
+            left -= few * many
+        if batch:
+            yield batch
+
+
+def _sides(
+    units: Mapping[int, int], left: int, least: int, rng: random.Random
+) -> tuple[int, int] | None:
+    """Return the sides of an image of at most `left` tokens, any short side as likely as any other."""
+    fitting = [
+        (few, max(few, -(-least // few)), min(many, left // few)) for few, many in units.items()
+    ]
+    fitting = [each for each in fitting if each[1] <= each[2]]
+    if not fitting:
+        return None
+    few, lowest, highest = rng.choice(fitting)
+    return few, rng.randint(lowest, highest)
+
+
+if __name__ == "__main__":
+    found = measure(
+        sys.argv[1],
+        tokens=int(sys.argv[2]),
+        batches=int(sys.argv[3]),
+        seed=int(sys.argv[4]),
+        blocks=int(sys.argv[5]),
+    )
+    sys.stdout.write(msgspec.json.encode(found).decode())
