@@ -290,7 +290,7 @@ class Served:
 
 async def test_server_keeps_what_is_loaded_out_of_collections(acted: Acted) -> None:
     """A collection that looks at all modules holds the event loop up; what requests leave is collected as ever."""
-    assert gc.get_freeze_count() < 1_000
+    gc.unfreeze()
     served = Served(acted)
     await served.ready.wait()
     assert gc.get_freeze_count() > 10_000
