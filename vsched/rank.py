@@ -26,7 +26,7 @@ from vsched.transport.pulse import PulseThread
 from vsched.transport.zmq_link import RankLink, wait_readable
 from vsched.worker.loading import RankLoading
 from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member
-from vsched.worker.memory import limit_process_memory
+from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger("vsched.rank")
@@ -54,7 +54,8 @@ def run(spec: RankSpec) -> None:
         try:
             # Before a plug-in imports its libraries.
             limit_process_memory(spec.memory_limit_bytes, keys=spec.memory_keys)
-            _load(RankLoading(spec, arena, members))
+            with memory_errors("starting", remedy=f"raise {spec.memory_keys}"), spare_memory():
+                _load(RankLoading(spec, arena, members))
             gc.collect()
             gc.freeze()  # what loading left behind lives for ever: no collection need look at it
             follow(members, spec.timeout_s)

@@ -329,6 +329,7 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
     """`mem_fraction` multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
     assert Pinned(tokens=tokens_max, mem_fraction=fraction).plan(memory_view()) == Build(tokens_max)
     message = refused(Pinned(tokens=tokens_max + 1, mem_fraction=fraction).plan(memory_view()))
+    assert "raise generate.memory_limit where that is the limit" in message
     assert f"value {tokens_max + 1} tokens x 10 bytes" in message
     assert f"limit {tokens_max * 10} bytes ({tokens_max} tokens)" in message
     assert f"Remedy: lower generate.memory.tokens to {tokens_max} or less" in message

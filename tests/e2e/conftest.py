@@ -6,7 +6,6 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +17,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.e2e.asking import Ask, held, in_flight, mixed_asks  # noqa: E402
+from tests.e2e.fork_servers import one_fork_server  # noqa: E402
 from tests.patience import until  # noqa: E402
-from tests.workers.parallel.ranks import forkable_everywhere  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
-from vsched.aio.replicas import fork_server, launcher, process  # noqa: E402
+from vsched.aio.replicas import fork_server, launcher  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
@@ -59,29 +58,14 @@ BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
     """Let all engines have one fork server, for each would import for seconds; see `own_fork_server`."""
-    environment = process.rank_environment(1, oversubscribed=True)
-    shared = SharedForkServer(forkable_everywhere(), environment)
-    asyncio.run(shared.begin())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "ForkServer", lambda *_: shared)
+    with one_fork_server():
         yield
-    fork_server.ForkServer.close(shared)
 
 
 @pytest.fixture
 def own_fork_server(shared_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engines of a test have fork servers of their own, as they have in production."""
     monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
-
-
-class SharedForkServer(fork_server.ForkServer):
-    """Is there before the engines that use it, and outlives them."""
-
-    async def begin(self) -> None:
-        (await self.open()).close()
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="session")

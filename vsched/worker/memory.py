@@ -8,6 +8,7 @@ a mapping of its own, and goes back whole.
 
 from __future__ import annotations
 
+import mmap
 import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from vsched.policy import RankMemory
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
 _GROUP_MEMORY = Path("/sys/fs/cgroup")
+SPARE_BYTES = 4 << 20
 KV_REMEDY = "raise generate.memory_limit, or make the KV cache smaller (generate.memory)"
 """What helps once a generate rank has loaded."""
 
@@ -98,15 +100,29 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
 
     `remedy` names the settings of the process that this is. What torch raises a worker turns itself.
     """
+    # Made before, for making it takes memory.
+    failure = DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.")
     try:
         yield
-    except (MemoryError, SystemError, ImportError) as error:
+    except (MemoryError, SystemError, ImportError, OSError) as error:
         # An extension that gives up half-way says "error return without exception set"; the loader of libraries
-        # names the mapping that it could not get.
-        words = ("without exception set", "annot allocate memory", "failed to map segment")
+        # names the mapping that it could not get, and the importer the folder that it could not list.
+        words = (
+            "without exception set",
+            "annot allocate memory",
+            "failed to map segment",
+            "cannot map zero-fill pages",
+        )
         if isinstance(error, MemoryError) or any(word in str(error) for word in words):
-            raise DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.") from error
+            raise failure from error
         raise
+
+
+@contextmanager
+def spare_memory() -> Iterator[None]:
+    """Hold a little memory until the body ends: where that got none, its error can be told with this."""
+    with mmap.mmap(-1, SPARE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+        yield
 
 
 def limit_process_memory(limit_bytes: int, *, keys: str) -> None:

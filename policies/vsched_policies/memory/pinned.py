@@ -78,7 +78,8 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
                         limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} "
                         f"of the {free_bytes} bytes that are free of {pool.total_bytes}",
                         remedy=f"lower {self._knob()} to {self._amount(view, tokens_max)} or less, "
-                        "raise generate.memory.mem_fraction (1.0 at most), or free the device",
+                        "raise generate.memory.mem_fraction (1.0 at most), raise generate.memory_limit where that "
+                        "is the limit, or free the device",
                     )
                 )
         return Build(tokens, profile=True, headroom_bytes=self.headroom_bytes)

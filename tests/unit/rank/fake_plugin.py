@@ -100,6 +100,7 @@ def raise_named(name: str) -> NoReturn:
         "CheckpointError": CheckpointError,
         "ConfigError": ConfigError,
         "DeviceOutOfMemory": DeviceOutOfMemory,
+        "MemoryError": MemoryError,
     }
     raise known.get(name, RuntimeError)(message)
 

@@ -105,21 +105,36 @@ async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     ],
 )
 async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_setting(
-    place: Place, groups: list[str], keys: str
+    place: Place, tmp_path: Path, groups: list[str], keys: str
 ) -> None:
-    """`std::bad_alloc` ends a process before it can say a word."""
+    """`std::bad_alloc` ends a process before it can say a word; here, when its progress was heard."""
+    heard, meet = Heard(), tmp_path / "meet"
+    meet.mkdir()
     worker_group = place.worker_group(
-        Heard().events,
+        heard.events,
         groups=groups,
-        behaviour=Behaviour(load_signal=signal.SIGABRT),
+        behaviour=Behaviour(meet=str(meet), meet_ranks=2, load_signal=signal.SIGABRT),
         memory_limit_bytes=1 << 40,
     )
+    starting = asyncio.create_task(worker_group.start())
+    await heard.wait_until(lambda: any(what == "weights" for _, what, _ in heard.progress))
+    (meet / "heard").touch()
     with pytest.raises(GroupLostError) as caught:
-        await worker_group.start()
+        await starting
     message = str(caught.value)
     assert message.startswith(f"{' and '.join(groups)}: rank 0 was killed by SIGABRT; it was last ")
     assert f"last weights, under a memory limit of {1 << 40} bytes ({keys})" in message
     assert f"Remedy: raise {keys}; " in message
+
+
+async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_names_its_setting(
+    place: Place,
+) -> None:
+    """Also where no worker has turned the error into one of ours."""
+    behaviour = Behaviour(load_error="MemoryError")
+    worker_group = place.worker_group(Heard().events, groups=["encode"], behaviour=behaviour)
+    with pytest.raises(DeviceOutOfMemory, match=r"starting\. Remedy: raise encode\.memory_limit\."):
+        await worker_group.start()
 
 
 async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +81,8 @@ def test_limit_process_memory_of_zero_is_none() -> None:
         SystemError("error return without exception set"),
         ImportError("libtorch.so: failed to map segment from shared object"),
         ImportError("libgomp.so.1: cannot allocate memory in static TLS block"),
+        ImportError("libtorch_python.so: cannot map zero-fill pages"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), "site-packages/torch"),
     ],
 )
 def test_memory_errors_become_the_one_type(error: Exception) -> None:
@@ -90,10 +94,31 @@ def test_memory_errors_become_the_one_type(error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize("error", [ImportError("no module named torch"), SystemError("bad call")])
+@pytest.mark.parametrize(
+    "error", [ImportError("no torch"), SystemError("bad call"), OSError("bad")]
+)
 def test_memory_errors_let_others_pass(error: Exception) -> None:
     with pytest.raises(type(error)), memory_errors("loading", remedy="raise it"):
         raise error
+
+
+def test_spare_memory_is_there_again_when_an_error_is_told() -> None:
+    """The body takes all that the limit leaves, a page at a time, and keeps it."""
+    script = """
+import mmap
+from vsched.worker.memory import SPARE_BYTES, limit_process_memory, spare_memory, status_bytes
+limit_process_memory(status_bytes("VmData") + 4 * SPARE_BYTES, keys="")
+private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+taken = []
+try:
+    with spare_memory():
+        while True:
+            taken.append(mmap.mmap(-1, SPARE_BYTES // 8, flags=private))
+except OSError:
+    mmap.mmap(-1, SPARE_BYTES * 3 // 4, flags=private)
+    print(len(taken) > 8)
+"""
+    assert in_process(script) == "True"
 
 
 def test_host_memory_is_read_from_the_kernel() -> None:

@@ -1,0 +1,34 @@
+"""One fork server for all engines of a process, for each would import for seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.workers.parallel.ranks import forkable_everywhere
+from vsched.aio.replicas import fork_server, launcher, process
+
+
+class SharedForkServer(fork_server.ForkServer):
+    """Is there before the engines that use it, and outlives them."""
+
+    async def begin(self) -> None:
+        (await self.open()).close()
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def one_fork_server() -> Iterator[None]:
+    """Let all engines have one fork server, which has imported what most tests need."""
+    environment = process.rank_environment(1, oversubscribed=True)
+    shared = SharedForkServer(forkable_everywhere(), environment)
+    asyncio.run(shared.begin())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "ForkServer", lambda *_: shared)
+        yield
+    fork_server.ForkServer.close(shared)
