@@ -104,7 +104,7 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
     failure = DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.")
     try:
         yield
-    except (MemoryError, SystemError, ImportError, OSError) as error:
+    except (MemoryError, SystemError, ImportError, OSError, RuntimeError) as error:
         # An extension that gives up half-way says "error return without exception set"; the loader of libraries
         # names the mapping that it could not get, and the importer the folder that it could not list.
         words = (
@@ -112,6 +112,7 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
             "annot allocate memory",
             "failed to map segment",
             "cannot map zero-fill pages",
+            "could not create a primitive",  # oneDNN
         )
         if isinstance(error, MemoryError) or any(word in str(error) for word in words):
             raise failure from error

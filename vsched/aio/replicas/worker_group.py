@@ -28,9 +28,6 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
-TOLD_CODES = (1, 2)
-"""A rank that ends with one of these has sent why."""
-LAST_WORD_S = 0.5
 STARTING = "starting processes and importing libraries"
 """The first report of progress of a group, before its ranks have said anything."""
 
@@ -245,18 +242,9 @@ class WorkerGroup:
                     doing=self._doing,
                     memory_limit=(limit_bytes, keys) if limit_bytes else None,
                 )
-            if code in TOLD_CODES:
-                # Its last word, which says more, may still be on its way.
-                loop = asyncio.get_running_loop()
-                loop.call_later(LAST_WORD_S, self._lose_start, self._starts, failure)
-            else:
-                self._lose(failure)
+            self._lose(failure)
 
         return on_exit
-
-    def _lose_start(self, start: int, failure: GroupFailure) -> None:
-        if start == self._starts:
-            self._lose(failure)
 
     def _lose(self, failure: GroupFailure) -> None:
         """All groups of the worker group go down together; the first failure is the one to tell."""
