@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
+from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 
@@ -280,6 +282,27 @@ async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
     assert groups == ["generate"]
     assert reason == "generate: rank 0 stopped with RankDesync: a chunk for slot 2, which is empty"
     assert heard.results == []
+    await worker_group.stop(grace_s=0)
+
+
+async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
+    place: Place,
+) -> None:
+    """Where the machine is busy, the word is still on its way when the process has ended."""
+    heard = Heard()
+    worker_group = place.worker_group(heard.events)
+    await worker_group.start()
+    (process,) = worker_group._processes
+    assert isinstance(process, RankProcess)
+    link = worker_group.leader("generate")._link
+    assert isinstance(link, LeaderLink)
+    late: list[partial[None]] = []
+    take = link._on_frame
+    link._on_frame = lambda identity, frame: late.append(partial(take, identity, frame))
+    process._exited.add_done_callback(lambda _: [word() for word in late])
+    worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
+    await heard.wait_until(lambda: heard.lost)
+    assert "RankDesync" in heard.lost[0][1]
     await worker_group.stop(grace_s=0)
 
 

@@ -43,6 +43,11 @@ RANK_ENVIRONMENT = {
 
 RANK_COMMAND = ("-m", "vsched.rank")
 
+TOLD_CODES = (1, 2)
+"""A rank that ends with one of these has sent why."""
+LAST_WORD_S = 1.0
+"""How long its exit waits for that last word, which says more and may come later where the machine is busy."""
+
 
 def rank_environment(threads: int, *, oversubscribed: bool) -> dict[str, str]:
     """Return the environment of a rank that computes with `threads` threads.
@@ -78,6 +83,8 @@ class RankProcess:
         self._pid = 0
         self._wait: Callable[[], int] | None = None
         self._ordered = False
+        self._ending = False
+        self._telling: asyncio.TimerHandle | None = None
         stdin, lifeline = os.pipe()
         self._lifeline = os.fdopen(lifeline, "wb")
         spawn = partial(self._spawn, stdin, environment, command)
@@ -151,13 +158,21 @@ class RankProcess:
         with contextlib.suppress(BrokenPipeError):
             self._lifeline.close()
         self._exited.set_result(code)
-        self._on_exit(code)
+        if code in TOLD_CODES and not self._ending:
+            self._telling = self._loop.call_later(LAST_WORD_S, self._on_exit, code)
+        else:
+            self._on_exit(code)
 
     async def end(self, *, grace_s: float) -> None:
         """Wait for the process to end; kill it when it has not after the grace.
 
+        An exit that waits for its last word is told no more.
+
         Blocks: at most the grace, the moment that the system takes to kill, and that of a fork that is under way.
         """
+        self._ending = True
+        if self._telling is not None:
+            self._telling.cancel()
         if self._forking is not None:
             if not self._ordered:
                 self._forking.cancel()
