@@ -15,6 +15,7 @@ from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import FAMILIES, Family, family_of, model_type_of
 from vsched_workers.families.generic import context_tokens, kv_values, text_config
+from vsched_workers.families.generic_vision import takes_images, vision_facts
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
     clamp_limits,
@@ -153,6 +154,8 @@ def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelI
         raise CheckpointError(
             "config.json: model_type is missing. Remedy: give the directory of a complete checkpoint."
         )
+    if takes_images(family):
+        vision_facts(directory, family)  # a reason of its own, where it has one
     text = text_config(directory, family)
     _check_files(directory, config)
     chosen = choose_dtype(config, dtype)

@@ -23,14 +23,13 @@ FROM_THE_BATCH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change once any sequence of a batch is longer than the original."""
 
 
-def text_config(directory: Path, family: str) -> Any:
-    """Return transformers' configuration object of a language model that has no path of its own.
+def read_config(directory: Path, family: str) -> Any:
+    """Return transformers' configuration object of a checkpoint.
 
     Raises:
-        CheckpointError: When it is none that can run, with the reason.
+        CheckpointError: When transformers has no such architecture, or cannot read it.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if family not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
@@ -39,7 +38,7 @@ def text_config(directory: Path, family: str) -> Any:
             "docs/models.md lists them."
         )
     try:
-        config = transformers.CONFIG_MAPPING[family].from_pretrained(
+        return transformers.CONFIG_MAPPING[family].from_pretrained(
             str(directory), local_files_only=True
         )
     except Exception as error:
@@ -48,14 +47,35 @@ def text_config(directory: Path, family: str) -> Any:
             f"config.json cannot be read as one of {family!r} ({type(error).__name__}). "
             "Remedy: download the checkpoint again."
         ) from error
+
+
+def text_config(directory: Path, family: str) -> Any:
+    """Return transformers' configuration object of a language model that has no path of its own.
+
+    Raises:
+        CheckpointError: When it is none that can run, with the reason.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = read_config(directory, family)
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise refusal(
             family, "a part for images or sound, which it shares with no supported family"
         )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
         raise refusal(family, "no decoder that writes text by itself")
-    if family in UNEQUAL:
-        raise refusal(family, UNEQUAL[family])
+    check_text(config, family)
+    return config
+
+
+def check_text(config: Any, family: str) -> None:
+    """Check that a language model, alone or within a model of several parts, is one that can run.
+
+    Raises:
+        CheckpointError: When it is not, with the reason.
+    """
+    if config.model_type in UNEQUAL:
+        raise refusal(family, UNEQUAL[config.model_type])
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = sorted(set(kinds) - LAYER_TYPES)
     if others:
@@ -63,7 +83,6 @@ def text_config(directory: Path, family: str) -> Any:
             family,
             f"layers that keep more than keys and values, or attend otherwise ({', '.join(others)})",
         )
-    return config
 
 
 OWN_ATTENTION = "attention of its own, which does not go through transformers' interface"

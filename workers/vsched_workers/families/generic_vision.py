@@ -1,0 +1,102 @@
+"""Any other vision-language model that transformers has: its facts, read from its configuration without torch.
+
+What such a model makes of an image is told by its `get_image_features`, and given back to it as `mm_encoder_outputs`.
+So the tower runs alone in the encode ranks, and the language model without it. Two conventions hold between them:
+
+- The arrays of an image carry the names of the keyword arguments of `get_image_features`. The small integer ones among
+  them (`image_grid_thw`, `image_sizes`) are an item's metadata, which positions and merging need.
+- A row of an embedding is `embedding_levels` times the hidden size of the language model: what takes the place of the
+  token, then what is added in deeper layers (deepstack).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import CheckpointError
+from vsched_workers.families.generic import check_text, read_config, refusal
+
+UNEQUAL: Mapping[str, str] = {}
+"""Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
+
+METADATA_VALUES = 32
+"""Values of an array of integers at most that is kept as metadata of an image; larger ones are masks and indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFacts:
+    """What is known of a vision-language model.
+
+    Attributes:
+        config: transformers' configuration object of the whole model; `text` is that of its language model.
+        image_token_id: The placeholder of an image's rows.
+        embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
+    """
+
+    config: Any
+    text: Any
+    image_token_id: int
+    embedding_levels: int
+
+
+def takes_images(family: str) -> bool:
+    """Return whether transformers has an architecture as one that answers to images and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def vision_facts(directory: Path, family: str) -> VisionFacts:
+    """Return what the configuration of a vision-language model tells that has no path of its own.
+
+    Raises:
+        CheckpointError: When it is none that can run, with the reason.
+    """
+    config = read_config(directory, family)
+    text = config.get_text_config()
+    if family in UNEQUAL:
+        raise refusal(family, UNEQUAL[family])
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise refusal(family, "an encoder for text, to which a decoder attends")
+    if getattr(text, "cross_attention_layers", None):
+        raise refusal(family, "layers that attend to images apart from the text (cross-attention)")
+    check_text(text, family)
+    stated = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    token = next((each for each in stated if isinstance(each, int)), None)
+    if token is None:
+        raise CheckpointError(
+            "config.json: image_token_id is missing. Remedy: download the checkpoint again."
+        )
+    vision = getattr(config, "vision_config", None)
+    deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return VisionFacts(config, text, token, 1 + len(deepstack))
+
+
+def pack_metadata(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Return the small integer arrays of an image as metadata."""
+    small = {
+        name: (array.dtype.str, array.shape, array.tobytes())
+        for name, array in sorted(arrays.items())
+        if array.dtype.kind in "iu" and array.size <= METADATA_VALUES
+    }
+    return msgspec.msgpack.encode(small)
+
+
+def unpack_metadata(metadata: bytes) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that `pack_metadata` packed, read-only.
+
+    Raises:
+        msgspec.DecodeError: When it is no metadata.
+    """
+    packed = msgspec.msgpack.decode(metadata, type=dict[str, tuple[str, tuple[int, ...], bytes]])
+    return {
+        name: np.frombuffer(values, dtype=np.dtype(dtype)).reshape(shape)
+        for name, (dtype, shape, values) in packed.items()
+    }
