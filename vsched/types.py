@@ -6,6 +6,8 @@ All are immutable msgspec structs, so that they travel over a wire and into a lo
 from __future__ import annotations
 
 import enum
+import math
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -54,6 +56,24 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """One array that an encoder reads of an item; `dtype` is numpy's name of a number, such as `float32`.
+
+    The arrays of an item lie one after the other in its extent, and each begins at a multiple of `ARENA_ALIGNMENT`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        bits = re.fullmatch(r"(?:u?int|float)(8|16|32|64)", self.dtype)
+        assert bits or self.dtype == "bool", f"the array {self.name!r} has the dtype {self.dtype!r}"
+        return math.prod(self.shape) * (int(bits[1]) // 8 if bits else 1)
+
+
 Spans = tuple[tuple[int, int], ...]
 """Ranges [start, stop) of positions in a prompt, ascending, that do not touch."""
 
@@ -65,20 +85,23 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         key: 32-byte digest over content, shape, dtype and processor settings: equal content, equal key.
         tokens: Encoder output tokens after the spatial merge; also the placeholders it fills in the prompt.
         offset: Index of its first placeholder in the prompt.
-        grid: Patches in time, height and width, before the merge.
         spans: Where its placeholders lie if other tokens stand between them, as after each row of an image; empty where
             they are one run.
-        pixels: Where its pixels lie in the arena, float32 of shape `[t*h*w, patch values]`.
-        encoded: The client brought the embedding itself: `pixels` holds its rows, [tokens, row bytes], instead.
+        arrays: What the encoder reads of it, in the order in which it lies in `extent`.
+        metadata: What the plug-in must know of it beside the arrays, for its positions say: a few bytes, which nobody
+            else reads.
+        extent: Where its arrays lie in the arena.
+        encoded: The client brought the embedding itself: `extent` holds its rows, [tokens, row bytes], and no arrays.
     """
 
     key: bytes
     tokens: int
     offset: int
-    grid: tuple[int, int, int]
-    pixels: Extent | None = None
-    encoded: bool = False
     spans: Spans = ()
+    arrays: tuple[ArraySpec, ...] = ()
+    metadata: bytes = b""
+    extent: Extent | None = None
+    encoded: bool = False
 
     @property
     def end(self) -> int:
@@ -92,11 +115,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where an item lies in its prompt, and its grid; attributes as of `MediaItem`."""
+    """Where an item lies in its prompt, and what the plug-in knows of it; attributes as of `MediaItem`."""
 
     offset: int
     tokens: int
-    grid: tuple[int, int, int]
+    metadata: bytes = b""
     spans: Spans = ()
 
     def rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -163,7 +186,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         dtype: `float32`, `bfloat16` or `float16`: weights, KV cache and embeddings alike.
         embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
         kv_bytes_per_token: Bytes of K and V of one token over all layers.
-        patch_values: Values of one patch: channels x temporal patch x patch x patch.
         item_tokens_max: Most tokens that one image may have after the clamp.
         image_token_id: The placeholder of an image; None for a model of text alone, whose figures of images are 0.
         stop_token_ids: End-of-sequence tokens of the checkpoint.
@@ -179,7 +201,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens: int
     kv_bytes_per_token: int
-    patch_values: int = 0
     item_tokens_max: int = 0
     image_token_id: int | None = None
     stop_token_ids: tuple[int, ...]
@@ -195,7 +216,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def text_alone(self) -> ModelInfo:
         """The same model, asked about text alone."""
         return msgspec.structs.replace(
-            self, embedding_levels=0, patch_values=0, item_tokens_max=0, image_token_id=None
+            self, embedding_levels=0, item_tokens_max=0, image_token_id=None
         )
 
     @property

@@ -16,7 +16,7 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage
-from vsched.types import ModelInfo
+from vsched.types import ArraySpec, ModelInfo
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
@@ -41,8 +41,12 @@ def _collect_little() -> Iterator[None]:
 
 
 def fake_image(tokens: int) -> SampleImage:
-    plan = ImagePlan((1, 2, 2 * tokens), tokens)
-    return SampleImage(plan, np.zeros((4 * tokens, INFO.patch_values), np.float32))
+    arrays = {
+        "pixels": np.zeros((4 * tokens, 4), np.float32),
+        "mask": np.ones((1, tokens), np.bool_),
+    }
+    specs = tuple(ArraySpec(name, one.dtype.name, one.shape) for name, one in arrays.items())
+    return SampleImage(ImagePlan(specs, tokens, metadata=bytes([2 * tokens])), arrays)
 
 
 IMAGES = [fake_image(tokens) for tokens in (1, 3, 7)]
@@ -236,7 +240,7 @@ class Sparing(FakeEncoder):
         for job in jobs:
             rows = embeddings.shape[1]
             for row in range(job.tokens - 1):
-                embeddings[job.pages[row // rows], row % rows] = job.grid[2]
+                embeddings[job.pages[row // rows], row % rows] = job.metadata[0]
 
 
 class Staining(FakeEncoder):
@@ -244,7 +248,7 @@ class Staining(FakeEncoder):
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         job = jobs[0]
-        job.pixels[:] = 0
+        job.arrays["pixels"][:] = 0
         super().encode(jobs, embeddings)
 
 

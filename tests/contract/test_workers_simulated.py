@@ -11,7 +11,7 @@ from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
 from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.symbolic_model import ROOT
+from vsched.sim.ranks.symbolic_model import PIXELS, ROOT, image_plan
 from vsched.sim.ranks.symbolic_workers import RankPlugin, SymbolicEncoder, SymbolicGenerator
 from vsched.sim.workload.images import Appearance
 from vsched.sim.world import World
@@ -20,7 +20,6 @@ from vsched.testing.contracts.worker import SampleImage, sample_images
 from vsched.types import MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,
-    ImagePlan,
     Progress,
     Sampled,
     SequenceState,
@@ -48,7 +47,7 @@ class SimProcess:
 
 
 class SimGenerator(SymbolicGenerator):
-    """Knows its images by their grids, and serves once the KV cache is built for the last time.
+    """Knows its images by their numbers of tokens, and serves once the KV cache is built for the last time.
 
     As with a real model, all KV that it reads is in its answers.
     """
@@ -66,7 +65,7 @@ class SimGenerator(SymbolicGenerator):
                     key=key_of(place.tokens),
                     tokens=place.tokens,
                     offset=place.offset,
-                    grid=place.grid,
+                    metadata=place.metadata,
                     spans=place.spans,
                 )
                 for place in sequence.items
@@ -109,7 +108,7 @@ class SimPlugin(SimulatedPlugin):
         for tokens in (1, 4, 9):
             self.world.appearances[key_of(tokens)] = look = Appearance((tokens, 2, 3), tokens)
             pixels = np.tile(np.array([*look.colour, tokens], np.float32), (4 * tokens, 1))
-            made.append(SampleImage(ImagePlan((1, 2, 2 * tokens), tokens), pixels, key_of(tokens)))
+            made.append(SampleImage(image_plan(tokens), {PIXELS: pixels}, key_of(tokens)))
         return made
 
 
@@ -164,4 +163,4 @@ def test_sample_images_come_from_the_preprocessor() -> None:
     images = sample_images(plugin, info)
     preprocessor = SimulatedPreprocessor(info)
     for image in images:
-        assert preprocessor.plan_grid(image.plan.grid) == image.plan
+        assert preprocessor.plan_embedding([image.plan.tokens]) == image.plan

@@ -75,9 +75,7 @@ class InProcessRanks(WorkerGroup):
         generator = plugin.load_generator(info, generate.settings, lambda _what, _fraction: None)
         blocks = self._config.generate.memory["tokens"] // generate.limits.block_size
         generator.build_kv(blocks=blocks, block_size=generate.limits.block_size)
-        self._encoder = EncodeRank(
-            encoder, embeddings, self._arena.read, patch_values=info.patch_values
-        )
+        self._encoder = EncodeRank(encoder, embeddings, self._arena.read)
         self._generator = GenerateRank(
             generator,
             embeddings,

@@ -16,6 +16,8 @@ from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.wire import Paused
+from vsched.worker.contract import view_arrays
+from vsched_workers.families.qwen_image import PIXELS, grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -115,7 +117,7 @@ async def test_preparation_equals_transformers(
         try:
             made = processor(list(ask.images), return_tensors="np")
             grids = [tuple(int(side) for side in grid) for grid in made["image_grid_thw"]]
-            assert [item.grid for item in prepared.items] == grids
+            assert [grid_of(item.metadata) for item in prepared.items] == grids
             counts = iter([rows * columns // 4 for _, rows, columns in grids])
             text = tokenizer.apply_chat_template(
                 ask.messages, tokenize=False, add_generation_prompt=True
@@ -125,11 +127,10 @@ async def test_preparation_equals_transformers(
                 wanted += [token] * (next(counts) if token == image_token else 1)
             assert list(prepared.token_ids) == wanted
             rows = [
-                arena.read(item.pixels).view(np.float32)
+                view_arrays(item.arrays, arena.read(item.extent))[PIXELS]
                 for item in prepared.items
-                if item.pixels is not None
+                if item.extent is not None
             ]
-            found = np.concatenate(rows).reshape(-1, engine.info.patch_values)
-            np.testing.assert_array_equal(found, made["pixel_values"])
+            np.testing.assert_array_equal(np.concatenate(rows), made["pixel_values"])
         finally:
             prepared.lease.release()

@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from vsched.media import EmbeddedImage
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
+from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
 
 
@@ -36,10 +37,10 @@ class Tower:
         """Return float32 rows, [tokens, levels * hidden size], and the grid."""
         if id(image) not in self.made:
             plan = self.preprocessor.plan_image(*image.size)
-            pixels = self.preprocessor.process_image(image)
+            arrays = self.preprocessor.process_image(image)
             page = np.zeros((1, plan.tokens, self.info.embedding_row_bytes), np.uint8)
-            self.worker.encode([EncodeJob(b"", plan.grid, plan.tokens, pixels, [0])], page)
-            self.made[id(image)] = page[0].view(np.float32), np.array(plan.grid)
+            self.worker.encode([EncodeJob(b"", plan.tokens, arrays, plan.metadata, [0])], page)
+            self.made[id(image)] = page[0].view(np.float32), np.array(grid_of(plan.metadata))
         return self.made[id(image)]
 
     def embed(self, image: Image.Image) -> EmbeddedImage:

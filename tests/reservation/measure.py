@@ -19,9 +19,15 @@ from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
 from vsched.worker.reserve import BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
-from vsched_workers.checkpoint.facts import image_factor, image_limits, processor_settings
+from vsched_workers.checkpoint.facts import (
+    image_factor,
+    image_limits,
+    patch_values,
+    processor_settings,
+)
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
+from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
 from vsched_workers.vision import VisionWorker
@@ -95,13 +101,16 @@ def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator
     limits = image_limits(family, config, processor_settings(directory), tokens)
     units = family.largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
     merge = int(family.vision(config, "spatial_merge_size"))
+    values = patch_values(family, config)
     least = -(-limits.minimum // (factor * factor))
     while True:
         batch: list[ImagePlan] = []
         left, count = tokens, rng.choice([1, 2, 3, ITEMS, ITEMS])
         while len(batch) < count and (sides := _sides(units, left, least, rng)):
             few, many = sides if rng.random() < 0.5 else sides[::-1]
-            batch.append(ImagePlan(grid=(1, few * merge, many * merge), tokens=few * many))
+            batch.append(
+                image_plan((1, few * merge, many * merge), merge=merge, patch_values=values)
+            )
             left -= few * many
         if batch:
             yield batch

@@ -162,7 +162,7 @@ class Driver:
         prompt, spans = self.stage.prompt(question)
         plans = [self.stage.preprocessor.plan_image(*image.size) for image in question.images]
         items = [
-            ItemPlace(runs[0][0], plan.tokens, plan.grid, runs)
+            ItemPlace(runs[0][0], plan.tokens, plan.metadata, runs)
             for runs, plan in zip(spans, plans, strict=True)
         ]
         tokens = np.zeros(len(prompt) + question.count + 1, dtype=np.int32)
@@ -184,11 +184,10 @@ class Driver:
         )
         jobs = []
         for image, plan, pages in zip(question.images, plans, running.pages, strict=True):
-            pixels = self.stage.preprocessor.process_image(image)
-            pixels.flags.writeable = False
-            jobs.append(
-                EncodeJob(key=b"", grid=plan.grid, tokens=plan.tokens, pixels=pixels, pages=pages)
-            )
+            arrays = self.stage.preprocessor.process_image(image)
+            for array in arrays.values():
+                array.flags.writeable = False
+            jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
         if jobs:
             self.stage.encoder.encode(jobs, self.embeddings)
         self.stage.generator.prepare(sequence)

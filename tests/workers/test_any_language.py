@@ -197,7 +197,7 @@ def test_preprocessor_takes_text_and_refuses_images(llama: Path) -> None:
     assert front.expand(ids, []) == (ids, [])
     for refused in (
         lambda: front.plan_image(10, 10),
-        lambda: front.expand(ids, [ImagePlan((1, 2, 2), 1)]),
+        lambda: front.expand(ids, [ImagePlan((), 1)]),
     ):
         with pytest.raises(RequestRefused, match="takes no images"):
             refused()

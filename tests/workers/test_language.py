@@ -15,6 +15,7 @@ from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.worker.contract import SequenceState, WorkerSettings
+from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
 
 Stages = Callable[..., Stage]
@@ -233,7 +234,7 @@ def test_positions_equal_those_of_the_model(
     running = Driver(stage, chunk=64).start(0, mixed_questions()[2])
     sequence = running.sequence
     ids = torch.from_numpy(sequence.tokens[: sequence.prompt_length][None].astype(np.int64))
-    grids = torch.tensor([place.grid for place in sequence.items])
+    grids = torch.tensor([grid_of(place.metadata) for place in sequence.items])
     model = references(size).model.model
     kinds = (ids == stage.info.placeholder).int()
     positions, delta = model.get_rope_index(ids, kinds, image_grid_thw=grids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.workers.reference import Reference
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.plugin import plugin
 
 Stages = Callable[..., Stage]
@@ -33,8 +35,8 @@ def jobs_of(stage: Stage) -> list[EncodeJob]:
         count = -(-plan.tokens // ROWS_A_PAGE)
         pages = list(range(page, page - count, -1))
         page -= count
-        pixels = stage.preprocessor.process_image(image)
-        jobs.append(EncodeJob(b"", plan.grid, plan.tokens, pixels, pages))
+        arrays = stage.preprocessor.process_image(image)
+        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
     return jobs
 
 
@@ -61,8 +63,8 @@ def test_encode_equals_the_whole_model(
     model = references(size).model.model
     with torch.inference_mode():
         out = model.get_image_features(
-            torch.from_numpy(np.concatenate([job.pixels for job in jobs])),
-            torch.tensor([job.grid for job in jobs]),
+            torch.from_numpy(np.concatenate([job.arrays[PIXELS] for job in jobs])),
+            torch.tensor([grid_of(job.metadata) for job in jobs]),
             return_dict=True,
         )
     for index, job in enumerate(jobs):
@@ -126,7 +128,7 @@ def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None
     worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
     assert can_pause(worker)
     jobs = jobs_of(stage)
-    wrong = EncodeJob(b"", jobs[0].grid, jobs[0].tokens - 1, jobs[0].pixels, jobs[0].pages)
+    wrong = replace(jobs[0], tokens=jobs[0].tokens - 1)
     worker.begin([wrong], empty_pages(stage.info))
     assert not worker.advance(1)
     with pytest.raises(ValueError, match="the encoder yields rows of shape"):
@@ -161,7 +163,7 @@ def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -
     """A length mismatch is an error; it is never trimmed into shape."""
     stage = stages("nano25")
     job = jobs_of(stage)[0]
-    wrong = EncodeJob(b"", job.grid, job.tokens - 1, job.pixels, job.pages)
+    wrong = replace(job, tokens=job.tokens - 1)
     with pytest.raises(ValueError, match=f"expected \\({job.tokens - 1}, "):
         stage.encoder.encode([wrong], empty_pages(stage.info))
 
@@ -174,7 +176,7 @@ def test_encoded_rows_own_their_storage(stages: Stages) -> None:
     stage.encoder.encode(jobs, embeddings)
     first = rows_of(stage, jobs[0], embeddings).copy()
     for job in jobs:
-        job.pixels[:] = 0.0
+        job.arrays[PIXELS][:] = 0.0
     for job in jobs[1:]:
         embeddings[list(job.pages)] = 0
     stage.encoder.encode(jobs[1:], embeddings)

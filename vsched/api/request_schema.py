@@ -40,7 +40,7 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
 
 
 class ImageEmbeds(msgspec.Struct, forbid_unknown_fields=True):
-    """A finished embedding: base64 of a safetensors file with the tensors `embeds` and `grid_thw`."""
+    """A finished embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
 
     data: str
 

@@ -169,9 +169,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Memory for decoding and preprocessing; images wait for it.")
     ] = 1 << 30
     threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
-    plans_max: Annotated[
-        int, Meta(ge=1, description="Images whose grid and token count are remembered.")
-    ] = 8192
+    plans_max: Annotated[int, Meta(ge=1, description="Images whose plan is remembered.")] = 8192
 
 
 class ArenaConfig(Section, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.types import Extent, ItemPlace, SamplingParams
+from vsched.types import ArraySpec, Extent, ItemPlace, SamplingParams
 
 
 class RequestData(msgspec.Struct, frozen=True, array_like=True):
@@ -77,16 +77,18 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 
 
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
-    """Encode one item from the arena's pixels into the arena's pages.
+    """Encode one item from its extent of the arena into the arena's pages.
 
-    With `encoded`, `pixels` holds finished embedding rows, which are only copied.
+    With `encoded`, `extent` holds finished embedding rows, which are only copied. `arrays` and `metadata` are those of
+    `MediaItem`.
     """
 
     key: bytes
-    grid: tuple[int, int, int]
     tokens: int
-    pixels: Extent
+    extent: Extent
     pages: list[int]
+    arrays: tuple[ArraySpec, ...] = ()
+    metadata: bytes = b""
     encoded: bool = False
 
 

@@ -135,7 +135,8 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             tokens=self.tokens.tobytes(),
             prompt_length=self.prompt_length,
             items=[
-                ItemPlace(item.offset, item.tokens, item.grid, item.spans) for item in self.items
+                ItemPlace(item.offset, item.tokens, item.metadata, item.spans)
+                for item in self.items
             ],
             sampling=self.request.sampling,
             stop_token_ids=self.stop_token_ids,
@@ -150,9 +151,9 @@ def int32(numbers: Sequence[int]) -> array[int]:
 
 
 def host_bytes(request: Request) -> int:
-    """Return the bytes of host memory that a request occupies: its tokens, and its items' pixels."""
-    pixels = sum(item.pixels.size for item in request.items if item.pixels is not None)
-    return 4 * len(request.prompt_token_ids) + pixels
+    """Return the bytes of host memory that a request occupies: its tokens, and its items' extents."""
+    extents = sum(item.extent.size for item in request.items if item.extent is not None)
+    return 4 * len(request.prompt_token_ids) + extents
 
 
 def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:

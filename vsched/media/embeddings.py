@@ -9,7 +9,7 @@ meanings or none. numpy has no bfloat16; its values are handled as the 16 bits t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import Companion, ImagePlan
 
 HEADER_BYTES_MAX: Final = 64 * 1024
-_TENSORS: Final = ("embeds", "grid_thw")
+EMBEDS: Final = "embeds"
 _METADATA: Final = "__metadata__"
 _STRIP_VALUES: Final = 1 << 18
 """Values looked at in one go: bounds what a conversion takes beyond its input and output."""
@@ -40,8 +40,8 @@ class EmbeddedImage:
 
     Attributes:
         data: Base64 of a safetensors file with `embeds`, [tokens, levels * hidden size] in the served dtype or float32,
-            and `grid_thw`, the image's patches in time, height and width. A row holds the main embedding, then each
-            deepstack level. It is not shown, for it is large and the client's.
+            and the model's companion (`Preprocessor.companion`), such as `grid_thw`. A row holds the main embedding,
+            then each deepstack level. It is not shown, for it is large and the client's.
     """
 
     data: str = field(repr=False)
@@ -85,12 +85,12 @@ def malformed(detail: str) -> RequestRefused:
     """Word the refusal of a file that is none."""
     return _refuse(
         f"the embeddings are malformed: {detail}. "
-        "Remedy: send the base64 of a safetensors file with the tensors embeds and grid_thw."
+        "Remedy: send the base64 of a safetensors file with the tensor embeds and what the model asks for beside it."
     )
 
 
-def read_tensors(file: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name.
+def read_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, which has no others than those of these names.
 
     Raises:
         RequestRefused: When the header is too long or does not describe the data byte for byte.
@@ -103,13 +103,13 @@ def read_tensors(file: bytes) -> dict[str, Tensor]:
             "the embeddings' safetensors header is too long",
             value=f"{header_bytes} bytes",
             limit=f"{HEADER_BYTES_MAX} bytes",
-            remedy="send only the tensors embeds and grid_thw, without metadata",
+            remedy=f"send only the tensors {' and '.join(names)}, without metadata",
         )
         raise _refuse(message)
     start = 8 + header_bytes
     if start > len(file):
         raise malformed("the file ends within its header")
-    entries = _entries(file[8:start])
+    entries = _entries(file[8:start], names)
     data = memoryview(file)[start:]
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
@@ -126,7 +126,7 @@ def read_tensors(file: bytes) -> dict[str, Tensor]:
     }
 
 
-def _entries(header: bytes) -> dict[str, _TensorEntry]:
+def _entries(header: bytes, names: Sequence[str]) -> dict[str, _TensorEntry]:
     entries: dict[str, _TensorEntry] = {}
     try:
         if not header.startswith(b"{"):
@@ -135,7 +135,7 @@ def _entries(header: bytes) -> dict[str, _TensorEntry]:
             if name == _METADATA:
                 msgspec.json.decode(raw, type=dict[str, str])
                 continue
-            if name not in _TENSORS:
+            if name not in names:
                 raise malformed("it holds another tensor")
             entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -158,57 +158,62 @@ def _wrong_dtype(name: str, found: str, expected: str) -> RequestRefused:
 
 
 def read_embedding(
-    file: bytes, info: ModelInfo, plan_grid: Callable[[tuple[int, int, int]], ImagePlan]
+    file: bytes,
+    info: ModelInfo,
+    companion: Companion,
+    plan_embedding: Callable[[Sequence[int]], ImagePlan],
 ) -> Embedding:
     """Return the embedding in a safetensors file, every companion and shape checked, no value yet.
 
     Raises:
         RequestRefused: Its code names what is missing or does not fit.
     """
-    tensors = read_tensors(file)
-    for name in _TENSORS:
+    names = (EMBEDS, companion.name)
+    tensors = read_tensors(file, names)
+    for name in names:
         if name not in tensors:
             message = (
                 f"the embeddings come without {name}. "
                 f"Remedy: add the tensor {name} to the safetensors file."
             )
             raise _refuse(message, f"{name}_missing")
-    plan = plan_grid(_grid(tensors["grid_thw"]))
+    plan = plan_embedding(_integers(companion, tensors[companion.name]))
     check_tokens(plan.tokens, info)
-    embeds = tensors["embeds"]
+    embeds = tensors[EMBEDS]
     accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
     if embeds.dtype not in accepted:
-        raise _wrong_dtype("embeds", embeds.dtype, " or ".join(accepted))
-    _check_shape(embeds, plan.tokens, info)
+        raise _wrong_dtype(EMBEDS, embeds.dtype, " or ".join(accepted))
+    _check_shape(embeds, plan.tokens, info, companion)
     return Embedding(embeds, plan)
 
 
-def _grid(tensor: Tensor) -> tuple[int, int, int]:
+def _integers(companion: Companion, tensor: Tensor) -> list[int]:
+    name, count = companion.name, len(companion.values)
     if tensor.dtype not in _INTEGERS:
-        raise _wrong_dtype("grid_thw", tensor.dtype, " or ".join(_INTEGERS))
-    if tensor.shape not in {(3,), (1, 3)}:
+        raise _wrong_dtype(name, tensor.dtype, " or ".join(_INTEGERS))
+    if tensor.shape not in {(count,), (1, count)}:
         message = limit_message(
-            "the embeddings' grid_thw has the wrong shape",
+            f"the embeddings' {name} has the wrong shape",
             value=list(tensor.shape),
-            limit="[3] or [1, 3]: time, height and width in patches",
-            remedy="send the grid of this one image",
+            limit=f"[{count}] or [1, {count}]: {', '.join(companion.values)}",
+            remedy=f"send the {name} of this one image",
         )
-        raise _refuse(message, "grid_thw_shape")
-    time, height, width = np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).tolist()
-    return time, height, width
+        raise _refuse(message, f"{name}_shape")
+    integers: list[int] = np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).tolist()
+    return integers
 
 
-def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo) -> None:
+def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo, companion: Companion) -> None:
     expected = (tokens, info.hidden_size * info.embedding_levels)
     if embeds.shape == expected:
         return
     same_width = len(embeds.shape) == 2 and embeds.shape[1] == expected[1]
     message = limit_message(
-        "the embeddings have the wrong number of rows for their grid"
+        f"the embeddings have the wrong number of rows for their {companion.name}"
         if same_width
         else "the embeddings have the wrong hidden size",
         value=f"shape {list(embeds.shape)}",
-        limit=f"expected shape {list(expected)}: tokens of the grid, "
+        limit=f"expected shape {list(expected)}: tokens of the image, "
         f"{info.embedding_levels} embedding levels of hidden size {info.hidden_size}",
         remedy="encode the image with the vision tower of the served checkpoint",
     )

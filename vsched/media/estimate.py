@@ -1,4 +1,4 @@
-"""How much host memory an image takes while a thread makes pixels of it: an upper bound, from its header alone.
+"""How much host memory an image takes while a thread prepares it: an upper bound, from its header alone.
 
 What Pillow, libjpeg and libwebp allocate was measured (`tests/unit/media/test_estimate.py` keeps measuring it):
 
@@ -7,8 +7,8 @@ What Pillow, libjpeg and libwebp allocate was measured (`tests/unit/media/test_e
 - A JPEG that is progressive, or whose components come in scans of their own, is decoded from the coefficients of the
   whole image: 2 bytes a sample. Pillow does not tell of the latter, so the markers are walked here as libjpeg does.
 - A WEBP goes through two canvases, a copy and Pillow's own store, 4 bytes each; its encoded bytes are copied as well.
-- Resizing goes through an image of the old height and the new width. What the processor takes beyond that is in
-  proportion to what it returns; `PATCHES_RATIO` is its allowance, which the checkpoints' processors are tested against.
+- What the processor takes beyond the image is in proportion to what it returns, or as its plan says where resizing
+  takes more; `ARRAYS_RATIO` is its allowance, which the checkpoints' processors are tested against.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OVERHEAD_BYTES: Final = 2 << 20
 EMBEDDING_BYTES: Final = 5 << 20
 """For the strips of an embedding that is checked and converted."""
 
-PATCHES_RATIO: Final = 2.25
+ARRAYS_RATIO: Final = 2.25
 """Most that `Preprocessor.process_image` may take beyond the image, over the bytes that it returns; those included."""
 
 _STORED_BYTES: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2}
@@ -84,19 +84,13 @@ def decode_bytes(width: int, height: int, storage: Storage) -> int:
     return peak + encoded + OVERHEAD_BYTES
 
 
-def preprocess_bytes(
-    width: int, height: int, storage: Storage, *, plan: ImagePlan, patch_values: int
-) -> int:
+def preprocess_bytes(width: int, height: int, storage: Storage, plan: ImagePlan) -> int:
     """Return an upper bound of what decoding and processing an image takes, from header and plan.
 
     Its place in the arena is not part of it. `width` and `height` are those of the upright image.
     """
-    _, rows, columns = plan.grid
-    patches = math.prod(plan.grid) * patch_values * 4
-    # A patch has at least three channels and one point in time; its side is not told.
-    side = math.isqrt(patch_values // 3) + 1
-    resize = 4 * columns * side * (height + rows * side)
-    process = 4 * width * height + max(resize, math.ceil(patches * PATCHES_RATIO))
+    made = sum(spec.nbytes for spec in plan.arrays)
+    process = 4 * width * height + max(plan.work_bytes, math.ceil(made * ARRAYS_RATIO))
     return max(
         decode_bytes(width, height, storage), process + storage.encoded_bytes + OVERHEAD_BYTES
     )

@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
 from vsched.media.measure import Measured, blame
 from vsched.media.pixels import PixelLease, PixelStore
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, view_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ class Fills:
         loop = asyncio.get_running_loop()
         fill = _Fill(image, self._store.hold(image.key), loop.create_future())
         self._fills[image.key] = fill
-        extent = self._store.view_bytes(lease.extents[image.key])
+        extent = self._store.view(lease.extents[image.key])
 
         def wake(_: Future[None]) -> None:
             # The loop may be gone when the process ends while a thread is still at work.
@@ -221,7 +220,7 @@ def _trim(reference: weakref.ref[Fills]) -> None:
 def process(
     image: Measured, extent: npt.NDArray[np.uint8], preprocessor: Preprocessor, limits: DecodeLimits
 ) -> None:
-    """Fill an extent with the pixels of an image, or with the rows of its embedding.
+    """Fill an extent with the arrays of an image, or with the rows of its embedding.
 
     Blocks: for as long as decoding or converting takes; call it in a thread of the pool.
 
@@ -235,12 +234,18 @@ def process(
     fault_point("media.decode")
     decoded = decode(image.content, limits)
     try:
-        pixels = preprocessor.process_image(decoded)
+        arrays = preprocessor.process_image(decoded)
     finally:
         free_image(decoded)
-    expected = (math.prod(image.plan.grid), preprocessor.info.patch_values)
-    if pixels.shape != expected:
+    made = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+    planned = {spec.name: (spec.dtype, spec.shape) for spec in image.plan.arrays}
+    if made != planned:
         # A mismatch fails the request; nothing is trimmed into shape.
-        message = f"the image processor gave pixels of shape {pixels.shape}, expected {expected}"
+        message = f"the image processor gave {_described(made)}, but planned {_described(planned)}"
         raise RequestFailed(message, code="image_processing_failed")
-    extent.view(np.float32)[:] = pixels.reshape(-1)
+    for name, view in view_arrays(image.plan.arrays, extent).items():
+        view[...] = arrays[name]
+
+
+def _described(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in arrays.items())

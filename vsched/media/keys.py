@@ -21,7 +21,7 @@ Part = tuple[bytes, bytes | memoryview]
 def item_key(*, settings_digest: bytes, cache_salt: str, encoded: bytes) -> bytes:
     """Return the 32-byte key of an image.
 
-    Mode, size and dtype of the pixels follow from the encoded bytes and the processor's settings.
+    What the encoder reads of it follows from the encoded bytes and the processor's settings.
     """
     return _digest(_IMAGE, [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"I", encoded)])
 
@@ -33,12 +33,13 @@ def embedding_key(
     served: tuple[str, int, int],
     dtype: str,
     shape: Sequence[int],
-    grid: Sequence[int],
+    metadata: bytes,
     rows: memoryview,
 ) -> bytes:
     """Return the 32-byte key of an embedding that the client brought.
 
-    `served` is the dtype, hidden size and levels that the rows are kept in; `dtype` and `shape` are as they came.
+    `served` is the dtype, hidden size and levels that the rows are kept in; `dtype` and `shape` are as they came,
+    `metadata` is that of the image's plan.
     """
     served_dtype, hidden_size, levels = served
     return _digest(
@@ -50,7 +51,7 @@ def embedding_key(
             (b"H", _integers((hidden_size, levels))),
             (b"D", dtype.encode()),
             (b"S", _integers(shape)),
-            (b"G", _integers(grid)),
+            (b"G", metadata),
             (b"R", rows),
         ],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan, Preprocessor
+from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +148,24 @@ class Measurer:
         plan, info = planned.plan, self._preprocessor.info
         check_tokens(plan.tokens, info)
         check_work(planned.work_bytes, self._settings)
-        pixel_bytes = math.prod(plan.grid) * info.patch_values * 4
-        return Measured(key, plan, encoded, len(encoded), pixel_bytes, planned.work_bytes)
+        size = extent_bytes(plan.arrays)
+        return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes)
 
     def _plan(self, encoded: bytes) -> Planned:
         header = inspect(encoded, self._limits)
         plan = self._preprocessor.plan_image(header.width, header.height)
-        work_bytes = preprocess_bytes(
-            header.width,
-            header.height,
-            header.storage,
-            plan=plan,
-            patch_values=self._preprocessor.info.patch_values,
-        )
+        work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 
     def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
-        info = self._preprocessor.info
+        info, companion = self._preprocessor.info, self._preprocessor.companion
+        if companion is None:
+            raise RequestRefused(
+                "the model takes no embeddings of images. Remedy: send the image itself.",
+                code="embeddings_not_taken",
+            )
         file = read_embedded(image, self._settings)
-        embedding = read_embedding(file, info, self._preprocessor.plan_grid)
+        embedding = read_embedding(file, info, companion, self._preprocessor.plan_embedding)
         embeds = embedding.embeds
         key = embedding_key(
             settings_digest=self._preprocessor.settings_digest,
@@ -175,7 +173,7 @@ class Measurer:
             served=(info.dtype, info.hidden_size, info.embedding_levels),
             dtype=embeds.dtype,
             shape=embeds.shape,
-            grid=embedding.plan.grid,
+            metadata=embedding.plan.metadata,
             rows=embeds.data,
         )
         row_bytes = info.embedding_row_bytes

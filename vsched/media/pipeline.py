@@ -238,10 +238,11 @@ class MediaPipeline:
                 key=image.key,
                 tokens=image.plan.tokens,
                 offset=runs[0][0],
-                grid=image.plan.grid,
-                pixels=lease.extents[image.key],
-                encoded=image.is_embedded,
                 spans=runs if len(runs) > 1 else (),
+                arrays=() if image.is_embedded else image.plan.arrays,
+                metadata=image.plan.metadata,
+                extent=lease.extents[image.key],
+                encoded=image.is_embedded,
             )
             for image, runs in zip(measured, spans, strict=True)
         )

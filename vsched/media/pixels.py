@@ -186,11 +186,7 @@ class PixelStore:
         """Say that the pixels of a held key are complete."""
         self._entries[key].filled = True
 
-    def view(self, extent: Extent) -> npt.NDArray[np.float32]:
-        """Return the float32 values of an extent; writable, and valid while it is held."""
-        return np.frombuffer(self._buffer, np.float32, extent.size // 4, extent.offset)
-
-    def view_bytes(self, extent: Extent) -> npt.NDArray[np.uint8]:
+    def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
         """Return the bytes of an extent; writable, and valid while it is held."""
         return np.frombuffer(self._buffer, np.uint8, extent.size, extent.offset)
 

@@ -38,7 +38,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         preparing_bytes_max: Encoded bytes that the requests in preparation may hold together, as sent and as read.
         decode_bytes: Host memory that decoding and processing images may take together; images wait for it.
         threads: Size of the pool that decodes and processes.
-        plans_max: Images whose grid and token count are remembered.
+        plans_max: Images whose plan is remembered.
     """
 
     image_bytes_max: _Positive = 20 * 1024 * 1024

@@ -47,7 +47,7 @@ class StepCosts(Protocol):
 QUICK = CostModel(
     name="quick",
     source="round numbers",
-    encode=EncodeCost(step_ns=4e6, item_ns=1e6, patch_ns=2e4),
+    encode=EncodeCost(step_ns=4e6, item_ns=1e6, token_ns=8e4),
     generate=GenerateCost(step_ns=5e6, decode_ns=1e5, context_ns=1e3, prefill_ns=5e4),
 )
 

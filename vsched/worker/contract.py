@@ -9,7 +9,7 @@ What it and its workers may be able to do beyond that is in `vsched.worker.capab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.types import ItemPlace, ModelInfo, SamplingParams, Spans
+from vsched.types import ARENA_ALIGNMENT, ArraySpec, ItemPlace, ModelInfo, SamplingParams, Spans
 from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
@@ -26,19 +26,48 @@ Progress = Callable[[str, float], None]
 
 # --- encode ------------------------------------------------------------------------------------------------------
 
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""Arrays by their names."""
+
+
+def extent_bytes(specs: Sequence[ArraySpec]) -> int:
+    """Return the bytes of an extent that holds these arrays."""
+    size = 0
+    for spec in specs:
+        size = -(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT + spec.nbytes
+    return size
+
+
+def view_arrays(
+    specs: Sequence[ArraySpec], extent: npt.NDArray[np.uint8]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return views of the arrays in the bytes of an extent; writable as those are.
+
+    Raises:
+        ValueError: When the extent is too small for them.
+    """
+    views: dict[str, npt.NDArray[Any]] = {}
+    stop = 0
+    for spec in specs:
+        start = -(-stop // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        stop = start + spec.nbytes
+        views[spec.name] = extent[start:stop].view(spec.dtype).reshape(spec.shape)
+    return views
+
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
     """One item to encode.
 
-    Shape: `pixels` is float32 `[t*h*w, patch values]`, a view of the arena (read-only, valid until the job is done).
-    `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be partly filled.
+    `arrays` are those of its `ImagePlan`, views of the arena (read-only, valid until the job is done), and `metadata`
+    is that of its plan. `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be
+    partly filled.
     """
 
     key: bytes
-    grid: tuple[int, int, int]
     tokens: int
-    pixels: npt.NDArray[np.float32]
+    arrays: Arrays
+    metadata: bytes
     pages: Sequence[int]
 
 
@@ -225,15 +254,36 @@ class GenerateWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """What an image becomes once resized: patch grid and tokens.
+    """What an image of some size becomes.
 
-    `expansion` is what takes the place of its placeholder in a prompt: token ids, `tokens` placeholders among them;
-    empty where it is nothing but those.
+    Attributes:
+        arrays: What `process_image` will return, in the order in which it lies in the arena; `pixel_values` say.
+        tokens: Encoder output tokens.
+        expansion: What takes the place of its placeholder in a prompt: token ids, `tokens` placeholders among them;
+            empty where it is nothing but those.
+        metadata: What the plug-in must know of the image beside the arrays, as for its positions: a few bytes in its
+            own encoding, which travel with every decision on the image. An encode worker finds them in `EncodeJob`,
+            a generate worker in `ItemPlace`.
+        work_bytes: Most memory that `process_image` takes beyond the image, what it returns included, where that may
+            be more than 2.25 times what it returns.
     """
 
-    grid: tuple[int, int, int]
+    arrays: tuple[ArraySpec, ...]
     tokens: int
     expansion: tuple[int, ...] = ()
+    metadata: bytes = b""
+    work_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """What a client must send beside an embedding: a tensor of integers, from which the plan of its image follows.
+
+    `name` is the tensor's name, and `values` says what each of its integers is, in words for clients.
+    """
+
+    name: str
+    values: tuple[str, ...]
 
 
 class Detokenizer(Protocol):
@@ -253,7 +303,12 @@ class Preprocessor(Protocol):
 
     info: ModelInfo
     settings_digest: bytes
-    """Digest over everything but the image that the pixels depend on."""
+    """Digest over everything but the image that its arrays depend on."""
+
+    @property
+    def companion(self) -> Companion | None:
+        """What `plan_embedding` takes; None where clients cannot bring embeddings."""
+        ...
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
@@ -289,25 +344,28 @@ class Preprocessor(Protocol):
         ...
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Return grid and tokens of an image of this size.
+        """Return what an image of this size becomes.
 
         Raises:
             RequestRefused: When the checkpoint's processor cannot take such a size (aspect ratio, tokens).
         """
         ...
 
-    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
-        """Return the plan of an image with this grid of patches, which may come from a client.
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        """Return the plan of an image whose embedding a client brings, from what it sent beside it.
+
+        There are as many integers as `companion` has values; nothing else of them has been checked.
 
         Raises:
-            RequestRefused: When no image has such a grid.
+            RequestRefused: When there is no such image, or clients cannot bring embeddings.
         """
         ...
 
-    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """Return the pixels of an RGB image, float32 `[t*h*w, patch values]`, with the grid that `plan_image` tells.
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the arrays of an RGB image, with the names, dtypes and shapes that `plan_image` tells.
 
-        It may take 2.25 times the bytes that it returns, those included, beyond the image: so much is budgeted.
+        It may take 2.25 times the bytes that it returns, those included, beyond the image, or `work_bytes` of the plan:
+        so much is budgeted.
         """
         ...
 

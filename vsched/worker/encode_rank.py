@@ -14,7 +14,7 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
 from vsched.wire import EncodeResult, Paused
 from vsched.worker.capabilities import can_pause
-from vsched.worker.contract import EncodeJob, EncodeWorker
+from vsched.worker.contract import EncodeJob, EncodeWorker, view_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ class EncodeRank:
         embeddings: npt.NDArray[np.uint8],
         read: Callable[[Extent], npt.NDArray[np.uint8]],
         *,
-        patch_values: int,
         rank: int = 0,
     ) -> None:
         """Prepare a rank; `read` gives the bytes of an extent of the arena's pixel region.
@@ -39,7 +38,6 @@ class EncodeRank:
         self._worker = worker
         self._embeddings = embeddings
         self._read = read
-        self._patch_values = patch_values
         self._paused = 0
 
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
@@ -97,13 +95,13 @@ class EncodeRank:
         return self._worker.advance(layers)
 
     def _job(self, task: EncodeTask) -> EncodeJob:
-        pixels = self._read(task.pixels).view(np.float32).reshape(-1, self._patch_values)
-        return EncodeJob(task.key, task.grid, task.tokens, pixels, task.pages)
+        arrays = view_arrays(task.arrays, self._read(task.extent))
+        return EncodeJob(task.key, task.tokens, arrays, task.metadata, task.pages)
 
     def _copy(self, task: EncodeTask) -> None:
         """Put embedding rows that the client brought where the generate ranks look for them."""
         _, page_rows, row_bytes = self._embeddings.shape
-        rows = self._read(task.pixels)[: task.tokens * row_bytes].reshape(task.tokens, row_bytes)
+        rows = self._read(task.extent)[: task.tokens * row_bytes].reshape(task.tokens, row_bytes)
         for index, page in enumerate(task.pages):
             part = rows[index * page_rows : (index + 1) * page_rows]
             self._embeddings[page, : len(part)] = part

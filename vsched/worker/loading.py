@@ -116,10 +116,7 @@ class RankLoading(Generic[Link]):
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
         )
         member.report(Reserved(loaded, reservation))
-        patch_values = spec.info.patch_values
-        rank = EncodeRank(
-            worker, arena.embeddings, arena.read, patch_values=patch_values, rank=spec.rank
-        )
+        rank = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         member.executor = EncodeExecutor(worker, rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         self._ready.append(Ready(0, {**memory, **host.memory()}, member.executor.hooks()))

@@ -255,6 +255,6 @@ class _DecisionWriter:
         places: list[ItemPlace] = []
         image, end = self._image, prompt_tokens - 1
         while image and end > max(prompt_tokens - self._limits.chunk_max, image.tokens - 1):
-            places.append(ItemPlace(end - image.tokens, image.tokens, image.grid))
+            places.append(ItemPlace(end - image.tokens, image.tokens, image.metadata))
             end -= image.tokens + 1
         return places[::-1]

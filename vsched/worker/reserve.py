@@ -1,6 +1,6 @@
 """Finds out what the worst batch of images needs, before anything else takes the memory.
 
-The batches are those that the plug-in names as candidates. They run for real, over pixels and pages of their own. These
+The batches are those that the plug-in names as candidates. They run for real, over arrays and pages of their own. These
 lie in shared mappings that are there before the measurement begins, as the arena is: they count neither to the process
 nor to what is measured.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import mmap
 from collections.abc import Callable, Sequence
 
@@ -25,7 +24,14 @@ from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import WorstCaseBuilder, can_pause
-from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, WorkerPlugin
+from vsched.worker.contract import (
+    EncodeJob,
+    EncodeWorker,
+    ImagePlan,
+    WorkerPlugin,
+    extent_bytes,
+    view_arrays,
+)
 from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
 from vsched.worker.spec import EncodeRole
 
@@ -164,14 +170,12 @@ def _measure(
 
 
 class BatchArena:
-    """Pixels and pages for any of some batches, in shared mappings; every image has the same ones."""
+    """Arrays and pages for any of some batches, in shared mappings; every image has the same ones."""
 
     def __init__(self, info: ModelInfo, batches: Sequence[Sequence[ImagePlan]]) -> None:
         plans = [plan for batch in batches for plan in batch]
-        patches = max(math.prod(plan.grid) for plan in plans)
         pages = max(-(-plan.tokens // _PAGE_ROWS) for plan in plans)
-        pixels = _shared(patches * info.patch_values * 4)
-        self._pixels = pixels.view(np.float32).reshape(patches, -1)
+        self._extent = _shared(max(extent_bytes(plan.arrays) for plan in plans))
         rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes)
         self.embeddings = rows.reshape(pages, _PAGE_ROWS, -1)
 
@@ -180,9 +184,9 @@ class BatchArena:
         return [
             EncodeJob(
                 b"",
-                plan.grid,
                 plan.tokens,
-                self._pixels[: math.prod(plan.grid)],
+                view_arrays(plan.arrays, self._extent),
+                plan.metadata,
                 range(-(-plan.tokens // _PAGE_ROWS)),
             )
             for plan in batch
@@ -204,8 +208,8 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
         raise DeviceOutOfMemory(
             limit_message(
                 f"the worst batch of images does not fit on {memory.name} (bytes): {len(batch)} images with "
-                f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of a grid "
-                f"{list(largest.grid)}",
+                f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of "
+                + " and ".join(f"{spec.name} {list(spec.shape)}" for spec in largest.arrays),
                 value=f"more than {memory.peak()}",
                 limit=memory.total(),
                 remedy=_KNOBS,

@@ -15,6 +15,7 @@ from demo_training.drawing import LOOSE, OBJECT, Mark
 from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
 from demo_training.samples import DrawnConversation
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
+from vsched_workers.families.qwen_image import PIXELS, grid_of
 
 _UNIT = MERGE * MERGE
 
@@ -84,8 +85,8 @@ def make_batch(
         first = len(grids)
         for turn in sample.turns:
             for image, marked in zip(turn.images, turn.marks, strict=True):
-                grid = front.plan_image(image.width, image.height).grid
-                pixels.append(front.process_image(image))
+                grid = grid_of(front.plan_image(image.width, image.height).metadata)
+                pixels.append(front.process_image(image)[PIXELS])
                 grids.append((grid[1] // MERGE, grid[2] // MERGE))
                 tokens = grids[-1][0] * grids[-1][1]
                 marks += [placed(mark, grids[-1], begin) for mark in marked]

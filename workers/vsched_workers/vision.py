@@ -18,6 +18,7 @@ from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.families import FAMILIES, Family
+from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
@@ -111,8 +112,8 @@ class VisionWorker:
 
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with typed_out_of_memory("encoding images"), torch.inference_mode():
-            pixels = self._backend.send_pixels([job.pixels for job in jobs])
-            grids = torch.tensor([job.grid for job in jobs], dtype=torch.int64)
+            pixels = self._backend.send_pixels([job.arrays[PIXELS] for job in jobs])
+            grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
             rows = self._family.encode(
                 self._tower, pixels.to(self._backend.dtype), grids.to(self._backend.device)
             )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.gpu.shapes import MERGE, PATCH, Model
+from tests.bench.gpu.shapes import MERGE, PATCH, PATCH_VALUES, Model
 from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
+from vsched_workers.families.qwen_image import image_plan
 
 BLOCK_SIZE = 16
 PAGE_ROWS = 64
@@ -76,10 +77,11 @@ class Load:
         """Return what computes positions [first, first + rows) of a prompt, full of such images if there are any."""
         stop, items, embeddings = first + rows, [], self._pages(0)
         if image is not None:
-            _, high, wide = grid_of(image)
-            tokens = high * wide // MERGE**2
+            grid = grid_of(image)
+            plan = image_plan(grid, merge=MERGE, patch_values=PATCH_VALUES)
+            tokens = plan.tokens
             each = tokens + TEXT_TOKENS
-            items = [ItemPlace(at, tokens, (1, high, wide)) for at in range(1, stop - tokens, each)]
+            items = [ItemPlace(at, tokens, plan.metadata) for at in range(1, stop - tokens, each)]
             embeddings = self._pages(tokens)
         sequence = self._sequence(items, stop, 0)
         pages = list(range(len(embeddings)))
@@ -102,12 +104,12 @@ class Load:
 
     def encode(self, size: tuple[int, int], count: int) -> Callable[[], object]:
         """Return what encodes so many images of one size in one batch."""
-        grid = grid_of(size)
-        patches = grid[1] * grid[2]
-        tokens = patches // MERGE**2
-        pixels = self._chance.standard_normal((patches, self._model.info.patch_values), np.float32)
-        embeddings = self._pages(tokens)
-        job = EncodeJob(b"", grid, tokens, pixels, range(len(embeddings)))
+        plan = image_plan(grid_of(size), merge=MERGE, patch_values=PATCH_VALUES)
+        arrays = {
+            spec.name: self._chance.standard_normal(spec.shape, np.float32) for spec in plan.arrays
+        }
+        embeddings = self._pages(plan.tokens)
+        job = EncodeJob(b"", plan.tokens, arrays, plan.metadata, range(len(embeddings)))
         return lambda: self._model.vision.encode([job] * count, embeddings)
 
     def _pages(self, tokens: int) -> npt.NDArray[np.uint8]:

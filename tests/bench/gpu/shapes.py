@@ -23,6 +23,7 @@ from vsched_workers.vision import VisionWorker
 FAMILY = "qwen2_5_vl"
 IMAGE_TOKEN = 151655
 PATCH, MERGE = 14, 2
+PATCH_VALUES = 3 * 2 * PATCH * PATCH
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,6 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
         vocab_size=shape.vocab,
         context_tokens=128000,
         kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize,
-        patch_values=3 * 2 * PATCH * PATCH,
         item_tokens_max=16384,
         image_token_id=shape.config()["image_token_id"],
         stop_token_ids=(),

@@ -114,11 +114,9 @@ class Rank:
             weights_bytes=0,
         )
         self._blocks = ranks.blocks
-        arena, info = ranks.place.arena, spec.info
+        arena = ranks.place.arena
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
-        self._encode = EncodeRank(
-            FakeEncoder(Behaviour()), arena.embeddings, arena.read, patch_values=info.patch_values
-        )
+        self._encode = EncodeRank(FakeEncoder(Behaviour()), arena.embeddings, arena.read)
         self._generate = None if spec.generate is None else _generate_rank(ranks, spec.generate)
         self.groups = [
             group_of(role.address) for role in (spec.encode, spec.generate) if role is not None

@@ -31,8 +31,8 @@ def size_of(url: str) -> tuple[int, int]:
 
 
 def test_dresser_measures_the_image_processor(texts: RequestTexts) -> None:
-    assert texts.patches_per_token == 4
-    assert texts.pixels_per_patch == 16
+    assert texts.pixels_per_token == 64
+    assert texts.bytes_per_token == 4 * 48 * 4
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7, 12, 63, 64])

@@ -25,7 +25,7 @@ from vsched_policies.encoding import Combined
 def with_items(*places: tuple[int, int]) -> Request:
     """Return a request of ten tokens with items at these (offset, tokens)."""
     items = tuple(
-        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset, grid=(1, 2, 2))
+        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset)
         for index, (offset, tokens) in enumerate(places)
     )
     return msgspec.structs.replace(make_request("bad", words(10)), items=items)
@@ -33,7 +33,7 @@ def with_items(*places: tuple[int, int]) -> Request:
 
 def with_runs(*spans: tuple[int, int], offset: int = 1, tokens: int = 4) -> Request:
     """Return a request of ten tokens with one item whose placeholders are these runs."""
-    item = MediaItem(key=b"k", tokens=tokens, offset=offset, grid=(1, 2, 2), spans=spans)
+    item = MediaItem(key=b"k", tokens=tokens, offset=offset, spans=spans)
     return msgspec.structs.replace(make_request("bad", words(10)), items=(item,))
 
 
@@ -120,8 +120,8 @@ def test_scheduler_refuses_the_impossible(
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
     """A limit is reached before it is exceeded."""
     cluster = ModelCluster(make_limits(context_tokens=100, blocks=25, pages=8, page_rows=4))
-    pixels = image_request("x", (b"x", 1)).items[0].pixels
-    items = tuple(msgspec.structs.replace(item, pixels=pixels) for item in request_.items)
+    extent = image_request("x", (b"x", 1)).items[0].extent
+    items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)
     request_ = msgspec.structs.replace(request_, items=items)
     cluster.submit(request_)
     cluster.drain()
@@ -147,7 +147,7 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
 def heavy(name: str, size: int) -> Request:
     """Return a request whose pixels are so large; its three tokens take 12 bytes."""
     request = image_request(name, (name.encode(), 2))
-    item = msgspec.structs.replace(request.items[0], pixels=Extent(0, size - 12))
+    item = msgspec.structs.replace(request.items[0], extent=Extent(0, size - 12))
     return msgspec.structs.replace(request, items=(item,))
 
 

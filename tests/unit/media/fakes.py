@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from PIL import Image
 from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
-from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import ImagePlan
+from vsched.types import ArraySpec, ModelInfo, Spans
+from vsched.worker.contract import Arrays, Companion, ImagePlan
 from vsched.worker.expansion import expand_images
 
 PLACEHOLDER = 1
@@ -41,11 +42,17 @@ def model_info(
         vocab_size=256,
         context_tokens=context_tokens,
         kv_bytes_per_token=64,
-        patch_values=PATCH_VALUES,
         item_tokens_max=item_tokens_max,
         image_token_id=PLACEHOLDER,
         stop_token_ids=(0,),
     )
+
+
+def plan_of(grid: Sequence[int]) -> ImagePlan:
+    """Return the plan of an image by its grid: two by two patches a token."""
+    patches = math.prod(grid)
+    spec = ArraySpec("pixels", "float32", (patches, PATCH_VALUES))
+    return ImagePlan((spec,), patches // 4, metadata=repr(tuple(grid)).encode())
 
 
 class FakeDetokenizer:
@@ -63,6 +70,7 @@ class FakePreprocessor:
     """
 
     settings_digest = b"fake settings"
+    companion: Companion | None = Companion("grid_thw", ("time", "height", "width"))
 
     def __init__(self, info: ModelInfo | None = None) -> None:
         self.info = info or model_info()
@@ -102,14 +110,14 @@ class FakePreprocessor:
         if max(width, height) > 200 * min(width, height):
             raise RequestRefused("the aspect ratio is over 200", code="image_aspect_ratio")
         rows, columns = -(-height // FACTOR) * 2, -(-width // FACTOR) * 2
-        return ImagePlan((1, rows, columns), rows * columns // 4)
+        return plan_of((1, rows, columns))
 
-    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
-        if min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        if min(companion) < 1 or companion[1] % 2 or companion[2] % 2:
             raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
-        return ImagePlan(grid, grid[0] * grid[1] * grid[2] // 4)
+        return plan_of(companion)
 
-    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+    def process_image(self, image: Image.Image) -> Arrays:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
@@ -117,7 +125,8 @@ class FakePreprocessor:
         self.processed += 1
         assert image.mode == "RGB"
         patches = self.plan_image(*image.size).tokens * 4 - self.rows_missing
-        return np.full((patches, PATCH_VALUES), float(np.asarray(image)[0, 0, 0]), np.float32)
+        value = float(np.asarray(image)[0, 0, 0])
+        return {"pixels": np.full((patches, PATCH_VALUES), value, np.float32)}
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]

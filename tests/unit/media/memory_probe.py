@@ -22,12 +22,11 @@ from vsched.media.decode import DecodeLimits, decode, inspect
 from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import Companion, ImagePlan, extent_bytes, view_arrays
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import ResizeLimits
 
 LIMITS = DecodeLimits(image=10**8, webp=10**8)
-PATCH_VALUES = 1176
 Save = dict[str, Any]
 
 CASES: Final[dict[str, tuple[str, str, Save]]] = {
@@ -118,14 +117,13 @@ def measure_image(name: str, width: int, height: int, tokens_max: int) -> tuple[
         return growth(lambda: decode(encoded, LIMITS)) + len(encoded), estimate
     real = preprocessor(tokens_max)
     plan = real.plan_image(header.width, header.height)
-    estimate = preprocess_bytes(
-        header.width, header.height, header.storage, plan=plan, patch_values=PATCH_VALUES
-    )
-    arena = np.ones(plan.grid[1] * plan.grid[2] * PATCH_VALUES, np.float32)
+    estimate = preprocess_bytes(header.width, header.height, header.storage, plan)
+    extent = np.ones(extent_bytes(plan.arrays), np.uint8)
 
     def work() -> None:
-        pixels = real.process_image(decode(encoded, LIMITS))
-        arena[:] = pixels.reshape(-1)
+        arrays = real.process_image(decode(encoded, LIMITS))
+        for name, view in view_arrays(plan.arrays, extent).items():
+            view[...] = arrays[name]
 
     return growth(work) + len(encoded), estimate
 
@@ -133,7 +131,8 @@ def measure_image(name: str, width: int, height: int, tokens_max: int) -> tuple[
 def measure_embedding(tokens: int) -> tuple[int, int]:
     info: ModelInfo = model_info(dtype="bfloat16", item_tokens_max=tokens)
     file = embedding_file(rows_of(tokens), (1, 2, 2 * tokens))
-    embedding = read_embedding(file, info, lambda grid: ImagePlan(grid, tokens))
+    companion = Companion("grid_thw", ("time", "height", "width"))
+    embedding = read_embedding(file, info, companion, lambda _: ImagePlan((), tokens))
     rows = np.ones(tokens * 8 * 2, np.uint8)
     grown = growth(lambda: write_rows(embedding, "bfloat16", rows))
     return grown + len(file), EMBEDDING_BYTES + len(file)

@@ -42,7 +42,7 @@ def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
     preprocessor = FakePreprocessor()
     header = inspect(image_bytes(*size, value=value), DecodeLimits(10**9, 10**9))
     plan = preprocessor.plan_image(*size)
-    return preprocess_bytes(*size, header.storage, plan=plan, patch_values=48)
+    return preprocess_bytes(*size, header.storage, plan)
 
 
 def bench_with(decode_bytes: int, *, threads: int = 2, items: int = 512, **limits: Any) -> Bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -42,8 +43,8 @@ class Bench:
         self.pipeline = MediaPipeline(self.preprocessor, self.store, settings)
 
     def rows(self, item: MediaItem) -> bytes:
-        assert item.pixels is not None
-        return self.store.view_bytes(item.pixels).tobytes()
+        assert item.extent is not None
+        return self.store.view(item.extent).tobytes()
 
 
 @pytest.fixture
@@ -70,10 +71,10 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
     images: list[ImageReference] = [first, brought, last]
     prepared = await bench.pipeline.prepare("a\x01b\x01c\x01", images)
     assert prepared.token_ids == [97, 1, 1, 98, *[1] * 6, 99, 1, 1, 1]
-    assert [(one.offset, one.tokens, one.grid, one.encoded) for one in prepared.items] == [
-        (1, 2, (1, 2, 4), False),
-        (4, 6, (1, 4, 6), True),
-        (11, 3, (1, 6, 2), False),
+    assert [(one.offset, one.tokens, one.metadata, one.encoded) for one in prepared.items] == [
+        (1, 2, b"(1, 2, 4)", False),
+        (4, 6, b"(1, 4, 6)", True),
+        (11, 3, b"(1, 6, 2)", False),
     ]
     assert bench.rows(prepared.items[1]) == rows.tobytes()
     assert set(np.frombuffer(bench.rows(prepared.items[2]), np.float32)) == {4.0}
@@ -87,8 +88,8 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
 async def test_extent_has_the_bytes_of_the_served_rows(dtype: str) -> None:
     bench = Bench(dtype=dtype, embedding_levels=3)
     prepared = await bench.pipeline.prepare("\x01", [embedded(embedding_file(rows_of(2, 24)))])
-    assert prepared.items[0].pixels is not None
-    assert prepared.items[0].pixels.size == 2 * 24 * 2
+    assert prepared.items[0].extent is not None
+    assert prepared.items[0].extent.size == 2 * 24 * 2
     bench.pipeline.close()
 
 
@@ -96,7 +97,7 @@ async def test_repeated_embedding_is_written_once(bench: Bench) -> None:
     brought = embedded(embedding_file())
     first = await bench.pipeline.prepare("\x01\x01", [brought, brought])
     again = await bench.pipeline.prepare("\x01", [embedded(embedding_file())])
-    assert first.items[0].pixels == first.items[1].pixels == again.items[0].pixels
+    assert first.items[0].extent == first.items[1].extent == again.items[0].extent
     statistics = bench.pipeline.statistics()
     assert (statistics.embedded, statistics.repeated) == (1, 1)
     assert not bench.pipeline._plans
@@ -202,7 +203,7 @@ def test_embedding_key_separates_every_part() -> None:
         "served": ("float32", 8, 1),
         "dtype": "F32",
         "shape": (2, 8),
-        "grid": (1, 2, 4),
+        "metadata": struct.pack("<3q", 1, 2, 4),
         "rows": memoryview(b"rows"),
     }
     changed: list[dict[str, object]] = [
@@ -215,8 +216,8 @@ def test_embedding_key_separates_every_part() -> None:
         {"served": ("float32", 1, 8)},
         {"dtype": "BF16"},
         {"shape": (8, 2)},
-        {"shape": (2, 8, 1), "grid": (2, 4)},
-        {"grid": (1, 4, 2)},
+        {"shape": (2, 8, 1), "metadata": struct.pack("<2q", 2, 4)},
+        {"metadata": struct.pack("<3q", 1, 4, 2)},
         {"rows": memoryview(b"swor")},
     ]
     keys = {embedding_key(**{**base, **change}) for change in changed}  # type: ignore[arg-type]

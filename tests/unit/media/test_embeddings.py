@@ -32,7 +32,10 @@ from vsched.media.embeddings import (
     write_rows,
 )
 from vsched.types import ModelInfo
+from vsched.worker.contract import Companion
 
+COMPANION = Companion("grid_thw", ("time", "height", "width"))
+NAMES = ("embeds", "grid_thw")
 GRID = tensor_of(np.array([1, 2, 4]))
 EMBEDS = tensor_of(rows_of(2))
 ENTRY = {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}
@@ -40,7 +43,7 @@ ENTRY = {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}
 
 def read(file: bytes, info: ModelInfo | None = None) -> Embedding:
     info = info or model_info()
-    return read_embedding(file, info, FakePreprocessor(info).plan_grid)
+    return read_embedding(file, info, COMPANION, FakePreprocessor(info).plan_embedding)
 
 
 def written(embedding: Embedding, info: ModelInfo) -> npt.NDArray[np.uint8]:
@@ -57,7 +60,7 @@ def test_read_tensors_reads_what_safetensors_writes() -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     rows, grid = rows_of(2), np.array([[1, 2, 4]])
     file = safetensors.save({"embeds": rows, "grid_thw": grid}, metadata={"made": "by a test"})
-    tensors = read_tensors(file)
+    tensors = read_tensors(file, NAMES)
     assert {name: (one.dtype, one.shape) for name, one in tensors.items()} == {
         "embeds": ("F32", (2, 8)),
         "grid_thw": ("I64", (1, 3)),
@@ -105,7 +108,7 @@ MALFORMED: dict[str, bytes] = {
 def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
     """A strict reader; the refusal quotes nothing of the file."""
     with pytest.raises(RequestRefused, match="the embeddings are malformed: .*Remedy: ") as caught:
-        read_tensors(MALFORMED[name])
+        read_tensors(MALFORMED[name], NAMES)
     assert (caught.value.code, caught.value.status) == ("embeddings_invalid", 400)
     assert len(caught.value.message) < 250
     assert "weights" not in caught.value.message
@@ -114,11 +117,11 @@ def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
 def test_read_tensors_bounds_the_header_before_parsing() -> None:
     """Value, limit and remedy."""
     padded = header(grid_thw=ENTRY).ljust(HEADER_BYTES_MAX)
-    assert list(read_tensors(framed(padded, bytes(24)))) == ["grid_thw"]
+    assert list(read_tensors(framed(padded, bytes(24)), NAMES)) == ["grid_thw"]
     with pytest.raises(RequestRefused, match="value 65537 bytes, limit 65536 bytes. Remedy: "):
-        read_tensors(framed(padded + b" ", bytes(24)))
+        read_tensors(framed(padded + b" ", bytes(24)), NAMES)
     with pytest.raises(RequestRefused, match=f"value {2**64 - 1} bytes"):
-        read_tensors(b"\xff" * 8)
+        read_tensors(b"\xff" * 8, NAMES)
 
 
 @given(st.binary(max_size=200), st.integers(0, 90))
@@ -135,7 +138,7 @@ def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
 def test_read_embedding_takes_either_shape_of_grid_and_integer() -> None:
     for grid in (np.array([1, 2, 4]), np.array([[1, 2, 4]]), np.array([1, 2, 4], np.int32)):
         embedding = read(tensors_file({"grid_thw": tensor_of(grid), "embeds": EMBEDS}))
-        assert (embedding.plan.grid, embedding.plan.tokens) == ((1, 2, 4), 2)
+        assert (embedding.plan.metadata, embedding.plan.tokens) == (b"(1, 2, 4)", 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -150,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "two grids": (
         {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([[1, 2, 4]] * 2))},
         "grid_thw_shape",
-        r"value \[2, 3\], limit \[3\] or \[1, 3\]",
+        r"value \[2, 3\], limit \[3\] or \[1, 3\]: time, height, width",
     ),
     "odd grid": (
         {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([1, 3, 4]))},

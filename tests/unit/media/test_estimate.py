@@ -21,6 +21,7 @@ from vsched.config.media import decode_bytes_needed
 from vsched.errors import ConfigError
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, preprocess_bytes
+from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan
 
 ROOT = Path(__file__).parents[3]
@@ -121,14 +122,14 @@ def test_coefficients_refuse_another_size_or_none(rest: bytes) -> None:
         coefficient_bytes(b"\xff\xd8" + rest, 16, 8)
 
 
-def test_processing_grows_with_the_patches() -> None:
+def test_processing_grows_with_what_it_returns() -> None:
     plain = Storage(kind="PNG", mode="RGB", transparent=False, turned=False, encoded_bytes=0)
-    small = preprocess_bytes(100, 100, plain, plan=ImagePlan((1, 2, 2), 1), patch_values=1176)
-    large = preprocess_bytes(
-        100, 100, plain, plan=ImagePlan((1, 200, 200), 10_000), patch_values=1176
-    )
+    specs = [ArraySpec("pixels", "float32", (count, 1176)) for count in (4, 200 * 200)]
+    small, large = (preprocess_bytes(100, 100, plain, ImagePlan((spec,), 1)) for spec in specs)
     assert small >= 4 * 100 * 100
     assert large - small >= 2 * (200 * 200 - 4) * 1176 * 4
+    told = preprocess_bytes(100, 100, plain, ImagePlan((specs[0],), 1, work_bytes=10**9))
+    assert told >= 10**9 + 4 * 100 * 100, "what the plan says, where that is more"
 
 
 LEGAL = Config().media

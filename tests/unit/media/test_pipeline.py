@@ -6,16 +6,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from tests.patience import NEVER_S, PATIENCE_S, patience, until
-from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
+from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info, plan_of
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.keys import item_key
-from vsched.worker.contract import ImagePlan
 
 ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
 
@@ -71,14 +71,14 @@ async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
     images = [data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))]
     prepared = await bench.pipeline.prepare("a\x01b\x01", images)
     assert prepared.token_ids == [97, 1, 1, 98, 1, 1, 1]
-    assert [(item.offset, item.tokens, item.grid) for item in prepared.items] == [
-        (1, 2, (1, 2, 4)),
-        (4, 3, (1, 6, 2)),
+    assert [(item.offset, item.tokens, item.metadata) for item in prepared.items] == [
+        (1, 2, b"(1, 2, 4)"),
+        (4, 3, b"(1, 6, 2)"),
     ]
     for item, value in zip(prepared.items, (9.0, 4.0), strict=True):
-        assert item.pixels is not None
-        assert item.pixels.size == item.tokens * 4 * 48 * 4
-        assert set(bench.store.view(item.pixels).tolist()) == {value}
+        assert item.extent is not None
+        assert item.extent.size == item.tokens * 4 * 48 * 4
+        assert set(bench.store.view(item.extent).view(np.float32).tolist()) == {value}
         assert len(item.key) == 32
     assert prepared.timings.total_ms > 0
     prepared.lease.release()
@@ -90,7 +90,7 @@ async def test_repeated_image_costs_no_processing(bench: Bench) -> None:
     image = data_url(image_bytes())
     first = await bench.pipeline.prepare("\x01\x01", [image, image])
     assert bench.preprocessor.processed == 1
-    assert first.items[0].pixels == first.items[1].pixels
+    assert first.items[0].extent == first.items[1].extent
     first.lease.release()
     second = await bench.pipeline.prepare("\x01", [image])
     assert bench.preprocessor.processed == 1
@@ -212,7 +212,7 @@ async def test_processor_failure_fails_the_request(
 async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
     """Expected and actual shape in the error."""
     bench.preprocessor.rows_missing = 1
-    with pytest.raises(RequestFailed, match=r"shape \(7, 48\), expected \(8, 48\)"):
+    with pytest.raises(RequestFailed, match=r"pixels float32 \[7, 48\], but planned .* \[8, 48\]"):
         await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
     await settled(bench)
     assert bench.store.statistics().entries == 0
@@ -385,7 +385,7 @@ async def test_event_loop_turns_during_a_bomb(
 ) -> None:
     """Decoding is off the loop, and lets go of the interpreter by itself: here, no thread is ever made to."""
     bench.preprocessor.info = model_info(item_tokens_max=10**9, context_tokens=10**9)
-    bench.preprocessor.plan_image = lambda width, height: ImagePlan((1, 2, 4), 2)  # type: ignore[method-assign]
+    bench.preprocessor.plan_image = lambda width, height: plan_of((1, 2, 4))  # type: ignore[method-assign]
     turns, turns_during = 0, [0]
 
     def decode_watched(encoded: bytes, limits: DecodeLimits) -> Image.Image:

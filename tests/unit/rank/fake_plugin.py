@@ -1,4 +1,4 @@
-"""A worker plug-in without a model: its tokens follow from the tokens before, its embeddings from the grid.
+"""A worker plug-in without a model: its tokens follow from the tokens before, its embeddings from the metadata.
 
 What it should do beyond that stands, as JSON, where the path of a checkpoint would.
 """
@@ -31,7 +31,6 @@ from vsched.worker.contract import (
 )
 
 NAME = "tests.unit.rank.fake_plugin:plugin"
-PATCH_VALUES = 4
 KV_BYTES = 8
 LAYOUT = ArenaLayout(pixel_bytes=4096, pages=8, page_rows=4, row_bytes=16)
 
@@ -76,7 +75,6 @@ def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
     return stand_in_info(
         path=msgspec.json.encode(behaviour or Behaviour()).decode(),
         kv_bytes_per_token=KV_BYTES,
-        patch_values=PATCH_VALUES,
     )
 
 
@@ -106,7 +104,7 @@ def raise_named(name: str) -> NoReturn:
 
 
 class FakeEncoder(StandInEncoder):
-    """Fills every row of an item with the width of its grid."""
+    """Fills every row of an item with the first byte of its metadata."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         super().__init__(_device())
@@ -117,7 +115,7 @@ class FakeEncoder(StandInEncoder):
             if job.tokens == self._behaviour.encode_error:
                 raise RuntimeError("/secret/path of the encoder")
             for page in job.pages:
-                embeddings[page] = job.grid[2]
+                embeddings[page] = job.metadata[0]
 
 
 class FakeGenerator(StandInGenerator):
@@ -137,9 +135,9 @@ class FakeGenerator(StandInGenerator):
         decodes = zip(batch.decode_sequences, batch.decode_positions.tolist(), strict=True)
         rows = [(sequence, position + 1) for sequence, position in decodes]
         for chunk in batch.chunks:
-            widths = [place.grid[2] for place in chunk.sequence.items]
+            written = [place.metadata[0] for place in chunk.sequence.items]
             for item in chunk.items:
-                assert batch.embeddings[item.pages[0], 0, 0] in widths
+                assert batch.embeddings[item.pages[0], 0, 0] in written
             if chunk.samples:
                 rows.append((chunk.sequence, chunk.stop))
         for _, length in rows:

@@ -37,7 +37,7 @@ from vsched.record.entries import (
 )
 from vsched.types import Extent, FinishReason, ItemPlace, MediaItem, Request, SamplingParams
 
-ITEM = MediaItem(key=b"k" * 32, tokens=4, offset=1, grid=(1, 4, 4), pixels=Extent(64, 128))
+ITEM = MediaItem(key=b"k" * 32, tokens=4, offset=1, metadata=b"4 x 4", extent=Extent(64, 128))
 REQUEST = Request(
     request_id="a",
     prompt_token_ids=[1, 5, 5, 5, 5, 150_000],
@@ -98,7 +98,7 @@ def decide(prompt: list[int]) -> Decide:
     data = RequestData(
         tokens=array("i", prompt).tobytes(),
         prompt_length=len(prompt),
-        items=[ItemPlace(1, 4, (1, 4, 4))],
+        items=[ItemPlace(1, 4, b"4 x 4")],
         sampling=SamplingParams(),
         stop_token_ids=(1,),
     )

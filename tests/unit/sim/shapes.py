@@ -20,7 +20,6 @@ TINY = ModelInfo(
     vocab_size=100,
     context_tokens=4096,
     kv_bytes_per_token=64,
-    patch_values=12,
     item_tokens_max=1024,
     image_token_id=6,
     stop_token_ids=(2,),
@@ -29,9 +28,10 @@ TINY = ModelInfo(
 COST = CostModel(
     name="test",
     source="made up",
-    encode=EncodeCost(step_ns=2e6, item_ns=1e5, patch_ns=1e4),
+    encode=EncodeCost(step_ns=2e6, item_ns=1e5, token_ns=4e4),
     generate=GenerateCost(step_ns=1e6, decode_ns=1e4, context_ns=10, prefill_ns=2e4, pair_ns=5),
     host=HostCost(decision_ns=1e4, request_ns=1e5, image_ns=1e5),
+    bytes_per_token=192,
     shape=TINY,
     kv_tokens=4096,
 )

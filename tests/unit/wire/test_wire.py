@@ -22,7 +22,7 @@ from vsched.kernel.decisions import (
     RequestData,
 )
 from vsched.kernel.events import Finished
-from vsched.types import Extent, FinishReason, ItemPlace, SamplingParams
+from vsched.types import ArraySpec, Extent, FinishReason, ItemPlace, SamplingParams
 from vsched.wire import (
     Beat,
     Continue,
@@ -64,7 +64,7 @@ FULL = GenerateDecision(
             RequestData(
                 b"\1\0\0\0",
                 1,
-                [ItemPlace(0, 4, (1, 2, 2))],
+                [ItemPlace(0, 4, b"of it", ((0, 2), (3, 5)))],
                 SamplingParams(temperature=0.5, stop=("x",), logprobs=2),
                 (2, 3),
             ),
@@ -74,10 +74,11 @@ FULL = GenerateDecision(
     grown=[1, 9],
     chunks=[ChunkPlan(2, 16, 18, [ChunkItem(14, 4, [8])])],
 )
+ARRAYS = (ArraySpec("pixels", "float32", (2, 8)), ArraySpec("size", "int64", (2,)))
 ENTRIES: list[LogEntry] = [
     GenerateDecision(1),
     FULL,
-    EncodeDecision(1, [EncodeTask(b"k" * 32, (1, 2, 4), 2, Extent(64, 128), [0, 1])]),
+    EncodeDecision(1, [EncodeTask(b"k" * 32, 2, Extent(64, 128), [0, 1], ARRAYS, b"of it")]),
     EncodeDecision(2, [], time_slice_ns=5, layers=3),
     Continue(2, 4),
     Heartbeat(),

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
-from vsched.types import ModelInfo, SamplingParams
-from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
+from vsched.types import ArraySpec, ModelInfo, SamplingParams
+from vsched.worker.contract import Batch, EncodeJob, ImagePlan, Sampled, SequenceState
 from vsched.worker.profiling_run import StepLimits
 
 KV_BYTES = 4096
@@ -98,6 +98,12 @@ class FrugalGenerator(MeasuredGenerator):
         yield
 
 
+def plan_of(tokens: int) -> ImagePlan:
+    """Return the plan of an image of so many tokens."""
+    spec = ArraySpec("pixels", "float32", (4 * tokens, 4))
+    return ImagePlan((spec,), tokens, metadata=b"%d" % tokens)
+
+
 class MeasuredEncoder(StandInEncoder):
     """Allocates `token_bytes` for each token of a batch, and checks what it is handed."""
 
@@ -110,6 +116,7 @@ class MeasuredEncoder(StandInEncoder):
         self.batches.append([job.tokens for job in jobs])
         handle = self.memory.allocate(sum(job.tokens for job in jobs) * self.token_bytes)
         for job in jobs:
-            assert job.pixels.shape == (job.grid[0] * job.grid[1] * job.grid[2], 4)
+            assert job.arrays["pixels"].shape == (4 * job.tokens, 4)
+            assert job.metadata == b"%d" % job.tokens
             embeddings[list(job.pages)] = 1
         self.memory.free(handle)

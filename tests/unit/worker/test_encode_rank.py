@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,7 +14,7 @@ from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.types import Extent
+from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
 from vsched.worker.contract import EncodeJob
 from vsched.worker.encode_rank import EncodeRank
@@ -36,7 +37,7 @@ class Encoder:
         if self.error is not None:
             raise self.error
         for job in jobs:
-            embeddings[list(job.pages)] = int(job.pixels.sum())
+            embeddings[list(job.pages)] = int(job.arrays["pixels"].sum())
 
 
 def rank_of(encoder: Encoder, *, rank: int = 0) -> tuple[EncodeRank, npt.NDArray[np.uint8]]:
@@ -46,11 +47,12 @@ def rank_of(encoder: Encoder, *, rank: int = 0) -> tuple[EncodeRank, npt.NDArray
     def read(extent: Extent) -> npt.NDArray[np.uint8]:
         return region[extent.offset : extent.offset + extent.size]
 
-    return EncodeRank(encoder, embeddings, read, patch_values=2, rank=rank), embeddings
+    return EncodeRank(encoder, embeddings, read, rank=rank), embeddings
 
 
 def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> EncodeTask:
-    return EncodeTask(key, (1, 2, 2), 4 * len(pages), Extent(offset, size), pages)
+    arrays = (ArraySpec("pixels", "float32", (size // 8, 2)),)
+    return EncodeTask(key, 4 * len(pages), Extent(offset, size), pages, arrays, b"of " + key)
 
 
 def test_encode_rank_hands_over_one_batch() -> None:
@@ -60,9 +62,9 @@ def test_encode_rank_hands_over_one_batch() -> None:
     result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
     assert result == EncodeResult(7, None, 0)
     ((first, second),) = encoder.batches
-    assert (first.key, first.tokens, first.grid, first.pages) == (b"a", 8, (1, 2, 2), [3, 1])
-    assert first.pixels.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert second.pixels.tolist() == [[4, 5]]
+    assert (first.key, first.tokens, first.metadata, first.pages) == (b"a", 8, b"of a", [3, 1])
+    assert first.arrays["pixels"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert second.arrays["pixels"].tolist() == [[4, 5]]
     assert embeddings[:, 0, 0].tolist() == [9, 28, 0, 28, 0, 0]
 
 
@@ -143,10 +145,10 @@ def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
 
 @pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
 def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
-    """What does not make whole patches fails that batch."""
+    """What is too short for its arrays fails that batch."""
     encoder = Encoder()
     rank, _ = rank_of(encoder)
-    bad = EncodeTask(b"a", (1, 2, 2), 4, extent, [0])
+    bad = msgspec.structs.replace(task(b"a", [0]), extent=extent)
     result = rank.apply(EncodeDecision(1, [bad]))
     assert result == EncodeResult(1, EncodeErrorKind.FAILED, 0)
     assert encoder.batches == []
@@ -156,7 +158,7 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
     """Rows that the client brought skip the encoder, mixed freely with raw items."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder)
-    encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
+    encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
     assert result == EncodeResult(1, None, 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
@@ -170,7 +172,7 @@ def test_encode_rank_copies_on_the_first_rank_alone() -> None:
     """One rank writes the arena; the others take part in what is encoded."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder, rank=1)
-    encoded = EncodeTask(b"e", (1, 2, 2), 6, Extent(64, 6 * 8), [5, 2], encoded=True)
+    encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
     result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
     assert result == EncodeResult(1, None, 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]

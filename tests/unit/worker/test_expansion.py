@@ -10,8 +10,8 @@ IMAGE, BREAK, END = 5, 6, 7
 
 def test_expansion_of_rows_with_separators() -> None:
     """Only placeholders are the image's: its spans leave out what stands before, between and behind them."""
-    rows = ImagePlan((1, 4, 6), 6, (8, IMAGE, IMAGE, IMAGE, BREAK, IMAGE, IMAGE, IMAGE, END))
-    plain = ImagePlan((1, 2, 4), 2)
+    rows = ImagePlan((), 6, (8, IMAGE, IMAGE, IMAGE, BREAK, IMAGE, IMAGE, IMAGE, END))
+    plain = ImagePlan((), 2)
     ids, spans = expand_images([1, IMAGE, IMAGE, 2], [rows, plain], placeholder=IMAGE)
     assert ids == [1, *rows.expansion, IMAGE, IMAGE, 2]
     assert spans == [((2, 5), (6, 9)), ((10, 12),)]

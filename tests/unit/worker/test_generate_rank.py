@@ -321,7 +321,7 @@ def test_generate_rank_item_rows_of_a_chunk(
     """A chunk boundary inside an image splits its rows without gap or overlap."""
     worker = Script([7])
     rank = rank_of(worker)
-    joining = join(1, 0, [5] * 20, items=[ItemPlace(5, 10, (1, 4, 10))])
+    joining = join(1, 0, [5] * 20, items=[ItemPlace(5, 10)])
     plan = ChunkPlan(0, *span, [ChunkItem(5, 10, [3, 1, 2])])
     worker.steps = [[7] if span[1] == 20 else []]
     rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
@@ -349,10 +349,10 @@ def test_generate_rank_item_rows_of_runs(
     """Each run of placeholders that a chunk meets gets its own rows, and what stands between them none."""
     worker = Script([7])
     rank = rank_of(worker)
-    place = ItemPlace(5, 12, (1, 6, 8), ((5, 9), (10, 14), (15, 19)))
+    place = ItemPlace(5, 12, b"", ((5, 9), (10, 14), (15, 19)))
     plan = ChunkPlan(0, *span, [ChunkItem(5, 12, [3, 1, 2])])
     worker.steps = [[7] if span[1] == 20 else []]
-    joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4, (1, 4, 4)), place])
+    joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4), place])
     rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
     [[items]] = [batch["items"] for batch in worker.batches]
     assert [(one.chunk_start, one.row_start, one.row_stop) for one in items] == rows

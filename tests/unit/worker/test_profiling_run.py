@@ -27,7 +27,7 @@ from vsched.worker.profiling_run import (
     spread,
 )
 
-IMAGE = ImagePlan(grid=(1, 2, 12), tokens=6)
+IMAGE = ImagePlan((), 6)
 
 
 def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) -> MeasuredGenerator:
@@ -120,7 +120,7 @@ class Builder:
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
     ) -> list[list[ImagePlan]]:
-        return [[ImagePlan(grid=(1, 2, 2 * info.item_tokens_max), tokens=info.item_tokens_max)]]
+        return [[ImagePlan((), info.item_tokens_max)]]
 
 
 def test_image_for_fits_the_prompt() -> None:

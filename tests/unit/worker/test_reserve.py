@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info
+from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info, plan_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
@@ -35,8 +35,7 @@ ROLE = EncodeRole(
     tokens=32,
     pixels_max=1000,
 )
-LARGE = ImagePlan(grid=(1, 4, 32), tokens=32)
-SMALL = ImagePlan(grid=(1, 2, 8), tokens=4)
+LARGE, SMALL = plan_of(32), plan_of(4)
 
 
 class Builder:

@@ -12,6 +12,7 @@ import torch
 from tests.workers.driver import Stage
 from vsched.media.embeddings import read_embedding
 from vsched.worker.contract import ImagePlan
+from vsched_workers.families.qwen_image import grid_of
 
 
 def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
@@ -26,8 +27,12 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
             {"embeds": torch.from_numpy(rows), "grid_thw": torch.from_numpy(grid)}
         ),
     ]
-    read = [read_embedding(file, stage.info, stage.preprocessor.plan_grid) for file in files]
-    assert [one.plan for one in read] == [ImagePlan((1, 4, 6), 6)] * 2
+    front = stage.preprocessor
+    assert front.companion is not None
+    read = [
+        read_embedding(file, stage.info, front.companion, front.plan_embedding) for file in files
+    ]
+    assert [(grid_of(one.plan.metadata), one.plan.tokens) for one in read] == [((1, 4, 6), 6)] * 2
     assert bytes(read[0].embeds.data) == bytes(read[1].embeds.data) == rows.tobytes()
 
 
@@ -35,7 +40,7 @@ def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
     """A client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
     stage = stages("nano25")
     mark = stage.info.placeholder
-    plans = [ImagePlan((1, 2, 6), 3), ImagePlan((1, 2, 4), 2)]
+    plans = [ImagePlan((), 3), ImagePlan((), 2)]
     ids, spans = stage.preprocessor.expand([7, mark, 8, 9, mark], plans)
     assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
     assert spans == [((1, 4),), ((6, 8),)]

@@ -24,8 +24,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.workers.driver import drawn_image
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
+from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan, Preprocessor
-from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, clamp_settings
+from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, PIXELS, clamp_settings, grid_of
 from vsched_workers.plugin import plugin
 
 Load = Callable[..., Preprocessor]
@@ -47,11 +48,12 @@ def test_process_image_equals_transformers(
 ) -> None:
     """Pixels to the bit, and the grid that was planned."""
     image = drawn_image(1, *shape)
-    found = load(size).process_image(image)
+    found = load(size).process_image(image)[PIXELS]
     processor: Any = AutoImageProcessor.from_pretrained(checkpoints(size), backend="pil")
     wanted = processor(image, return_tensors="np")
     assert np.array_equal(found, wanted["pixel_values"])
-    assert load(size).plan_image(*shape).grid == tuple(wanted["image_grid_thw"][0])
+    grid = grid_of(load(size).plan_image(*shape).metadata)
+    assert grid == tuple(wanted["image_grid_thw"][0])
 
 
 @given(
@@ -76,10 +78,11 @@ def test_plan_image_agrees_with_process_image(
         with pytest.raises(RequestRefused):
             preprocessor.process_image(image)
         return
-    pixels = preprocessor.process_image(image)
-    time, rows, columns = plan.grid
-    assert pixels.shape == (time * rows * columns, preprocessor.info.patch_values)
-    assert pixels.dtype == np.float32
+    arrays = preprocessor.process_image(image)
+    made = tuple(ArraySpec(name, each.dtype.name, each.shape) for name, each in arrays.items())
+    assert made == plan.arrays
+    time, rows, columns = grid_of(plan.metadata)
+    assert len(arrays[PIXELS]) == time * rows * columns
     assert plan.tokens == time * rows * columns // 4
     assert 1 <= plan.tokens <= budget
 
@@ -150,22 +153,23 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
     """Odd modes are converted, not crashed on."""
     image = Image.new(mode, (60, 60))
-    assert np.isfinite(load("nano25").process_image(image)).all()
+    assert np.isfinite(load("nano25").process_image(image)[PIXELS]).all()
 
 
 def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
     preprocessor = load("nano25")
     images = [drawn_image(seed, 60 + seed, 90) for seed in range(8)]
-    alone = [preprocessor.process_image(image) for image in images]
+    alone = [preprocessor.process_image(image)[PIXELS] for image in images]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(preprocessor.process_image, images))
+        made = pool.map(preprocessor.process_image, images)
+        together = [arrays[PIXELS] for arrays in made]
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def test_expand_replaces_placeholders(load: Load) -> None:
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
-    plans = [ImagePlan((1, 2, 4), 2), ImagePlan((1, 2, 6), 3)]
+    plans = [ImagePlan((), 2), ImagePlan((), 3)]
     assert preprocessor.expand([9, mark, 8, mark, 7], plans) == (
         [9, mark, mark, 8, mark, mark, mark, 7],
         [((1, 3),), ((4, 7),)],
@@ -179,7 +183,7 @@ def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
-        preprocessor.expand([mark, 8, mark], [ImagePlan((1, 2, 4), 2)] * images)
+        preprocessor.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
     assert refusal.value.code == "image_count_mismatch"
 
 
@@ -188,7 +192,7 @@ def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused) as refusal:
-        preprocessor.expand([mark, mark], [ImagePlan((1, 2, 4), 2)] * 2)
+        preprocessor.expand([mark, mark], [ImagePlan((), 2)] * 2)
     assert refusal.value.code == "image_placeholders_touch"
 
 

@@ -29,6 +29,7 @@ from demo_training.train import BatchMaker, Trainer  # noqa: E402
 from vsched.errors import CheckpointError, VschedError  # noqa: E402
 from vsched.types import ItemPlace  # noqa: E402
 from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
+from vsched_workers.families.qwen_image import PIXELS, grid_of  # noqa: E402
 from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
@@ -144,8 +145,10 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
     batch = make_batch(drawn, trainer.front, buckets=2)
     images = [image for s in drawn for turn in s.turns for image in turn.images]
     plans = [trainer.front.plan_image(image.width, image.height) for image in images]
-    pixels = torch.from_numpy(np.concatenate([trainer.front.process_image(i) for i in images]))
-    grids = torch.tensor([plan.grid for plan in plans])
+    pixels = torch.from_numpy(
+        np.concatenate([trainer.front.process_image(i)[PIXELS] for i in images])
+    )
+    grids = torch.tensor([grid_of(plan.metadata) for plan in plans])
     with torch.no_grad():
         expected = model.model.visual(pixels, grid_thw=grids).pooler_output
         found = small.encode(model.model.visual, batch.vision)
@@ -161,7 +164,7 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
         text = trainer.front.render(_messages(turn.question, len(turn.images)))
         ids, _ = trainer.front.expand(trainer.front.tokenize(text), planned)
         shown = grids[offset : offset + len(planned)]
-        first = sum(plan.grid[1] * plan.grid[2] for plan in plans[:offset])
+        first = sum(4 * plan.tokens for plan in plans[:offset])
         count = sum(int(grid.prod()) for grid in shown)
         kinds = (torch.tensor([ids]) == trainer.front.info.image_token_id).int()
         with torch.no_grad():
@@ -192,7 +195,7 @@ def test_training_positions_are_the_library_s(tmp_path: Path) -> None:
     for image in sample.turns[0].images:
         plan = trainer.front.plan_image(image.width, image.height)
         at += int(np.flatnonzero(ids[at:] == trainer.front.info.image_token_id)[0])
-        items.append(ItemPlace(at, plan.tokens, plan.grid))
+        items.append(ItemPlace(at, plan.tokens, plan.metadata))
         at += plan.tokens
     expected, _ = rope_positions(Qwen2_5_VLModel, trainer.model.config, ids, items)
     assert np.array_equal(rows.positions[:, 0].numpy(), expected)

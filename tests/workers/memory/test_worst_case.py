@@ -17,6 +17,7 @@ from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     ResizeLimits,
     clamp_limits,
+    grid_of,
     resized,
 )
 from vsched_workers.families.qwen_worst import largest_units
@@ -110,7 +111,7 @@ def test_worst_batches_stay_within_every_cap(
         assert 1 <= len(batch) <= items
         assert sum(plan.tokens for plan in batch) <= tokens
         for plan in batch:
-            frames, rows, columns = plan.grid
+            frames, rows, columns = grid_of(plan.metadata)
             assert min(rows, columns) >= 2
             assert (rows % 2, columns % 2) == (0, 0)
             assert plan.tokens == frames * rows * columns // 4 <= item_tokens_max
@@ -157,14 +158,14 @@ def test_worst_batches_of_no_images_are_none(
 
 def test_compose_tries_strips_where_they_are_something_else() -> None:
     """The longest image is a candidate too, unless it is as large as the largest."""
-    found = compose({1: 60, 8: 10}, merge=2, least=1, items=4, tokens=100)
-    assert [batch[0].grid for batch in found] == [(1, 16, 20), (1, 2, 50), (1, 2, 120)]
-    assert len(compose({1: 79, 8: 10}, merge=2, least=1, items=4, tokens=100)) == 2
+    found = compose({1: 60, 8: 10}, least=1, items=4, tokens=100)
+    assert [batch[0] for batch in found] == [(8, 10), (1, 25), (1, 60)]
+    assert len(compose({1: 79, 8: 10}, least=1, items=4, tokens=100)) == 2
 
 
 def test_compose_names_each_candidate_once() -> None:
-    found = compose({1: 1}, merge=2, least=1, items=1, tokens=1)
-    assert found == [[ImagePlan(grid=(1, 2, 2), tokens=1)]]
+    found = compose({1: 1}, least=1, items=1, tokens=1)
+    assert found == [[(1, 1)]]
 
 
 def test_worst_batches_do_not_heed_the_environment(

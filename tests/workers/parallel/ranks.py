@@ -123,11 +123,11 @@ def encode_in_parts(
     pages = list(range(-(-plan.tokens // ROWS_A_PAGE)))
     failing = fails if settings.rank == 0 else ""
     tokens = plan.tokens - (failing == "at the end")
-    pixels = stage.preprocessor.process_image(image)
+    arrays = stage.preprocessor.process_image(image)
     whole, found = np.zeros_like(driver.embeddings), np.zeros_like(driver.embeddings)
 
     def work() -> None:
-        encoder.begin([EncodeJob(b"", plan.grid, tokens, pixels, pages)], found)
+        encoder.begin([EncodeJob(b"", tokens, arrays, plan.metadata, pages)], found)
         layers = 1
         while not encoder.advance(layers):
             assert [each.output for each in driver.run([question])] == expected
@@ -137,7 +137,7 @@ def encode_in_parts(
             layers = 0 if fails == "early" else 1
 
     error = outcome(work)
-    job = EncodeJob(b"", plan.grid, plan.tokens, pixels, pages)
+    job = EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages)
     encoder.encode([job], whole)
     if error:
         found[:] = whole if settings.rank else 0

@@ -22,11 +22,12 @@ from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv
 from vsched.worker.capabilities import CollectiveWorker
-from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.contract import WorkerSettings
 from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
 from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.parallel.rank_group import RankGroup
 
 pytestmark = pytest.mark.slow
@@ -251,7 +252,9 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
     stage = on_rank.load(settings, path)
     load = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
     worker: Any = stage.generator
-    sizing = KvSizing(worker, worker._info, load, image=ImagePlan(grid=(1, 4, 4), tokens=4))
+    sizing = KvSizing(
+        worker, worker._info, load, image=image_plan((1, 4, 4), merge=2, patch_values=1)
+    )
     order = SizeKv(256, profile=True, headroom_bytes=1 << 16, probe=True)
     seen: list[tuple[str, str]] = []
     memory = worker.device_memory()._memory

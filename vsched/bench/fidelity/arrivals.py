@@ -18,7 +18,7 @@ from vsched.bench.load.cases import draw_text
 from vsched.errors import ConfigError
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 from vsched.types import SamplingParams
-from vsched.worker.contract import ImagePlan, Preprocessor
+from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
 
 WORDS = 4000
 """So many random words are tokenized to see which tokens are ordinary ones."""
@@ -43,8 +43,8 @@ class RequestTexts:
     """Makes real prompts and pictures for a checkpoint.
 
     Attributes:
-        patches_per_token: Patches that are merged into one token.
-        pixels_per_patch: Pixels of a patch, before the merge.
+        pixels_per_token: Pixels of a picture that become one token.
+        bytes_per_token: Bytes of them that the encoder reads.
     """
 
     def __init__(self, preprocessor: Preprocessor, *, words: str = "") -> None:
@@ -59,8 +59,8 @@ class RequestTexts:
         }
         self._ordinary = sorted(tokens - {preprocessor.info.image_token_id})
         self._unit, plan = self._find_unit()
-        self.patches_per_token = math.prod(plan.grid) // plan.tokens
-        self.pixels_per_patch = self._unit**2 // self.patches_per_token
+        self.pixels_per_token = self._unit**2
+        self.bytes_per_token = -(-extent_bytes(plan.arrays) // plan.tokens)
 
     def _find_unit(self) -> tuple[int, ImagePlan]:
         """Return the side of the square of pixels that becomes a token, and the plan of a large picture of such.

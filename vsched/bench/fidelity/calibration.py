@@ -127,14 +127,13 @@ def limits_of(engine: ObservedEngine, texts: RequestTexts) -> CalibrationLimits:
     """Return what a started engine can take."""
     config, info = engine.config, engine.info
     generate = engine.statistics()["generate"]
-    pixel_bytes = 4 * info.patch_values * texts.patches_per_token
     return CalibrationLimits(
         slots=generate["slots_total"],
         kv_tokens=generate["blocks_total"] * config.generate.block_size,
         context_tokens=info.context_tokens,
         item_tokens=info.item_tokens_max,
         images=config.media.images_max,
-        pixel_tokens=config.arena.pixel_bytes // pixel_bytes,
+        pixel_tokens=config.arena.pixel_bytes // texts.bytes_per_token,
     )
 
 
@@ -305,8 +304,8 @@ async def measure(
         watch.observation(rounds_ns, driver.requests),
         name=engine.model_name,
         source=f"measured at {machine.measured} on {machine.processor}, {machine.cores} cores",
-        pixels_per_patch=texts.pixels_per_patch,
-        patches_per_token=texts.patches_per_token,
+        pixels_per_token=texts.pixels_per_token,
+        bytes_per_token=texts.bytes_per_token,
         shape=msgspec.structs.replace(engine.info, path=""),
         kv_tokens=limits.kv_tokens,
         machine=machine,

@@ -64,8 +64,8 @@ def show_costs(model: CostModel, console: Console) -> None:
     rows = (
         ("encode", encode.step_ns / 1e6, "ms a step", model.encode_error),
         ("", encode.item_ns / 1e6, "ms an image", None),
-        ("", encode.patch_ns / 1e3, "µs a patch", None),
-        ("", encode.patch_pair_ns, "ns a pair of patches", None),
+        ("", encode.token_ns / 1e3, "µs a token", None),
+        ("", encode.token_pair_ns, "ns a pair of tokens", None),
         ("generate", generate.step_ns / 1e6, "ms a step", model.generate_error),
         ("", generate.decode_ns / 1e3, "µs a request that decodes", None),
         ("", generate.context_ns, "ns a token of its context", None),

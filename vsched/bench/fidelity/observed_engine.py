@@ -121,11 +121,11 @@ class EngineObservations:
 
 
 def _encode_sample(decision: EncodeDecision, busy_ns: int) -> EncodeSample:
-    patches = [np.prod(task.grid).item() for task in decision.tasks if not task.encoded]
+    tokens = [task.tokens for task in decision.tasks if not task.encoded]
     return EncodeSample(
-        items=len(patches),
-        patches=sum(patches),
-        pairs=sum(count * count for count in patches),
+        items=len(tokens),
+        tokens=sum(tokens),
+        pairs=sum(count * count for count in tokens),
         ns=busy_ns,
     )
 

@@ -19,7 +19,7 @@ from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Encoded, Finished, GroupReady, Stepped, Submitted
-from vsched.types import Extent, FinishReason, MediaItem, Request, SamplingParams
+from vsched.types import ArraySpec, Extent, FinishReason, MediaItem, Request, SamplingParams
 
 PROMPT_TOKENS = 128
 IMAGE_TOKENS = 256
@@ -115,9 +115,16 @@ def _request(
         offset = gap + number * (gap + IMAGE_TOKENS)
         prompt[offset : offset + IMAGE_TOKENS] = [5] * IMAGE_TOKENS
         key = (index * LARGE_IMAGES + number).to_bytes(32, "little")
-        pixels = Extent(0, 1024)
+        extent = Extent(0, 1024)
         items.append(
-            MediaItem(key=key, tokens=IMAGE_TOKENS, offset=offset, grid=(1, 32, 32), pixels=pixels)
+            MediaItem(
+                key=key,
+                tokens=IMAGE_TOKENS,
+                offset=offset,
+                arrays=(ArraySpec("pixel_values", "float32", (4 * IMAGE_TOKENS, 1176)),),
+                metadata=bytes(24),
+                extent=extent,
+            )
         )
     return Request(
         request_id=f"r{index}",

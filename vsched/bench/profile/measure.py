@@ -40,6 +40,7 @@ from vsched.kernel import Scheduler
 from vsched.media import fills
 from vsched.media.measure import Measurer
 from vsched.transport.zmq_link import LeaderLink
+from vsched.worker.contract import extent_bytes
 
 COMPONENTS = (
     "http",
@@ -222,18 +223,19 @@ def _work(order: LoadOrder, engine: Engine, figures: Figures, window: ProfileWin
     # Bodies of other seeds are as long.
     (messages,) = draw(replace(plan, sessions=1)).sessions[0]
     body_bytes = len(order.body(messages, plan.shape.output_tokens)) * figures.requests
-    patches = 0
+    rows = image_bytes = 0
     if order.case != "text":
-        rows, columns = engine.preprocessor.plan_image(*2 * [order.image_pixels]).grid[1:]
-        patches = rows * columns * figures.requests
-    decoded_bytes = 3 * order.image_pixels**2 * figures.requests if patches else 0
+        arrays = engine.preprocessor.plan_image(*2 * [order.image_pixels]).arrays
+        # One row for each patch, as the families of the checkpoints that are measured have it.
+        rows = max(arrays, key=lambda spec: spec.nbytes).shape[0]
+        image_bytes = 3 * order.image_pixels**2 + extent_bytes(arrays)
     weights = {
         group.partition("-")[0]: sum(rank.get("weights", 0) for rank in ranks.values())
         for group, ranks in engine.statistics()["ranks"].items()
     }
     return LoadWork(
         body_bytes=body_bytes,
-        pixel_bytes=decoded_bytes + patches * info.patch_values * 4,
+        pixel_bytes=image_bytes * figures.requests,
         chunks=window.server["writing"].calls,
         steps=window.ranks["model"].calls,
         prompt_tokens=round(figures.prompt_tokens_mean * figures.requests),
@@ -243,7 +245,7 @@ def _work(order: LoadOrder, engine: Engine, figures: Figures, window: ProfileWin
         logit_bytes=info.vocab_size * info.itemsize,
         weight_bytes=weights["generate"],
         itemsize=info.itemsize,
-        patches=patches,
+        patches=rows * figures.requests,
         tower_bytes=weights.get("encode", 0),
     )
 

@@ -287,6 +287,8 @@ class EncodeStage:
 
 def _task(entry: EmbeddingEntry) -> EncodeTask:
     item = entry.item
-    assert item.pixels is not None, "an item without pixels reached the encode stage"
+    assert item.extent is not None, "an item without an extent reached the encode stage"
     pages = list(entry.pages)
-    return EncodeTask(item.key, item.grid, item.tokens, item.pixels, pages, item.encoded)
+    return EncodeTask(
+        item.key, item.tokens, item.extent, pages, item.arrays, item.metadata, item.encoded
+    )

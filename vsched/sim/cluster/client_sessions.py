@@ -103,7 +103,6 @@ class ClientSession:
                 key=images.key_of(part, self.arrival.tenant),
                 tokens=part.tokens,
                 offset=len(self.prompt),
-                grid=(1, 2, 2 * part.tokens),
                 spans=runs_of(expansion, IMAGE_TOKEN, len(self.prompt)),
             )
             self.items.append(item)

@@ -9,14 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
-from vsched.sim.ranks.symbolic_model import END_TOKEN, IMAGE_TOKEN, VOCABULARY, image_tokens
+from vsched.sim.ranks.symbolic_model import (
+    END_TOKEN,
+    IMAGE_TOKEN,
+    PATCHES_PER_TOKEN,
+    PIXELS,
+    VOCABULARY,
+    image_plan,
+)
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import (
+    Arrays,
+    Companion,
     EncodeWorker,
     GenerateWorker,
     ImagePlan,
@@ -27,8 +35,6 @@ from vsched.worker.expansion import expand_images
 
 NAME = "vsched.sim.cluster.plugin:plugin"
 IMAGE_TEXT = "<image>"
-PATCHES_PER_TOKEN = 4
-PATCH_VALUES = 4
 ITEM_TOKENS_MAX = 128
 CONTEXT_TOKENS = 4096
 
@@ -47,6 +53,7 @@ class SimulatedPreprocessor:
     """Tokenizer, chat template and image processor of no model."""
 
     settings_digest = SETTINGS_DIGEST
+    companion = Companion("tokens", ("tokens",))
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -81,20 +88,20 @@ class SimulatedPreprocessor:
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         tokens = min(max(width * height // SIDE**2, 1), self.info.item_tokens_max)
-        return self.plan_grid((1, 2, 2 * tokens))
+        return image_plan(tokens)
 
-    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
-        if grid[:2] != (1, 2) or grid[2] < 2 or grid[2] % 2:
-            raise RequestRefused(f"{grid} is no grid. Remedy: send (1, 2, 2n).", code="no_grid")
-        tokens = grid[2] // 2
-        return ImagePlan(grid, tokens, image_tokens(tokens))
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        (tokens,) = companion
+        if tokens < 1:
+            raise RequestRefused(f"{tokens} are no tokens. Remedy: send some.", code="no_tokens")
+        return image_plan(tokens)
 
-    def process_image(self, image: PillowImage.Image) -> npt.NDArray[np.float32]:
+    def process_image(self, image: PillowImage.Image) -> Arrays:
         tokens = self.plan_image(*image.size).tokens
         pixel = image.getpixel((0, 0))
         assert isinstance(pixel, tuple), "an RGB image"
         row = np.array([*pixel, tokens], np.float32)
-        return np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))
+        return {PIXELS: np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))}
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
@@ -116,7 +123,6 @@ class SimulatedPlugin:
             vocab_size=VOCABULARY,
             context_tokens=CONTEXT_TOKENS,
             kv_bytes_per_token=1 << 20,
-            patch_values=PATCH_VALUES,
             item_tokens_max=min(item_tokens_max or ITEM_TOKENS_MAX, ITEM_TOKENS_MAX),
             image_token_id=IMAGE_TOKEN,
             stop_token_ids=(END_TOKEN,),

@@ -159,8 +159,8 @@ def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
     return (
         cost.step_ns
         + cost.item_ns * sample.items
-        + cost.patch_ns * sample.patches
-        + cost.patch_pair_ns * sample.pairs
+        + cost.token_ns * sample.tokens
+        + cost.token_pair_ns * sample.pairs
     )
 
 
@@ -180,7 +180,7 @@ def _check(steps: Sequence[ObservedStep]) -> None:
 def _kind(sample: EncodeSample | GenerateSample) -> Hashable:
     """Return what steps of about the same size have in common."""
     if isinstance(sample, EncodeSample):
-        return sample.items, sample.patches, sample.pairs
+        return sample.items, sample.tokens, sample.pairs
     sizes = (sample.context, sample.prefill, sample.pairs)
     return sample.decodes, *(round(math.log1p(size) / math.log(BUCKET)) for size in sizes)
 

@@ -29,12 +29,12 @@ FAR = 0.4
 
 
 class EncodeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An encoder step; `patch_pair_ns` counts the patches of an image squared, summed over its images."""
+    """An encoder step; `token_pair_ns` counts the tokens of an image squared, summed over its images."""
 
     step_ns: Nanoseconds = 0.0
     item_ns: Nanoseconds = 0.0
-    patch_ns: Nanoseconds = 0.0
-    patch_pair_ns: Nanoseconds = 0.0
+    token_ns: Nanoseconds = 0.0
+    token_pair_ns: Nanoseconds = 0.0
 
 
 class GenerateCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,8 +103,8 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         source: Where the figures are from, for readers.
-        pixels_per_patch: Pixels of a patch before the merge.
-        patches_per_token: Patches that are merged into one token.
+        pixels_per_token: Pixels of an image, once resized, for each of its tokens.
+        bytes_per_token: Bytes of what its encoder reads, for each of its tokens.
         noise: Relative standard deviation of a step's time; drawn anew for each step from the simulation's seed.
         shape: The model's shape; None where a checkpoint has to say.
         kv_tokens: KV cache of a replica where the configuration pins none; 0 for unknown.
@@ -117,8 +117,8 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     encode: EncodeCost
     generate: GenerateCost
     host: HostCost = HostCost()
-    pixels_per_patch: int = 196
-    patches_per_token: int = 4
+    pixels_per_token: int = 784
+    bytes_per_token: int = 18816
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0
     shape: ModelInfo | None = None
     kv_tokens: int = 0
@@ -129,14 +129,13 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
         """Return the time of an encoder step with images of these numbers of tokens."""
-        cost, each = self.encode, self.patches_per_token
-        patches = [count * each for count in tokens]
-        pairs = sum(count * count for count in patches)
+        cost = self.encode
+        pairs = sum(count * count for count in tokens)
         return (
             cost.step_ns
-            + cost.item_ns * len(patches)
-            + cost.patch_ns * sum(patches)
-            + cost.patch_pair_ns * pairs
+            + cost.item_ns * len(tokens)
+            + cost.token_ns * sum(tokens)
+            + cost.token_pair_ns * pairs
         )
 
     def generate_ns(
@@ -154,15 +153,14 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def image_ns(self, tokens: int) -> float:
         """Return the time to decode and process an image of this number of tokens."""
-        pixels = tokens * self.patches_per_token * self.pixels_per_patch
-        return self.host.image_ns + self.host.pixel_ns * pixels
+        return self.host.image_ns + self.host.pixel_ns * tokens * self.pixels_per_token
 
 
 class EncodeSample(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
-    """A measured encoder step; `pairs` is the sum of squares of its images' patches."""
+    """A measured encoder step; `pairs` is the sum of squares of its images' tokens."""
 
     items: int
-    patches: int
+    tokens: int
     pairs: int
     ns: float
 
@@ -195,7 +193,7 @@ def fit(
         raise ConfigError(
             f"{name}: no measured {missing} steps to fit. Remedy: measure both stages"
         )
-    rows = [(1.0, one.items, one.patches, one.pairs) for one in encode]
+    rows = [(1.0, one.items, one.tokens, one.pairs) for one in encode]
     found, encode_error = fit_linear(rows, [one.ns for one in encode])
     rows_of_steps = [(1.0, one.decodes, one.context, one.prefill, one.pairs) for one in generate]
     of_steps, generate_error = fit_linear(rows_of_steps, [one.ns for one in generate])
@@ -303,7 +301,7 @@ def load_cost_model(name: str) -> CostModel:
 _TINY25 = CostModel(
     name="tiny25",
     source="rough, by hand from docs/benchmarks.md: 5.3 M parameters, 2 cores of an AMD EPYC, other work beside it",
-    encode=EncodeCost(step_ns=3e6, item_ns=6e6, patch_ns=55e3, patch_pair_ns=8.0),
+    encode=EncodeCost(step_ns=3e6, item_ns=6e6, token_ns=220e3, token_pair_ns=128.0),
     generate=GenerateCost(
         step_ns=4e6, decode_ns=3e5, context_ns=150.0, prefill_ns=1.2e5, pair_ns=60.0
     ),
@@ -317,7 +315,6 @@ _TINY25 = CostModel(
         vocab_size=4096,
         context_tokens=32768,
         kv_bytes_per_token=2048,
-        patch_values=1176,
         item_tokens_max=16384,
         image_token_id=6,
         stop_token_ids=(2,),
@@ -328,7 +325,7 @@ _H100_7B = CostModel(
     name="h100-7b",
     source="rough, by arithmetic from public figures and not measured: Qwen2.5-VL-7B (15.2 GB of language model in "
     "bfloat16, 675 M parameters of vision tower) on an H100 SXM (3.35 TB/s, 989 TFLOP/s, of which 45 % is reached)",
-    encode=EncodeCost(step_ns=3e6, item_ns=3e5, patch_ns=4500.0, patch_pair_ns=0.1),
+    encode=EncodeCost(step_ns=3e6, item_ns=3e5, token_ns=18e3, token_pair_ns=1.6),
     generate=GenerateCost(
         step_ns=6.5e6, decode_ns=3e4, context_ns=23.0, prefill_ns=3.4e4, pair_ns=1.3
     ),
@@ -342,7 +339,6 @@ _H100_7B = CostModel(
         vocab_size=152064,
         context_tokens=128000,
         kv_bytes_per_token=57344,
-        patch_values=1176,
         item_tokens_max=16384,
         image_token_id=151655,
         stop_token_ids=(151645,),

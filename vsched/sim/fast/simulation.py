@@ -91,7 +91,7 @@ class Simulation:
         self._entering: LiveRequest | None = None
         self._maker = RequestMaker(
             setup.info,
-            patches_per_token=cost.patches_per_token,
+            bytes_per_token=cost.bytes_per_token,
             item_tokens_max=setup.item_tokens_max,
         )
         self._ingress = Ingress(

@@ -26,7 +26,6 @@ def stand_in_info(**facts: object) -> ModelInfo:
         "vocab_size": 100,
         "context_tokens": 1000,
         "kv_bytes_per_token": 8,
-        "patch_values": 4,
         "item_tokens_max": 32,
         "image_token_id": 5,
         "stop_token_ids": (),

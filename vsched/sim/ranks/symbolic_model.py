@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.sim.workload.requests import TEXT_BITS
-from vsched.types import MediaItem
+from vsched.types import ArraySpec, MediaItem
+from vsched.worker.contract import ImagePlan
 
 IMAGE_TOKEN = 1 << TEXT_BITS
 """The tokens of texts are below it."""
@@ -29,6 +30,9 @@ TOKENS = 97
 ROOT = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _ROW = 3
+PIXELS = "pixels"
+PATCHES_PER_TOKEN = 4
+PATCH_VALUES = 4
 
 
 def extend(seen: int, content: int) -> int:
@@ -71,6 +75,17 @@ def image_tokens(tokens: int) -> tuple[int, ...]:
         return (IMAGE_TOKEN,) * tokens
     row = (SEPARATOR_TOKEN, *[IMAGE_TOKEN] * _ROW)
     return (row * (tokens // _ROW))[1:]
+
+
+def image_plan(tokens: int) -> ImagePlan:
+    """Return what an image of this number of tokens becomes."""
+    spec = ArraySpec(PIXELS, "float32", (PATCHES_PER_TOKEN * tokens, PATCH_VALUES))
+    return ImagePlan((spec,), tokens, image_tokens(tokens), image_metadata(tokens))
+
+
+def image_metadata(tokens: int) -> bytes:
+    """Return what a decision must say of an image of this number of tokens."""
+    return b"%d tokens" % tokens
 
 
 def answer(prompt: Sequence[int], items: Sequence[MediaItem], count: int) -> list[int]:

@@ -17,7 +17,15 @@ import numpy.typing as npt
 from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
-from vsched.sim.ranks.symbolic_model import Content, embedding_rows, extend, next_token
+from vsched.sim.ranks.symbolic_model import (
+    PIXELS,
+    Content,
+    embedding_rows,
+    extend,
+    image_metadata,
+    image_plan,
+    next_token,
+)
 from vsched.sim.world import World
 from vsched.types import MediaItem, ModelInfo
 from vsched.worker.contract import (
@@ -131,7 +139,9 @@ class SymbolicEncoder(StandInEncoder):
         look = self._world.appearances[job.key]
         expected = np.array([*look.colour, look.tokens], np.float32)
         self._world.expect(job.tokens == look.tokens, f"{look} is encoded as {job.tokens} tokens")
-        return bool((job.pixels == expected).all())
+        return job.metadata == image_metadata(look.tokens) and bool(
+            (job.arrays[PIXELS] == expected).all()
+        )
 
 
 def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) -> None:
@@ -189,6 +199,10 @@ class SymbolicGenerator(StandInGenerator):
     def prepare(self, sequence: SequenceState) -> None:
         """Look up what a request holds."""
         items = self._world.items[sequence.number] if self._process.serving else ()
+        for place in sequence.items if items else ():
+            self._world.expect(
+                place.metadata == image_metadata(place.tokens), f"{place} is of another image"
+            )
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
         sequence.state = _Known(items, positions)
 
@@ -316,7 +330,7 @@ class RankPlugin:
         del pixels_max
         each = min(info.item_tokens_max, tokens or info.item_tokens_max)
         count = min(items, max(1, tokens // each)) if tokens else items
-        return [[ImagePlan((1, 2, 2 * each), each)] * count]
+        return [[image_plan(each)] * count]
 
 
 def _load(process: Process, world: World, stage: str) -> None:

@@ -126,17 +126,16 @@ def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
 class RequestMaker:
     """Turns arrivals into the requests that an engine would submit for them."""
 
-    def __init__(self, info: ModelInfo, *, patches_per_token: int, item_tokens_max: int) -> None:
+    def __init__(self, info: ModelInfo, *, bytes_per_token: int, item_tokens_max: int) -> None:
         """Prepare for a model; images of more tokens than `item_tokens_max` are scaled down to it, as a server does."""
         self._info = info
-        self._patches_per_token = patches_per_token
-        self._pixel_bytes = 4 * info.patch_values * patches_per_token
+        self._bytes_per_token = bytes_per_token
         self._item_tokens_max = item_tokens_max
         self.scaled_down = 0
 
     def pixel_bytes(self, image: Image) -> int:
-        """Return the bytes of an image's pixels, ready for the encoder."""
-        return min(image.tokens, self._item_tokens_max) * self._pixel_bytes
+        """Return the bytes of an image, ready for the encoder."""
+        return min(image.tokens, self._item_tokens_max) * self._bytes_per_token
 
     def request(self, arrival: Arrival) -> Request:
         """Return the request of an arrival."""
@@ -167,8 +166,7 @@ class RequestMaker:
             key=blake2b(key.encode(), digest_size=32).digest(),
             tokens=count,
             offset=offset,
-            grid=(1, 2, 2 * count),
-            pixels=Extent(0, count * self._pixel_bytes),
+            extent=Extent(0, count * self._bytes_per_token),
         )
 
 

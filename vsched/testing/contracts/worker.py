@@ -21,10 +21,11 @@ from vsched.testing.contracts.worker_schedules import (
     run_alone,
     run_together,
 )
-from vsched.types import Extent, ModelInfo, SamplingParams
+from vsched.types import ArraySpec, Extent, ModelInfo, SamplingParams
 from vsched.wire import Paused, RankReport, SizeKv
 from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import (
+    Arrays,
     EncodeJob,
     EncodeWorker,
     GenerateWorker,
@@ -32,6 +33,8 @@ from vsched.worker.contract import (
     Preprocessor,
     WorkerPlugin,
     WorkerSettings,
+    extent_bytes,
+    view_arrays,
 )
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.kv_sizing import KvSizing
@@ -62,11 +65,11 @@ SAMPLINGS = (
 class SampleImage:
     """An image as an encoder gets it.
 
-    Shape: `pixels` is float32 `[t*h*w of the grid, patch values]`.
+    `arrays` are those of the plan.
     """
 
     plan: ImagePlan
-    pixels: npt.NDArray[np.float32]
+    arrays: Arrays
     key: bytes = b""
 
 
@@ -127,13 +130,13 @@ def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
     for number, (width, height) in enumerate(SIDES):
         noise = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
         plan = preprocessor.plan_image(width, height)
-        pixels = preprocessor.process_image(Image.fromarray(noise))
-        shape = (int(np.prod(plan.grid)), info.patch_values)
+        arrays = preprocessor.process_image(Image.fromarray(noise))
+        specs = {ArraySpec(name, one.dtype.name, one.shape) for name, one in arrays.items()}
         demand(
-            pixels.shape == shape and pixels.dtype == np.float32,
-            f"`process_image` must return float32 {shape}, and returned {pixels.dtype} {pixels.shape}",
+            specs == set(plan.arrays),
+            f"`process_image` must return what `plan_image` tells, {plan.arrays}, and returned {specs}",
         )
-        made.append(SampleImage(plan, pixels, b"sample %d" % number))
+        made.append(SampleImage(plan, arrays, b"sample %d" % number))
     return made
 
 
@@ -256,16 +259,17 @@ class _WorkerBench:
         tasks = [
             EncodeTask(
                 self.images[index].key,
-                self.images[index].plan.grid,
                 self.images[index].plan.tokens,
-                Extent(index, self.images[index].pixels.nbytes),
+                Extent(index, extent_bytes(self.images[index].plan.arrays)),
                 list(pages[index]),
+                self.images[index].plan.arrays,
+                self.images[index].plan.metadata,
             )
             for index in batch
         ]
         before = arena.copy()
         worker = _Overheard(encoder)
-        rank = EncodeRank(worker, arena, self._read, patch_values=self.info.patch_values)
+        rank = EncodeRank(worker, arena, self._read)
         heard: RankReport | None = rank.apply(EncodeDecision(1, tasks, layers=layers))
         pauses = 0
         while isinstance(heard, Paused):
@@ -280,10 +284,13 @@ class _WorkerBench:
         demand(not touched, f"`encode` wrote to page {touched[:1]}, which is none of its images'")
 
     def _read(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return the pixels of an image, which only may be read."""
-        pixels = np.ascontiguousarray(self.images[extent.offset].pixels).view(np.uint8).reshape(-1)
-        pixels.flags.writeable = False
-        return pixels
+        """Return the arrays of an image as they lie in an arena; they may only be read."""
+        image = self.images[extent.offset]
+        content = np.zeros(extent.size, np.uint8)
+        for name, view in view_arrays(image.plan.arrays, content).items():
+            view[...] = image.arrays[name]
+        content.flags.writeable = False
+        return content
 
     # --- requests ---
 

@@ -274,7 +274,7 @@ class Schedule:
 
     def _data(self, one: _Request) -> RequestData:
         places = [
-            ItemPlace(offset, self._place.plans[image].tokens, self._place.plans[image].grid)
+            ItemPlace(offset, self._place.plans[image].tokens, self._place.plans[image].metadata)
             for offset, image in one.ask.images
         ]
         tokens = np.asarray(one.tokens, np.int32).tobytes()

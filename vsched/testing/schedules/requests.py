@@ -62,8 +62,8 @@ def make_request(
                 key=key,
                 tokens=count,
                 offset=offset,
-                grid=(1, 2, 2 * count),
-                pixels=Extent(0, 16),
+                metadata=count.to_bytes(4, "little"),
+                extent=Extent(0, 16),
                 encoded=key in encoded,
                 spans=tuple(spans) if len(spans) > 1 else (),
             )

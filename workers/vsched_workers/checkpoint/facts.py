@@ -76,6 +76,13 @@ def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
     return name
 
 
+def patch_values(family: Family, config: Mapping[str, Any]) -> int:
+    """Return the values of one patch: channels x temporal patch x patch x patch."""
+    patch = int(family.vision(config, "patch_size"))
+    channels = int(family.vision(config, "in_channels"))
+    return channels * int(family.vision(config, "temporal_patch_size")) * patch * patch
+
+
 def image_factor(family: Family, config: Mapping[str, Any]) -> int:
     """Return the side, in pixels, of the square that becomes one token."""
     patch = int(family.vision(config, "patch_size"))
@@ -120,9 +127,6 @@ def _inspect(
     context = int(family.text(config, "max_position_embeddings"))
     limits = image_limits(family, config, settings, item_tokens_max)
     worst = worst_tokens(limits, factor=image_factor(family, config)) or context
-    patch = int(family.vision(config, "patch_size"))
-    channels = int(family.vision(config, "in_channels"))
-    temporal = int(family.vision(config, "temporal_patch_size"))
     kv_heads = int(family.text(config, "num_key_value_heads"))
     values = int(family.text(config, "num_hidden_layers")) * kv_heads * family.head_dim(config)
     image_token = config.get("image_token_id")
@@ -139,7 +143,6 @@ def _inspect(
         vocab_size=int(family.text(config, "vocab_size")),
         context_tokens=context,
         kv_bytes_per_token=2 * values * itemsize,
-        patch_values=channels * temporal * patch * patch,
         item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
         image_token_id=image_token,
         stop_token_ids=stop_token_ids(directory, config),

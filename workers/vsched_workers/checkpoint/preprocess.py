@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import Arrays, Companion, ImagePlan
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
@@ -34,8 +33,11 @@ from vsched_workers.checkpoint.tokenizer_files import load_part, load_tokenizer
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
+    PIXELS,
     ResizeLimits,
     clamp_settings,
+    grid_of,
+    image_plan,
     resized,
 )
 
@@ -50,6 +52,7 @@ class TextPreprocessor:
     """
 
     settings_digest = b""
+    companion: Companion | None = None
     _placeholder = ""
 
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
@@ -129,11 +132,11 @@ class TextPreprocessor:
         """Refuse an image."""
         raise self._refusal()
 
-    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         """Refuse an image."""
         raise self._refusal()
 
-    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+    def process_image(self, image: Image.Image) -> Arrays:
         """Refuse an image."""
         raise self._refusal()
 
@@ -157,6 +160,8 @@ class TextPreprocessor:
 
 class QwenPreprocessor(TextPreprocessor):
     """Tokenizer, chat template and image processor of one checkpoint."""
+
+    companion = Companion("grid_thw", ("time", "height", "width in patches"))
 
     def __init__(
         self,
@@ -190,25 +195,37 @@ class QwenPreprocessor(TextPreprocessor):
         return {**message, "content": parts}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Return grid and tokens of an image of this size.
+        """Return what an image of this size becomes; its metadata is its grid.
 
         Raises:
             RequestRefused: When the image is empty, too thin, or would have more tokens than allowed.
         """
         rows, columns = self._resized(width, height)
-        grid = (1, rows // self._patch, columns // self._patch)
-        tokens = grid[1] * grid[2] // (self._merge * self._merge)
-        if tokens > self.info.item_tokens_max:
+        # Resizing goes through an image of the old height and the new width.
+        plan = self._plan(
+            (1, rows // self._patch, columns // self._patch),
+            work_bytes=4 * columns * (height + rows),
+        )
+        if plan.tokens > self.info.item_tokens_max:
             raise RequestRefused(
                 limit_message(
                     f"an image of {width} x {height} pixels has too many tokens",
-                    value=tokens,
+                    value=plan.tokens,
                     limit=self.info.item_tokens_max,
                     remedy="send an image that is less thin, or raise the token budget of one image",
                 ),
                 code="image_tokens_exceeded",
             )
-        return ImagePlan(grid=grid, tokens=tokens)
+        return plan
+
+    def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
+        channels = len(self._levels)
+        return image_plan(
+            grid,
+            merge=self._merge,
+            patch_values=channels * self._temporal * self._patch * self._patch,
+            work_bytes=work_bytes,
+        )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         if width < 1 or height < 1:
@@ -235,14 +252,15 @@ class QwenPreprocessor(TextPreprocessor):
         factor = self._patch * self._merge
         return resized(height, width, factor=factor, limits=self._limits)
 
-    def plan_grid(self, grid: tuple[int, int, int]) -> ImagePlan:
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         """Return the plan of a grid: patches in time, height and width.
 
         Raises:
             RequestRefused: When a side is empty or does not come out in whole merge units.
         """
+        time, height, width = grid = companion
         merge = self._merge
-        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+        if min(grid) < 1 or height % merge or width % merge:
             raise RequestRefused(
                 limit_message(
                     "no image has such a grid",
@@ -252,20 +270,20 @@ class QwenPreprocessor(TextPreprocessor):
                 ),
                 code="grid_thw_invalid",
             )
-        return ImagePlan(grid, math.prod(grid) // (merge * merge))
+        return self._plan((time, height, width))
 
-    def process_image(self, image: Image.Image) -> npt.NDArray[np.float32]:
+    def process_image(self, image: Image.Image) -> Arrays:
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
 
         Raises:
             RequestRefused: As `plan_image`.
         """
-        _, rows, columns = self.plan_image(image.width, image.height).grid
+        _, rows, columns = grid_of(self.plan_image(image.width, image.height).metadata)
         if image.mode != "RGB":
             image = image.convert("RGB")
         size = (columns * self._patch, rows * self._patch)
         pixels = np.asarray(image.resize(size, resample=self._resample))
-        return self._patches(pixels, rows, columns)
+        return {PIXELS: self._patches(pixels, rows, columns)}
 
     def _patches(
         self, pixels: npt.NDArray[np.uint8], rows: int, columns: int

@@ -17,15 +17,22 @@ through it, and `Preprocessor.plan_image` refuses the thin images that the maxim
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vsched.errors import ConfigError, limit_message
+from vsched.types import ArraySpec
+from vsched.worker.contract import ImagePlan
 
 ASPECT_RATIO_MAX = 200
 """Longer side over shorter side that the processors still accept."""
 
+PIXELS = "pixel_values"
+"""What its encoder reads of an image: float32 [patches, patch values], merge units together."""
+
+_GRID = struct.Struct("<3q")
 _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
 
 
@@ -35,6 +42,28 @@ class ResizeLimits:
 
     minimum: int
     maximum: int | None
+
+
+def image_plan(
+    grid: tuple[int, int, int], *, merge: int, patch_values: int, work_bytes: int = 0
+) -> ImagePlan:
+    """Return the plan of an image by its grid, patches in time, height and width; it is the plan's metadata.
+
+    `patch_values` is channels x temporal patch x patch x patch; `merge` patches each way become a token.
+    """
+    patches = math.prod(grid)
+    return ImagePlan(
+        arrays=(ArraySpec(PIXELS, "float32", (patches, patch_values)),),
+        tokens=patches // (merge * merge),
+        metadata=_GRID.pack(*grid),
+        work_bytes=work_bytes,
+    )
+
+
+def grid_of(metadata: bytes) -> tuple[int, int, int]:
+    """Return the grid of a plan from its metadata."""
+    time, height, width = _GRID.unpack(metadata)
+    return time, height, width
 
 
 def resized(height: int, width: int, *, factor: int, limits: ResizeLimits) -> tuple[int, int]:

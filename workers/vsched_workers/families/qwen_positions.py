@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.families.base import Items
+from vsched_workers.families.qwen_image import grid_of
 
 
 def rope_positions(
@@ -40,6 +41,8 @@ def rope_positions(
         stand_in,
         torch.from_numpy(token_ids[None].astype(np.int64)),
         torch.from_numpy(kinds),
-        image_grid_thw=torch.tensor([place.grid for place in items], dtype=torch.int64),
+        image_grid_thw=torch.tensor(
+            [grid_of(place.metadata) for place in items], dtype=torch.int64
+        ),
     )
     return np.ascontiguousarray(positions[:, 0].numpy()), int(delta.item())

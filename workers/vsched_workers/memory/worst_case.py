@@ -13,9 +13,15 @@ from collections.abc import Mapping
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan
-from vsched_workers.checkpoint.facts import image_factor, image_limits, processor_settings
+from vsched_workers.checkpoint.facts import (
+    image_factor,
+    image_limits,
+    patch_values,
+    processor_settings,
+)
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
+from vsched_workers.families.qwen_image import image_plan
 
 SAME_SIZE = 0.9
 """A strip of this share of the largest image's tokens or more is not tried for itself."""
@@ -37,13 +43,20 @@ def worst_batches(
     )
     merge = int(family.vision(config, "spatial_merge_size"))
     least = -(-limits.minimum // (factor * factor))
-    return compose(units, merge=merge, least=least, items=items, tokens=tokens)
+    values = patch_values(family, config)
+    return [
+        [
+            image_plan((1, few * merge, many * merge), merge=merge, patch_values=values)
+            for few, many in batch
+        ]
+        for batch in compose(units, least=least, items=items, tokens=tokens)
+    ]
 
 
 def compose(
-    units: Mapping[int, int], *, merge: int, least: int, items: int, tokens: int
-) -> list[list[ImagePlan]]:
-    """Form batches of images whose sides, in tokens, are within `units`: the longest long side by short side.
+    units: Mapping[int, int], *, least: int, items: int, tokens: int
+) -> list[list[tuple[int, int]]]:
+    """Form batches of images by their sides in tokens, within `units`: the longest long side by short side.
 
     `least` is the fewest tokens of an image; `items` and `tokens` cap a batch, 0 for no such cap, one of them is there.
     """
@@ -61,11 +74,7 @@ def compose(
         [share] * count if share else [],
         _filled(units, strips, least=least, items=items, tokens=tokens) if strips else [],
     ]
-    return [
-        [_plan(few, many, merge) for few, many in batch]
-        for index, batch in enumerate(batches)
-        if batch and batch not in batches[:index]
-    ]
+    return [batch for index, batch in enumerate(batches) if batch and batch not in batches[:index]]
 
 
 def _repeated(sides: tuple[int, int], items: int, tokens: int) -> list[tuple[int, int]]:
@@ -104,7 +113,3 @@ def _within(units: Mapping[int, int], tokens: int, least: int) -> tuple[int, int
         if few <= math.isqrt(max(tokens, 0)) and few * min(many, tokens // few) >= least
     ]
     return max(fitting, key=lambda sides: sides[0] * sides[1], default=None)
-
-
-def _plan(few: int, many: int, merge: int) -> ImagePlan:
-    return ImagePlan(grid=(1, few * merge, many * merge), tokens=few * many)

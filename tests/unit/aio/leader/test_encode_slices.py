@@ -28,7 +28,7 @@ MS = 1_000_000
 
 def batch(step: int, *tokens: int, time_slice_ms: int = 100) -> EncodeDecision:
     """Return a batch of images of so many tokens."""
-    tasks = [EncodeTask(b"%d" % one, (1, 2, 2), one, Extent(0, 8), [0]) for one in tokens]
+    tasks = [EncodeTask(b"%d" % one, one, Extent(0, 8), [0]) for one in tokens]
     return EncodeDecision(step, tasks, time_slice_ms * MS)
 
 
@@ -64,7 +64,7 @@ def test_encode_slices_follow_what_parts_took() -> None:
     "decision",
     [
         batch(1, 200, time_slice_ms=0),
-        EncodeDecision(1, [EncodeTask(b"", (1, 2, 2), 200, Extent(0, 8), [0], encoded=True)], MS),
+        EncodeDecision(1, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS),
     ],
     ids=["nothing waits", "nothing to compute"],
 )

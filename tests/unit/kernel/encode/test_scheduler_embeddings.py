@@ -220,7 +220,7 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.drain()
     request = image_request("r2", (b"a", 16))
-    bare = msgspec.structs.replace(request.items[0], pixels=None)
+    bare = msgspec.structs.replace(request.items[0], extent=None)
     cluster.submit(msgspec.structs.replace(request, items=(bare,)))
     cluster.drain()
     assert_served(cluster, "r1", "r2")

@@ -381,10 +381,10 @@ def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     cluster.submit(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))
     second = image_request("r2", (b"a", 10))
-    moved = msgspec.structs.replace(second.items[0], pixels=Extent(4096, 16))
+    moved = msgspec.structs.replace(second.items[0], extent=Extent(4096, 16))
     second = msgspec.structs.replace(second, items=(moved,))
     cluster.submit(first)
     cluster.submit(second)
     cluster.abort("r1")
     cluster.run_encode()
-    assert cluster.encode_log[0].tasks[0].pixels.offset == 4096
+    assert cluster.encode_log[0].tasks[0].extent.offset == 4096

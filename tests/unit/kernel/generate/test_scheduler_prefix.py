@@ -90,7 +90,7 @@ def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
 
 
 def item(key: bytes, offset: int, tokens: int) -> MediaItem:
-    return MediaItem(key=key, tokens=tokens, offset=offset, grid=(1, 2, 2))
+    return MediaItem(key=key, tokens=tokens, offset=offset)
 
 
 def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b"") -> list[bytes]:

@@ -26,7 +26,7 @@ from vsched.worker.contract import Preprocessor
 COSTS = CostModel(
     name="true",
     source="made up",
-    encode=EncodeCost(step_ns=3e6, item_ns=5e5, patch_ns=5e4, patch_pair_ns=100.0),
+    encode=EncodeCost(step_ns=3e6, item_ns=5e5, token_ns=2e5, token_pair_ns=1600.0),
     generate=GenerateCost(
         step_ns=4e6, decode_ns=1e5, context_ns=3e3, prefill_ns=8e4, pair_ns=900.0
     ),

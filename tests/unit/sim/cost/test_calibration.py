@@ -34,7 +34,7 @@ MS = 1_000_000
 TRUE = CostModel(
     name="true",
     source="made up",
-    encode=EncodeCost(step_ns=3e6, item_ns=2e5, patch_ns=2e4, patch_pair_ns=8.0),
+    encode=EncodeCost(step_ns=3e6, item_ns=2e5, token_ns=2e4, token_pair_ns=8.0),
     generate=GenerateCost(step_ns=3e6, decode_ns=8e4, context_ns=300, prefill_ns=6e4, pair_ns=35),
     host=HostCost(
         decision_ns=8e5, gap_ns=1e5, request_ns=2e5, token_ns=50, image_ns=1e6, pixel_ns=20
@@ -101,17 +101,17 @@ class Scene:
                 pairs = tokens * (start + tokens / 2)
                 sample = GenerateSample(prefill=tokens, pairs=pairs, ns=1)
                 self.step(sample, slow, idle=True)
-        for items, patches in ((1, 64), (1, 400), (1, 1600), (4, 400), (2, 1600)):
-            self.request(20, 196 * patches, slow)
+        for items, tokens in ((1, 64), (1, 400), (1, 1600), (4, 400), (2, 1600)):
+            self.request(20, 196 * tokens, slow)
             self.step(
-                EncodeSample(items=items, patches=items * patches, pairs=items * patches**2, ns=1),
+                EncodeSample(items=items, tokens=items * tokens, pairs=items * tokens**2, ns=1),
                 slow,
                 idle=True,
             )
 
     def company(self, slowdown: float) -> None:
         """Let a long encoder step and many short generator steps slow each other down."""
-        sample = EncodeSample(items=1, patches=8000, pairs=8000**2, ns=1)
+        sample = EncodeSample(items=1, tokens=8000, pairs=8000**2, ns=1)
         start_ns, need_ns = self.now_ns, predict(TRUE, sample)
         self.step(sample, slowdown, idle=True)
         end_ns, self.now_ns = self.now_ns, start_ns
@@ -131,8 +131,8 @@ def found(scene: Scene, *, cores: int = 0) -> CostModel:
 
 def assert_close(model: CostModel, *, rel: float) -> None:
     for sample in (
-        EncodeSample(items=2, patches=900, pairs=500_000, ns=1),
-        EncodeSample(items=1, patches=1200, pairs=1_440_000, ns=1),
+        EncodeSample(items=2, tokens=900, pairs=500_000, ns=1),
+        EncodeSample(items=1, tokens=1200, pairs=1_440_000, ns=1),
         GenerateSample(decodes=10, context=3000, ns=1),
         GenerateSample(decodes=40, context=90_000, ns=1),
         GenerateSample(decodes=3, context=900, prefill=300, pairs=100_000, ns=1),
@@ -221,7 +221,7 @@ def test_calibrate_leaves_out_steps_without_work() -> None:
     """Steps in which nobody is left to decode, and copies of embeddings, have no price to learn from."""
     scene = Scene()
     scene.round()
-    for sample in (GenerateSample(ns=1), EncodeSample(items=0, patches=0, pairs=0, ns=1)):
+    for sample in (GenerateSample(ns=1), EncodeSample(items=0, tokens=0, pairs=0, ns=1)):
         for _ in range(50):
             scene.step(sample, 0.001, idle=True)
     assert_close(found(scene), rel=0.001)
@@ -249,7 +249,7 @@ def test_rehearsal_tells_steps_on_cold_ranks_from_those_that_follow_others() -> 
     assert model.host.cold == pytest.approx(1.3 / 1.1, rel=0.001)
     decode = GenerateSample(decodes=9, context=99, ns=1)
     assert predict(model, decode) == pytest.approx(1.1 * predict(TRUE, decode))
-    image = EncodeSample(items=1, patches=64, pairs=4096, ns=1)
+    image = EncodeSample(items=1, tokens=64, pairs=4096, ns=1)
     assert predict(model, image) == pytest.approx(1.1 * predict(TRUE, image))
     assert slowness(model, scene.observation()) == pytest.approx({"encode": 1.0, "generate": 1.0})
 

@@ -61,7 +61,7 @@ def test_calibration_finds_the_costs_of_an_engine_and_simulates_it() -> None:
     model, advances = play(calibrated())
     assert advances == list(range(1, len(advances) + 1))
     for sample in (
-        EncodeSample(items=3, patches=700, pairs=200_000, ns=1),
+        EncodeSample(items=3, tokens=175, pairs=12_500, ns=1),
         GenerateSample(decodes=6, context=2000, ns=1),
         GenerateSample(decodes=2, context=300, prefill=200, pairs=20_000, ns=1),
     ):

@@ -21,7 +21,7 @@ from vsched.sim.cost.model import (
     save_cost_model,
 )
 
-ENCODE = EncodeCost(step_ns=2e6, item_ns=3e5, patch_ns=4e3, patch_pair_ns=0.5)
+ENCODE = EncodeCost(step_ns=2e6, item_ns=3e5, token_ns=16e3, token_pair_ns=8.0)
 GENERATE = GenerateCost(step_ns=5e6, decode_ns=2e4, context_ns=15, prefill_ns=4e4, pair_ns=2)
 TRUE = CostModel(name="true", source="made up", encode=ENCODE, generate=GENERATE)
 
@@ -31,10 +31,9 @@ def samples(noise: float = 0.0) -> list[EncodeSample | GenerateSample]:
     found: list[EncodeSample | GenerateSample] = []
     for _ in range(60):
         tokens = [rng.randint(4, 1500) for _ in range(rng.randint(1, 8))]
-        pairs = sum((4 * count) ** 2 for count in tokens)
+        pairs = sum(count**2 for count in tokens)
         ns = TRUE.encode_ns(tokens) * (1 + noise * rng.uniform(-1, 1))
-        patches = 4 * sum(tokens)
-        found.append(EncodeSample(items=len(tokens), patches=patches, pairs=pairs, ns=ns))
+        found.append(EncodeSample(items=len(tokens), tokens=sum(tokens), pairs=pairs, ns=ns))
         decodes, prefill = rng.randint(0, 64), rng.choice([0, 0, 64, 512])
         context, start = decodes * rng.randint(1, 4000), rng.randint(0, 8000)
         pairs_of_chunk = prefill * (start + prefill / 2)
@@ -54,7 +53,7 @@ def samples(noise: float = 0.0) -> list[EncodeSample | GenerateSample]:
 
 
 def test_cost_of_steps_is_the_sum_of_parts() -> None:
-    assert TRUE.encode_ns([10, 20]) == 2e6 + 2 * 3e5 + 120 * 4e3 + 0.5 * (40**2 + 80**2)
+    assert TRUE.encode_ns([10, 20]) == 2e6 + 2 * 3e5 + 30 * 16e3 + 8 * (10**2 + 20**2)
     step_ns = TRUE.generate_ns(decodes=3, context=100, prefill=7, pairs=11)
     assert step_ns == 5e6 + 3 * 2e4 + 100 * 15 + 7 * 4e4 + 11 * 2
     host = CostModel(
@@ -63,9 +62,9 @@ def test_cost_of_steps_is_the_sum_of_parts() -> None:
         encode=ENCODE,
         generate=GENERATE,
         host=HostCost(image_ns=5, pixel_ns=2),
-        pixels_per_patch=100,
+        pixels_per_token=400,
     )
-    assert host.image_ns(3) == 5 + 2 * 3 * 4 * 100
+    assert host.image_ns(3) == 5 + 2 * 3 * 400
 
 
 def test_fit_finds_the_costs_again() -> None:
@@ -95,7 +94,7 @@ def test_fit_has_no_negative_costs() -> None:
         for count in range(1, 40)
     ]
     odd += [GenerateSample(decodes=count, context=count, ns=5e6 + 1e4 * count) for count in (1, 40)]
-    encode = [EncodeSample(items=1, patches=40, pairs=1600, ns=1e6)]
+    encode = [EncodeSample(items=1, tokens=40, pairs=1600, ns=1e6)]
     found = fit([*odd, *encode], name="odd", source="samples")
     costs = [getattr(found.generate, field) for field in GenerateCost.__struct_fields__]
     assert min(costs) >= 0

@@ -25,8 +25,9 @@ from vsched.sim.workload.requests import Image, Text, Workload, workload_of
 PLAIN = CostModel(
     name="plain",
     source="round numbers",
-    encode=EncodeCost(step_ns=1e6, item_ns=1e6, patch_ns=1e3),
+    encode=EncodeCost(step_ns=1e6, item_ns=1e6, token_ns=4e3),
     generate=GenerateCost(step_ns=2e6, decode_ns=1e6, context_ns=100, prefill_ns=1e4, pair_ns=10),
+    bytes_per_token=192,
     shape=TINY,
     kv_tokens=4096,
 )

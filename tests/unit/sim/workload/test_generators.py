@@ -95,7 +95,7 @@ def test_shared_prefixes_are_shared() -> None:
 
 
 def maker(item_tokens_max: int = 100) -> RequestMaker:
-    return RequestMaker(TINY, patches_per_token=4, item_tokens_max=item_tokens_max)
+    return RequestMaker(TINY, bytes_per_token=192, item_tokens_max=item_tokens_max)
 
 
 def test_equal_texts_are_equal_tokens_and_others_differ_in_every_block() -> None:
@@ -118,8 +118,8 @@ def test_request_of_an_arrival() -> None:
     assert len(made.prompt_token_ids) == 110
     assert made.sampling.max_tokens == 9
     assert made.priority == 4
-    assert first.pixels is not None
-    assert first.pixels.size == 5 * 4 * TINY.patch_values * 4
+    assert first.extent is not None
+    assert first.extent.size == 5 * 192
 
 
 def test_images_are_equal_by_key_within_a_tenant() -> None:

@@ -262,8 +262,8 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
         plan = stage.preprocessor.plan_image(*image.size)
         pages = list(range(used, used + -(-plan.tokens // 4)))
         used += len(pages)
-        pixels = stage.preprocessor.process_image(image)
-        jobs.append(EncodeJob(b"", plan.grid, plan.tokens, pixels, pages))
+        arrays = stage.preprocessor.process_image(image)
+        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
     embeddings = np.zeros((used, 4, stage.info.embedding_row_bytes), dtype=np.uint8)
     stage.encoder.encode(jobs, embeddings)
     return [embeddings[job.pages].tobytes() for job in jobs]

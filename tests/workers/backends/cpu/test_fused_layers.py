@@ -313,9 +313,9 @@ def _check_images(exact: Stage, fused: Stage, sizes: list[tuple[int, int]]) -> N
     jobs = [
         EncodeJob(
             key=b"",
-            grid=plan.grid,
             tokens=plan.tokens,
-            pixels=exact.preprocessor.process_image(image),
+            arrays=exact.preprocessor.process_image(image),
+            metadata=plan.metadata,
             pages=[next(pages) for _ in range(plan.tokens)],
         )
         for plan, image in zip(plans, images, strict=True)
