@@ -1,4 +1,4 @@
-"""Loads a model of any architecture that transformers has, with its head, by transformers' own loading.
+"""Loads a model of any architecture that transformers has, or a part of one, by transformers' own loading.
 
 That knows the names that an architecture's tensors have had, experts that lie in files one by one, and tied weights.
 What it does quietly is an error here: a tensor that is missing would be random.
@@ -7,12 +7,14 @@ What it does quietly is an error here: a tensor that is missing would be random.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.families.generic import refusal, text_config
+from vsched_workers.families.generic_vision import vision_facts
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +39,62 @@ def build_whole(path: str, family: str) -> Any:
     return model
 
 
+def build_tower(path: str, family: str) -> Any:
+    """Return a vision-language model without its language model and without weights, on the meta device.
+
+    Raises:
+        CheckpointError: When it has no features of images, or they are not made by its vision tower alone.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    facts = vision_facts(checkpoint_directory(path), family)
+    try:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(facts.config)
+    except ImportError as error:
+        raise refusal(family, f"parts of a package that is not installed ({error.name})") from error
+    if not hasattr(whole, "get_image_features") and not hasattr(
+        getattr(whole, "model", None), "get_image_features"
+    ):
+        raise refusal(family, "no features of images that the language model could be given")
+    with torch.device("meta"):
+        return part_of(type(whole), _drop_language)(facts.config)
+
+
+def part_of(whole: Any, drop: Callable[[Any], None]) -> Any:
+    """Return the class of a model that is without what `drop` takes away: transformers loads no weights of it."""
+
+    def build(self: Any, *arguments: Any, **options: Any) -> None:
+        whole.__init__(self, *arguments, **options)
+        drop(self)
+        self.all_tied_weights_keys = {}  # they tie what is left to what is gone
+
+    # Of the same name: renamed and converted tensors are found by it.
+    return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
+
+
+def _drop_language(model: Any) -> None:
+    from torch import nn
+
+    gone = (model.get_decoder(), model.get_output_embeddings())
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if any(child is each for each in gone):
+                setattr(parent, name, nn.Identity())
+
+
 def load_whole(
-    built: Any, path: str, *, attention: str, dtype: torch.dtype, device: str, progress: Progress
+    built: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    progress: Progress,
+    attention: str | None = None,
+    label: str = LABEL,
 ) -> Any:
-    """Return the model with its weights; `built` is what `build_whole` returned.
+    """Return the model with its weights; `built` is what `build_whole`, or another function here, returned.
 
     Raises:
         CheckpointError: When tensors are missing or of another shape, or a file cannot be read.
@@ -48,7 +102,7 @@ def load_whole(
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    progress(LABEL, 0.0)
+    progress(label, 0.0)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -83,7 +137,7 @@ def load_whole(
             )
     model.to(device).requires_grad_(requires_grad=False).eval()
     _own_memory(model)
-    progress(LABEL, 1.0)
+    progress(label, 1.0)
     return model
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
+from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
@@ -75,6 +76,15 @@ class ReferenceBackend(Backend):
             pack_linears(tower, MANY_ROWS, self._make_product)
             warm_up(tower)
         block_activations(tower)
+
+    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
+        """Lay out the loaded tower of any architecture; return it, and the bytes of its weights."""
+        size = 0
+        if self._packs:
+            size = pack_linears(model, MANY_ROWS, self._make_product)
+            warm_up(model)
+        block_activations(model)
+        return AnyTower(model, self.dtype), size + stored_bytes(*model.parameters())
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).numpy().astype(np.int32)

@@ -1,0 +1,59 @@
+"""The vision tower of any architecture: transformers' own `get_image_features`, an image at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+
+class AnyTower:
+    """Runs a vision-language model that has been left without its language model."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        """Take the model; `dtype` is what its weights have."""
+        self._model = model
+        self._dtype = dtype
+        self._owner = model if hasattr(model, "get_image_features") else model.model
+        kinds = inspect.signature(self._owner.get_image_features).parameters
+        self._names = {
+            name
+            for name, parameter in kinds.items()
+            if parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}
+        }
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """Its layers: the list with the most modules within; empty where there is none."""
+        lists = [each for each in self._model.modules() if isinstance(each, nn.ModuleList)]
+        return list(max(lists, key=lambda each: len(list(each.modules())), default=()))
+
+    def __call__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
+        """Return the rows of one image, [tokens, levels * hidden]; it does what is done for an image alone.
+
+        What its `get_image_features` does not ask for is left out.
+        """
+        given = {
+            name: self._tensor(array)
+            for name, array in arrays.items()
+            if not self._names or name in self._names
+        }
+        out = self._owner.get_image_features(**given, return_dict=True)
+        levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        return torch.cat([_rows(level) for level in levels], dim=-1)
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        # The copy also gives torch memory that it may call its own: the arena's view is read-only.
+        tensor = torch.from_numpy(np.array(array))
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _rows(features: Any) -> torch.Tensor:
+    """Return what a model gives for one image, in a tensor or several (as one for each crop), as [tokens, hidden]."""
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
