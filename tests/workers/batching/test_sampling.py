@@ -206,3 +206,12 @@ def test_draw_does_not_depend_on_the_row_or_its_neighbours() -> None:
     others = [special(row, SamplingParams(seed=row)) for row in (0, 2)]
     together = sample(logits, [*others, special(4, params, [1, 2, 3])])
     assert together.tokens[4] == alone
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_logits_that_are_no_numbers_are_told(value: float, top_p: float) -> None:
+    """Nothing is drawn from them: without the check it is the last token, or an index out of range."""
+    one = special(0, SamplingParams(temperature=1.0, top_p=top_p, seed=1))
+    with pytest.raises(FloatingPointError, match=r"token 1 of request 0 is (nan|inf).*model.dtype"):
+        sample(logits_of({3: value}), [one])

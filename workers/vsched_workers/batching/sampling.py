@@ -98,10 +98,21 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _draw(logits: Logits, entry: SpecialRow) -> int:
-    """Draw a token; the candidates stay in order of their ids, whatever filters thin them out."""
+    """Draw a token; the candidates stay in order of their ids, whatever filters thin them out.
+
+    Raises:
+        FloatingPointError: When there is nothing to draw from.
+    """
     params = entry.sequence.sampling
     scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
+    highest = scaled.max()
+    if not np.isfinite(highest):
+        raise FloatingPointError(
+            f"the largest logit of token {entry.position} of request {entry.sequence.number} is {highest}, no finite "
+            "number. Remedy: where activations overflow float16, set model.dtype to bfloat16 or float32; otherwise "
+            "check the weights."
+        )
+    scaled -= highest
     scaled /= max(params.temperature, _TEMPERATURE_MIN)
     candidates: npt.NDArray[np.int64] | None = None
     if 0 < params.top_k < len(scaled):

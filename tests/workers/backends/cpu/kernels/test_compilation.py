@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ import numba
 import numpy as np
 
 from vsched_workers.backends.cpu.kernels import compilation
-from vsched_workers.backends.cpu.kernels.compilation import content_key, threaded
+from vsched_workers.backends.cpu.kernels.compilation import Threaded, content_key, threaded
 
 
 def _double(values: Any) -> None:
@@ -54,3 +59,52 @@ def test_kernels_lie_in_the_folder_that_keys_the_cache() -> None:
     backend = Path(compilation.__file__).parent.parent
     outside = [file.name for file in backend.glob("*.py") if "@compiled" in file.read_text()]
     assert outside == []
+
+
+def _kernels() -> Iterator[tuple[str, Threaded]]:
+    """Yield every kernel that is compiled for all threads."""
+    package = compilation.__package__
+    for file in sorted(Path(compilation.__file__).parent.glob("[a-z]*.py")):
+        module = importlib.import_module(f"{package}.{file.stem}")
+        for name, value in vars(module).items():
+            if isinstance(value, Threaded) and value.serial.py_func.__module__ == module.__name__:
+                yield name, value
+
+
+def _first_read_in_a_branch(function: Any) -> set[str]:
+    """Return the attributes of arguments whose first read may be passed by."""
+    tree: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    arguments = {each.arg for each in tree.args.args}
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, certain: bool) -> None:
+        if isinstance(node, ast.Attribute) and any(
+            isinstance(each, ast.Name) and each.id in arguments for each in ast.walk(node)
+        ):
+            found.setdefault(ast.unparse(node), certain)
+        for field, value in ast.iter_fields(node):
+            branch = field in {"body", "orelse", "handlers"} or isinstance(node, ast.BoolOp)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, ast.AST):
+                    visit(each, certain and not branch)
+
+    for statement in tree.body:
+        visit(statement, certain=True)
+    return {each for each, certain in found.items() if not certain}
+
+
+def _counts_first_in_a_branch(flag: int, rows: Any, out: Any) -> None:
+    if flag:
+        for row in numba.prange(len(rows.slots)):
+            out[row] += 1
+    for row in numba.prange(len(rows.slots)):
+        out[row] += 1
+
+
+def test_kernels_read_attributes_first_where_they_are_always_read() -> None:
+    """Elsewhere numba's parallel loops may get a length that was never computed: see `threaded`."""
+    kernels = dict(_kernels())
+    assert {"decode", "attend_rows", "multiply", "softmax_tile"} <= set(kernels)
+    for name, kernel in kernels.items():
+        assert not _first_read_in_a_branch(kernel.serial.py_func), name
+    assert _first_read_in_a_branch(_counts_first_in_a_branch) == {"rows.slots"}

@@ -11,10 +11,13 @@ pytest.importorskip("numba")
 
 import numpy as np
 
+from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels import decode_attention, simd
-from vsched_workers.backends.cpu.kernels.decode_attention import attend_widened, score_tag
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.decode_attention import attend_widened, decode, score_tag
 from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import attend_bf16
 from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
 pytestmark = pytest.mark.slow
@@ -65,6 +68,65 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     weights = (query.double()[:, None] @ seen.transpose(1, 2) * scaling).softmax(-1)
     wanted = (weights @ taken)[:, 0]
     assert torch.allclose(torch.from_numpy(summed).double(), wanted, atol=2e-5, rtol=1e-4)
+
+
+TAGS = [
+    pytest.param(BF16, id="bf16", marks=DOT.marks),
+    pytest.param(FLOAT32, id="float32"),
+]
+
+
+def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
+    """Decode a row of each of some sequences; return what is attended, and the keys and values that were written.
+
+    All else in the cache and in the result is no number.
+    """
+    torch.manual_seed(len(contexts))
+    heads, kv_heads, head_dim, block_size, nan = 6, 2, 64, 16, float("nan")
+    rows, seen = len(contexts), np.array(contexts, dtype=np.int32)
+    width = -(-max(contexts) // block_size)
+    tables = torch.randperm(rows * width).int().view(rows, width).numpy()
+    keys, values = (
+        torch.full((tables.size * 16, kv_heads, head_dim), nan).bfloat16() for _ in "kv"
+    )
+    for table, length in zip(tables, contexts, strict=True):
+        slots = (table[:, None] * block_size + np.arange(block_size)).flatten()[: length - 1]
+        for cached in (keys, values):
+            cached[slots] = torch.randn(length - 1, kv_heads, head_dim).bfloat16()
+    written = tables[np.arange(rows), (seen - 1) // 16].astype(np.int64) * 16 + (seen - 1) % 16
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).bfloat16()
+    out = torch.full((rows, heads, head_dim), nan).bfloat16()
+    angles = torch.rand(rows, head_dim // 2) * 7
+    cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+    kernel(
+        qkv.data_ptr(),
+        out.data_ptr(),
+        heads_of(heads, 0, 0, 0.0, 0.125),
+        RopeRows(cos, sin, written),
+        _bf16(keys),
+        _bf16(values),
+        tables,
+        seen,
+        block_size,
+        shares,
+        tag,
+    )
+    return [out, keys[written], values[written]]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("contexts", [[1], [1, 16, 17, 100, 33], [40] * 30])
+def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(
+    tag: Any, contexts: list[int]
+) -> None:
+    use_threads(2)
+    wanted = _decode(decode.serial, tag, contexts, 1)
+    assert all(each.isfinite().all() for each in wanted)
+    for shares in (1, 2):
+        found = _decode(decode.parallel, tag, contexts, shares)
+        assert torch.equal(found[1], wanted[1])
+        assert torch.equal(found[2], wanted[2])
+        torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)
 
 
 def test_sizes_that_fill_vectors_are_scored_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,12 @@ class Threaded(NamedTuple):
 
 
 def threaded(function: Any) -> Threaded:
-    """Compile a kernel for one thread, where `numba.prange` is `range`, and for all threads."""
+    """Compile a kernel for one thread, where `numba.prange` is `range`, and for all threads.
+
+    The kernel reads an attribute of an argument for the first time where it is always read: not in a branch or a loop.
+    For all threads, numba remembers the length of `given.slots` where the attribute is read first, and takes it
+    wherever it is read later; if that place was not reached, the length is whatever lies there.
+    """
     # The cache on disk tells functions apart by their names, not by the options they are compiled with.
     twin = types.FunctionType(
         function.__code__, function.__globals__, f"{function.__name__}_parallel"

@@ -61,12 +61,13 @@ def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) ->
 
 
 @compiled()
-def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, values: Any) -> None:
-    """Write a row's keys and values into the cache."""
+def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, context: RowContext) -> None:
+    """Write a row's keys and values, of the key heads of its context, into the cache."""
+    keys, values = context.keys, context.values
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     size = 2 * head_dim
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
-    for kv_head in range(kv_heads):
+    for kv_head in range(context.kv_first, context.kv_stop):
         at = row_at + (heads.queries + kv_head) * size
         place = (rows.slots[row] * kv_heads + kv_head) * size
         rope_head(at, keys.ctypes.data + place, rows, row, heads.key_norm_at, heads.norm_eps)
@@ -118,7 +119,7 @@ def decode(
 ) -> None:
     """Rotate the heads of decode rows, write keys and values into the cache, and attend.
 
-    Rows may see one another: all keys and values are written before a row attends.
+    Rows are of different sequences: a task writes what it reads, in one parallel region.
 
     Args:
         qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
@@ -128,21 +129,18 @@ def decode(
         keys: The layer's keys, [slots, kv heads, head dim]; `values` as well.
         values: The layer's values.
         tables: The block tables of the rows' sequences, int32 [rows, blocks].
-        contexts: The tokens that a row attends to, itself included, int32 [rows]; 0 for a row that does not attend.
+        contexts: The tokens that a row attends to, itself included, int32 [rows].
         block_size: Slots of a block.
         shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
         tag: The dtype tag that keys are scored in (`score_tag`).
     """
     size = keys.shape[1] // shares
-    for row in numba.prange(len(rows.slots)):
-        _write_row(qkv_at, heads[0], rows, row, keys, values)
     for task in numba.prange(len(rows.slots) * shares):
         row, first = task // shares, task % shares * size
-        if not contexts[row]:
-            continue
         context = RowContext(
             keys, values, tables[row], contexts[row], block_size, first, first + size
         )
+        _write_row(qkv_at, heads[0], rows, row, context)
         _decode_task(qkv_at, out_at, heads[0], rows, row, context, tag)
 
 

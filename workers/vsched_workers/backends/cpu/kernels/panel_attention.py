@@ -324,8 +324,8 @@ def attend_rows(
 ) -> None:
     """Rotate the heads of rows, write keys and values into the cache, and attend.
 
-    A row may see the tokens of rows before it. The arguments are those of `decode_attention.decode`; `block_size` is
-    a multiple of 16, and so is the size of a head.
+    A row may see the tokens of rows before it. The arguments are those of `decode_attention.decode`, but a row with a
+    context of 0 does not attend; `block_size` is a multiple of 16, and so is the size of a head.
     """
     for row in numba.prange(len(rows.slots)):
         _write_row(qkv_at, heads[0], rows, row, keys, values)

@@ -1,0 +1,105 @@
+"""What was never written is never read: it is made NaN, and answers are the same to the bit."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers import driver
+from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
+from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cpu import language_layers
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16"),
+]
+
+QUESTIONS = [
+    Question(
+        text,
+        [drawn_image(seed, 60 + 30 * seed, 80) for seed in range(images)],
+        count=9,
+        sampling=SamplingParams(temperature=1.0, seed=number, top_p=0.95, logprobs=3),
+    )
+    for number, (text, images) in enumerate(
+        [("What is it?", 1), ("Why? " * 9, 0), ("a", 2), ("Compare these, please.", 0)]
+    )
+]
+
+
+class PoisonedDriver(Driver):
+    """Fills the free memory of the heap with NaN before every step: compiled kernels take their scratch from there."""
+
+    def step(self, active: Any) -> None:
+        poison_heap()
+        super().step(active)
+
+
+def poison_heap() -> None:
+    """Fill pieces of many sizes with what is NaN as bfloat16, float32 and float64, and free them."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    pieces = []
+    for size in [*range(24, 1048, 16), *(1 << power for power in range(11, 17))] * 8:
+        pieces.append(library.malloc(size))
+        ctypes.memset(pieces[-1], 0xFF, size)
+    for piece in pieces:
+        library.free(piece)
+
+
+@contextmanager
+def poisoned_tensors() -> Iterator[None]:
+    """Fill what torch allocates with NaN; this also fixes the order of its sums, on a CPU the one that it has."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def answers(every: list[Running]) -> list[Any]:
+    return [(each.output, [(one.logprob, one.top) for one in each.logprobs]) for each in every]
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "threads", "deterministic"),
+    [("tiny25", 16, 2, False), ("tiny25", 16, 2, True), ("nano3", 4, 1, False)],
+)
+def test_answers_do_not_depend_on_what_was_never_written(
+    checkpoints: Callable[[str], Path],
+    name: str,
+    block_size: int,
+    threads: int,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not on KV blocks, nor on scratch, in chunks of any size, by the kernels of every path."""
+    monkeypatch.setattr(driver, "BLOCK_SIZE", block_size)
+    # Kernels run on all threads for any number of values.
+    monkeypatch.setattr(language_layers, "PARALLEL_VALUES_MIN", 0)
+    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
+    settings = WorkerSettings(threads=threads, deterministic=deterministic)
+    stage = Stage.load(
+        str(checkpoints(name)), attention="auto", dtype="bfloat16", settings=settings
+    )
+    for chunk in (17, 64):
+        wanted = answers(Driver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
+        generator: Any = stage.generator
+        with poisoned_tensors():
+            generator.build_kv(blocks=driver.BLOCKS, block_size=block_size)
+            for cached in (*generator._cache.keys, *generator._cache.values):
+                cached.fill_(torch.nan)
+            found = answers(PoisonedDriver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
+        assert found == wanted
