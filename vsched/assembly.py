@@ -133,7 +133,8 @@ def scheduler_limits(
         encode_items=policies.encode_items_max,
         waiting=generate.max_waiting,
         waiting_bytes=generate.max_waiting_bytes,
-        prefix_cache=generate.prefix_cache,
+        # Blocks of an earlier request say nothing of the state that a sequence had at their end.
+        prefix_cache=generate.prefix_cache and not info.state_bytes,
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
@@ -230,6 +231,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             device=rank_device(section.device, replica * section.tensor_parallel),
             threads=config.threads("generate"),
             attention=section.attention,
+            slots=section.slots,
             deterministic=config.model.deterministic,
         ),
         limits=StepLimits(
@@ -341,6 +343,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
             context_tokens=context_tokens(config, info),
             batch_tokens=config.generate.max_batch_tokens,
             slots=config.generate.slots,
+            state_bytes=config.generate.slots * info.state_bytes,
         ),
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
         generate=dict(zip(generators, beside, strict=True)),
@@ -363,12 +366,15 @@ def memory_in_use(
     encode = statistics["encode"]
     pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
     block_bytes = config.generate.block_size * info.kv_bytes_per_token
+    generate = statistics["generate"]
     used = {
-        "kv": statistics["generate"]["blocks_held"] * block_bytes,
+        "kv": generate["blocks_held"] * block_bytes,
         "embeddings in flight": pages * PAGE_ROWS * info.embedding_row_bytes,
         "arena": 0,
         "image preprocessing": 0,
     }
+    if info.state_bytes:
+        used["state"] = (generate["prefilling"] + generate["decoding"]) * info.state_bytes
     if media is not None:
         used["arena"] = media.pixels.bytes_held
         used["image preprocessing"] = media.decode.bytes_used

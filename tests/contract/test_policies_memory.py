@@ -367,6 +367,22 @@ def test_fraction_takes_a_share_and_hopes() -> None:
     assert "value 9 tokens" in refused(Fraction().plan(full))
 
 
+def test_every_policy_leaves_room_for_states() -> None:
+    """50,000 bytes for all slots of a rank; two ranks on a device need them twice."""
+    tight = [rank_memory(available_bytes=100_000)]
+    assert AutoProfile().plan(memory_view(ranks=tight, state_bytes=50_000)) == Probe(4992)
+    both = [rank_memory(available_bytes=200_000), rank_memory(rank=1, available_bytes=200_000)]
+    assert AutoProfile().plan(memory_view(ranks=both, state_bytes=50_000)) == Probe(4992)
+    view = memory_view(state_bytes=50_000)
+    assert "65000 tokens" in refused(Pinned(tokens=65_001, mem_fraction=1.0).plan(view))
+    assert Pinned(tokens=65_000, mem_fraction=1.0).plan(view) == Build(65_000)
+    assert Fraction().plan(view) == Build(58_000, profile=False)
+    measured = attempted("probe", 8192, peak_bytes=350_000 + 81_920, state_bytes=100_000)
+    policy = AutoProfile(headroom_bytes=0, mem_fraction=1.0)
+    assert policy.plan(memory_view(attempted("probe", 8192))) == Build(65_000 // 16 * 16, True, 0)
+    assert policy.plan(memory_view(measured)) == Build(55_000 // 16 * 16, True, 0)
+
+
 # --- every one of them ---
 
 

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.parity.hybrids import HYBRIDS
 from vsched_workers.checkpoint import random_init
 
 WINDOW = 9
@@ -182,16 +183,11 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {"sliding_window": WINDOW},
     "vaultgemma": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
     "youtu": {**_LATENT, "q_lora_rank": 24},
+    **HYBRIDS,
 }
 """What a model of each `model_type` has beyond `COMMON`."""
 
 REFUSED: Mapping[str, Mapping[str, Any]] = {
-    "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "attn_layer_indices": [1],
-    },
     "bloom": {"n_layer": 4, "n_head": 4},
     "codegen": {**_ALL_HEADS, "rotary_dim": 8},
     "deepseek_v32": {
@@ -205,7 +201,6 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "diffllama": {},
     "doge": {},
     "falcon": {"num_kv_heads": 2},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16},
     "gpt_neo": {
         **_ALL_HEADS,
         "num_layers": 4,
@@ -214,8 +209,6 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "gptj": {**_ALL_HEADS, "rotary_dim": 8},
-    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
     "llama4_text": {
         "attention_chunk_size": 16,
         **_LOCAL_EXPERTS,
@@ -223,30 +216,22 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
         "interleave_moe_layer_step": 2,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2},
-    "minimax": {
-        **_LOCAL_EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "block_size": 8,
-    },
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4},
-    "nemotron_h": {},
-    "qwen3_next": {
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "recurrent_gemma": {},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1},
+    "zaya": {},
 }
 """Architectures that are refused before weights are read."""
 
 FAMILY_SIZES = {"qwen2_5_vl": "nano25", "qwen3_vl": "nano3", "qwen3_vl_moe": "nano3moe"}
 """Families with a path of their own, each with the size of its smallest checkpoint; here they are asked in text."""
 
-SAMPLE = ("deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "phi3", "qwen3_moe", "stablelm")
-"""A choice with all features: latent attention, soft caps, learned positions, sinks, windows, experts."""
+SAMPLE = (
+    *("deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "phi3", "qwen3_moe", "stablelm"),
+    *("bamba", "jamba", "lfm2", "minimax", "qwen3_next"),
+)
+"""A choice with all features: latent attention, soft caps, learned positions, sinks, windows, experts; and states: of
+Mamba 2 and 1, a convolution alone, lightning attention, the gated delta rule."""
 
 
 def make_checkpoint(name: str, directory: Path) -> None:

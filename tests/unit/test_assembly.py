@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.rank.fake_plugin import LAYOUT, model_info
@@ -140,6 +141,24 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     }
     used = memory_in_use(statistics, None, config, INFO)
     assert used["kv"] == 3 * config.generate.block_size * INFO.kv_bytes_per_token
+
+
+def test_model_with_a_state_has_no_prefix_cache_and_room_for_all_slots() -> None:
+    """Whatever is configured: blocks without the state at their end are of no use."""
+    config, info = config_of("generate.slots=8"), msgspec.structs.replace(INFO, state_bytes=1 << 20)
+    policies = resolve_policies(config)
+    assert scheduler_limits(config, INFO, policies, blocks=9).prefix_cache
+    assert not scheduler_limits(config, info, policies, blocks=9).prefix_cache
+    assert kv_sizing(config, info, policies)._limits.state_bytes == 8 << 20
+    plan = worker_group_plans(config, info, policies)[-1]
+    assert plan.generate is not None
+    assert plan.generate.settings.slots == 8
+    statistics = {
+        "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
+        "generate": {"blocks_held": 0, "prefilling": 1, "decoding": 2},
+    }
+    assert memory_in_use(statistics, None, config, info)["state"] == 3 << 20
+    assert "state" not in memory_in_use(statistics, None, config, INFO)
 
 
 class OddPlugin:

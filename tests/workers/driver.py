@@ -37,6 +37,7 @@ ROWS_A_PAGE = 3
 BLOCKS = 400
 PAGES = 400
 TABLE_BLOCKS = 80
+SLOTS = 32
 
 
 def drawn_image(seed: int, width: int, height: int) -> Image.Image:
@@ -91,7 +92,7 @@ class Stage:
     ) -> Stage:
         info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
         settings = settings or WorkerSettings(threads=1)
-        settings = dataclasses.replace(settings, attention=attention)
+        settings = dataclasses.replace(settings, attention=attention, slots=SLOTS)
         share = msgspec.structs.replace(
             info, kv_bytes_per_token=info.kv_bytes_per_token // settings.ranks
         )
@@ -131,8 +132,8 @@ class Driver:
         shuffle = random.Random(seed)
         self.blocks = shuffle.sample(range(BLOCKS), BLOCKS)
         self.pages = shuffle.sample(range(PAGES), PAGES)
-        self.slots = shuffle.sample(range(32), 32)
-        self.tables = np.full((32, TABLE_BLOCKS), -1, dtype=np.int32)
+        self.slots = shuffle.sample(range(SLOTS), SLOTS)
+        self.tables = np.full((SLOTS, TABLE_BLOCKS), -1, dtype=np.int32)
         shape = (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes)
         self.embeddings = np.zeros(shape, np.uint8) if embeddings is None else embeddings
         assert self.embeddings.shape == shape
@@ -265,8 +266,10 @@ class Driver:
     def adopt(self, running: Running, other: Running) -> int:
         """Take the blocks of what a request and an earlier one begin with, as a prefix cache does; return the tokens.
 
-        At least one token is left to compute.
+        At least one token is left to compute; and all are, where the blocks are not all that a layer keeps.
         """
+        if self.stage.info.state_bytes:
+            return 0
         own, old = running.sequence, other.sequence
         known = zip(own.tokens[: own.length - 1], old.tokens[: other.computed], strict=False)
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], known)))

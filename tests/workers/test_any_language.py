@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -74,7 +75,9 @@ def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[...,
         ({"model_type": "t5"}, "no decoder that writes text by itself"),
         ({"model_type": "llava"}, "a part for images or sound"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
-        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "keep more than keys"),
+        ({"layer_types": ["full_attention", "indexed_attention"] * 2}, "keep more than keys"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "kind that is not known"),
+        ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),
     ],
 )
 def test_inspect_refuses_what_cannot_run(
@@ -143,6 +146,30 @@ def test_load_tells_layers_that_keep_more_than_was_told(edited: Callable[..., Pa
     )
     with pytest.raises(CheckpointError, match="keep 1024 bytes of a token.*tells 77"):
         plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+
+
+def test_load_tells_states_that_are_not_what_was_told(tmp_path: Path) -> None:
+    """So many bytes of each slot are in the ledger; they do not depend on weights."""
+    make_checkpoint("lfm2", tmp_path)
+    info = inspect(tmp_path)
+    assert info.state_bytes == 2 * 64 * 3 * 4, "two convolutions over three tokens"
+    half = plugin.inspect(str(tmp_path), dtype="bfloat16", item_tokens_max=0)
+    assert half.state_bytes == info.state_bytes // 2
+    (tmp_path / "model.safetensors").unlink()
+    wrong = msgspec.structs.replace(info, state_bytes=77)
+    with pytest.raises(CheckpointError, match="keep 1536 bytes of a sequence.*tells 77"):
+        plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+
+
+def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_next", tmp_path)
+    worker = load(tmp_path, attention="exact", slots=5)
+    states = worker._language.states
+    worker.build_kv(blocks=4, block_size=4)
+    held = sum(tensor.nbytes for tensor in states._slots.values())
+    assert held == 5 * inspect(tmp_path).state_bytes > 0
+    worker.drop_kv()
+    assert not states._slots
 
 
 def test_load_tells_windows_that_attention_is_not_told_of(edited: Callable[..., Path]) -> None:

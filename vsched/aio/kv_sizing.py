@@ -35,13 +35,14 @@ from vsched.wire import Sized, SizeKv
 
 
 class SizingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory policy is told besides measurements; see `MemoryView`. `bytes_per_token` are those of a rank."""
+    """What the memory policy is told besides measurements; see `MemoryView`. Bytes are those of a rank."""
 
     bytes_per_token: int
     block_size: int
     context_tokens: int
     batch_tokens: int
     slots: int
+    state_bytes: int = 0
 
 
 class Sizing:

@@ -34,12 +34,14 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
         weights_bytes: Its share of the weights, in the type that is served.
         limit_bytes: What it may take; 0 where only the device limits it.
         kv_bytes_per_token: Its share of the KV cache of a token; 0 for an encoder.
-        kv_tokens_max: KV cache beside the weights, if a step needed nothing; None without a limit.
+        state_bytes: The states of all slots; 0 for a model without.
+        kv_tokens_max: KV cache beside weights and states, if a step needed nothing; None without a limit.
     """
 
     weights_bytes: int
     limit_bytes: int
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
     kv_tokens_max: int | None = None
 
 
@@ -149,13 +151,15 @@ def _memory(
             )
             if role is not None
         }
-        room = max(limit - sum(weights.values()), 0)
+        state_bytes = config.generate.slots * info.state_bytes if plan.generate else 0
+        room = max(limit - sum(weights.values()) - state_bytes, 0)
         for stage, size in weights.items():
             has_kv = stage == "generate" and kv_bytes > 0
             found[stage] = StageMemory(
                 weights_bytes=size,
                 limit_bytes=limit,
                 kv_bytes_per_token=kv_bytes if has_kv else 0,
+                state_bytes=state_bytes if has_kv else 0,
                 kv_tokens_max=room // kv_bytes if has_kv and limit else None,
             )
     return found

@@ -321,7 +321,11 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         ),
     ] = None
     prefix_cache: Annotated[
-        bool, Meta(description="Whether KV blocks of finished requests are kept for later prompts.")
+        bool,
+        Meta(
+            description="Whether KV blocks of finished requests are kept for later prompts; never so for a model whose "
+            "layers keep a state, too."
+        ),
     ] = True
     admission: Annotated[
         PolicyTable, Meta(description="Which waiting requests join the next step.")

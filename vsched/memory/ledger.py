@@ -19,6 +19,7 @@ LineName = Literal[
     "arena",
     "image preprocessing",
     "kv",
+    "state",
     "captured graphs",
     "headroom",
     "peers",
@@ -198,10 +199,13 @@ def _pool_lines(
     for rank in pool.ranks:
         owner = rank.owner or f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
-        rest_bytes = peak_bytes - rank.weights_bytes - rank.kv_bytes - headroom_bytes - held_bytes
+        kept_bytes = rank.kv_bytes + rank.state_bytes
+        rest_bytes = peak_bytes - rank.weights_bytes - kept_bytes - headroom_bytes - held_bytes
         held_bytes = 0
         yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
         yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
+        if rank.state_bytes:
+            yield LedgerLine(pool.name, owner, "state", rank.state_bytes)
         yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
         if headroom_bytes:
             yield LedgerLine(pool.name, owner, "headroom", headroom_bytes)

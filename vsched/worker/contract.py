@@ -388,6 +388,7 @@ class WorkerSettings:
 
     Attributes:
         encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
+        slots: Most sequences that run at a time; 0 for an encoder.
         ranks: Ranks that share the model (tensor parallel); `rank` is the number of this one among them.
         rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
         deterministic: Whether what is computed for a row must not depend, to the bit, on the rows beside it. A worker
@@ -398,6 +399,7 @@ class WorkerSettings:
     threads: int = 1
     attention: str = "auto"
     encode_tokens_max: int = 0
+    slots: int = 0
     ranks: int = 1
     rank: int = 0
     rendezvous: str = ""

@@ -34,7 +34,10 @@ class GenerateRank:
         slots: int,
         context_tokens: int,
         block_size: int,
+        keeps_state: bool = False,
     ) -> None:
+        """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from."""
+        self._keeps_state = keeps_state
         self._worker = worker
         self._embeddings = embeddings
         self._block_size = block_size
@@ -94,6 +97,10 @@ class GenerateRank:
             known = "unknown here" if sequence is None else f"{sequence.length} tokens long here"
             raise RankDesync(
                 f"request {join.number} joins with {join.length} tokens; it is {known}"
+            )
+        if self._keeps_state and join.computed:
+            raise RankDesync(
+                f"request {join.number} joins with the KV of {join.computed} tokens, and the model has a state, too"
             )
         table, slot, sampling = self._table, join.slot, sequence.sampling
         table.number[slot] = join.number

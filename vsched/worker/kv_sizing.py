@@ -57,6 +57,11 @@ class KvSizing:
         """Bytes of the KV cache that stands."""
         return self.blocks * self._limits.block_size * self._info.kv_bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots, which stand with the KV cache."""
+        return self._limits.slots * self._info.state_bytes if self.blocks else 0
+
     def measure(self) -> RankMemory:
         """Return what is held and what is free: after loading, this is what the memory policy starts from."""
         self._collect()
@@ -70,7 +75,7 @@ class KvSizing:
         """
         if order.renew:
             self._abort()
-        expected = self.kv_bytes
+        expected = self.kv_bytes + self.state_bytes
         released = self._tear_down()
         if released + LEAK_SLACK_BYTES < expected:
             message = limit_message(
@@ -148,5 +153,9 @@ class KvSizing:
             self._memory, rank=self._rank, weights_bytes=self._worker.weights_bytes
         )
         return msgspec.structs.replace(
-            measured, peak_bytes=peak_bytes, kv_bytes=self.kv_bytes, released_bytes=released_bytes
+            measured,
+            peak_bytes=peak_bytes,
+            kv_bytes=self.kv_bytes,
+            state_bytes=self.state_bytes,
+            released_bytes=released_bytes,
         )

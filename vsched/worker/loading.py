@@ -142,10 +142,13 @@ class RankLoading(Generic[Link]):
             slots=limits.slots,
             context_tokens=limits.context_tokens,
             block_size=limits.block_size,
+            keeps_state=self._spec.info.state_bytes > 0,
         )
         member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
         memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
+        if self._spec.info.state_bytes:
+            memory["state"] = limits.slots * self._spec.info.state_bytes
         self._ready.append(Ready(blocks, memory, member.executor.hooks()))
         self._report_ready()
 

@@ -20,7 +20,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend, CapturedSteps, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.whole_model import check_built, check_kv, first_run
+from vsched_workers.backends.reference.whole_model import check_built, check_kept, first_run
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
 from vsched_workers.batching.paged_attention import (
@@ -29,8 +29,14 @@ from vsched_workers.batching.paged_attention import (
     KvShape,
     PagedStep,
 )
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
-from vsched_workers.batching.step_rows import PromptPositions, sampling_rows, special_rows
+from vsched_workers.batching.step_rows import (
+    PromptPositions,
+    sampling_rows,
+    sequence_slots,
+    special_rows,
+)
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
 from vsched_workers.checkpoint.whole_model import build_whole, load_whole
@@ -63,6 +69,7 @@ class LanguageModel:
         first_layers: Runs only so many layers (of each kind) while its context is open; None where all must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
         captures: Whether decode steps may be captured.
+        states: What layers keep of a sequence besides keys and values; None where they keep nothing.
     """
 
     module: nn.Module
@@ -73,21 +80,29 @@ class LanguageModel:
     first_layers: Callable[[int], AbstractContextManager[None]] | None
     shares_head: bool = False
     captures: bool = True
+    states: RecurrentStates | None = None
 
 
 class LanguageWorker:
     """The language model of one rank."""
 
     def __init__(
-        self, info: ModelInfo, backend: Backend, language: LanguageModel, group: RankGroup
+        self,
+        info: ModelInfo,
+        backend: Backend,
+        language: LanguageModel,
+        group: RankGroup,
+        *,
+        slots: int = 0,
     ) -> None:
-        """Take the model."""
+        """Take the model; `slots` is how many sequences may keep a state at a time."""
         self._info = info
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
         self._model: Any = language.module
         self._backend = backend
         self._group = group
+        self._slots = slots
         self._memory = group.memory(backend.memory)
         self._cache: KvCache | None = None
         self._attention: AttentionKernels | None = None
@@ -110,21 +125,25 @@ class LanguageWorker:
         self._group.abort()
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        """Allocate a KV cache of this many blocks; an older one is dropped first.
+        """Allocate a KV cache of this many blocks, and states for all slots; older ones are dropped first.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
         """
         self.drop_kv()
-        size = blocks * block_size * self._info.kv_bytes_per_token
+        info, states = self._info, self._language.states
+        size = blocks * block_size * info.kv_bytes_per_token + self._slots * info.state_bytes
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
+            allocate = functools.partial(self._backend.zeros, touch=touch)
+            if states is not None:
+                states.build(self._slots, allocate)
             cache = self._cache = KvCache(
                 self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
                 dtype=self._dtype,
-                allocate=functools.partial(self._backend.zeros, touch=touch),
+                allocate=allocate,
                 spare_blocks=self._backend.spare_blocks,
             )
             self._attention = self._backend.choose_attention(cache, self._language.heads)
@@ -144,6 +163,8 @@ class LanguageWorker:
         self.drop_graphs()
         self._cache = None
         self._attention = None
+        if self._language.states is not None:
+            self._language.states.drop()
 
     @property
     def frugal(self) -> bool:
@@ -186,6 +207,8 @@ class LanguageWorker:
             assert self._cache is not None, "build_kv comes before the first step"
             assert self._attention is not None, "it comes with the cache"
             token_ids, positions, step = pack(batch, self._cache, self._attention, self._backend)
+            if self._language.states is not None:
+                step.state_slots = self._backend.send(sequence_slots(batch))
             rows = sampling_rows(batch)
             hidden = self._layers(token_ids, positions, step, self._images(batch), rows)
             if not len(rows):
@@ -248,7 +271,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     load = _load_family if info.family in FAMILIES else _load_any
     with typed_out_of_memory("loading the language model", remedy=stage_remedy("generate")):
         language, group = load(info, settings, backend, progress)
-    return LanguageWorker(info, backend, language, group)
+    return LanguageWorker(info, backend, language, group, slots=settings.slots)
 
 
 def _load_family(
@@ -335,7 +358,7 @@ def build_any(info: ModelInfo) -> Any:
     Raises:
         CheckpointError: When it cannot run, as far as can be seen without weights.
     """
-    built = build_whole(info.path, info.family)
+    built = build_whole(info.path, info.family, getattr(torch, info.dtype))
     check_built(built, info)
     return built
 
@@ -362,19 +385,20 @@ def _load_any(
         device=settings.device,
         progress=progress,
     )
-    kv, layers = first_run(model, info.family)
-    check_kv(kv, info)
+    found = first_run(model, info.family)
+    check_kept(found, info)
     if backend.compiles:
         progress("compiling kernels", 1.0)
     backend.load_attention()
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model),
-        kv=kv,
+        kv=found.kv,
         heads=model.config.num_attention_heads,
         positions=_text_positions,
-        first_layers=None if layers is None else layers.first,
+        first_layers=None if found.layers is None else found.layers.first,
         captures=False,
+        states=found.states if info.state_bytes else None,
     )
     return language, RankGroup(settings, "generate", backend.collectives)
 

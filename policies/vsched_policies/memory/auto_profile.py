@@ -149,7 +149,8 @@ def _tightest(view: MemoryView) -> tuple[RankMemory, int]:
     """Return the rank with the least room, and the tokens in whole blocks that it has room for now."""
     rooms = []
     for pool in group_pools(view.ranks, view.reservations):
-        room_bytes = max(pool.available_bytes - pool.unheld_bytes, 0)
+        state_bytes = view.state_bytes * len(pool.ranks)
+        room_bytes = max(pool.available_bytes - pool.unheld_bytes - state_bytes, 0)
         tokens = room_bytes // (view.bytes_per_token * len(pool.ranks))
         rooms.append((pool.ranks[0], tokens // view.block_size * view.block_size))
     return min(rooms, key=lambda room: room[1])

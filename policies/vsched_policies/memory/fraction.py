@@ -36,7 +36,10 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
 
     def _build(self, view: MemoryView) -> Build | Fail:
         tokens = min(
-            int(self.mem_fraction * pool.available_bytes)
+            max(
+                int(self.mem_fraction * pool.available_bytes) - view.state_bytes * len(pool.ranks),
+                0,
+            )
             // (view.bytes_per_token * len(pool.ranks))
             for pool in group_pools(view.ranks, ())
         )

@@ -67,7 +67,8 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
         kv_bytes = tokens * view.bytes_per_token
         for pool in group_pools(view.ranks, view.reservations):
             # What is free is what neither this group nor its peers hold; mem_fraction applies to that.
-            free_bytes = max(pool.available_bytes - pool.unheld_bytes - self.headroom_bytes, 0)
+            kept_bytes = pool.unheld_bytes + view.state_bytes * len(pool.ranks)
+            free_bytes = max(pool.available_bytes - kept_bytes - self.headroom_bytes, 0)
             room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)
             if kv_bytes > room_bytes:
                 tokens_max = room_bytes // view.bytes_per_token

@@ -15,6 +15,9 @@ from vsched.cli import app, main
 from vsched.errors import CheckpointError
 
 pytest.importorskip("torch")  # so that the command does not hide it from this process
+
+from tests.parity.architectures import make_checkpoint
+
 DEMO = Path(__file__).parents[3] / "workers" / "demo-model"
 
 
@@ -67,6 +70,18 @@ def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
     assert "KV 1.0 KiB a token, 4.0 MiB a full context; limit 1.00 GiB: KV for" in generate
     (parameters,) = [line for line in lines if line.startswith("parameters")]
     assert "in bfloat16; 1 file," in parameters
+
+
+def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
+    make_checkpoint("lfm2", tmp_path)
+    sets = ("--set", "generate.slots=10", "--set", "generate.memory_limit=1GiB")
+    status, report = check_json(tmp_path, *sets)
+    memory = report["memory"]["generate"]
+    assert (status, memory["state_bytes"]) == (0, 10 * report["info"]["state_bytes"])
+    room = (1 << 30) - memory["weights_bytes"] - memory["state_bytes"]
+    assert memory["kv_tokens_max"] == room // memory["kv_bytes_per_token"]
+    _, output = check(tmp_path, *sets)
+    assert "states of all slots 15.0 KiB, and so no prefix cache" in output
 
 
 def test_check_writes_json(tmp_path: Path) -> None:

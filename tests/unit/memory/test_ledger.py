@@ -121,6 +121,14 @@ def test_group_ledger_at_the_peak_of_a_build() -> None:
     }
 
 
+def test_group_ledger_has_a_line_for_states() -> None:
+    """They are not among the activations; a model without has no such line."""
+    build = attempted("build", 40_000, peak_bytes=700_000, state_bytes=60_000)
+    lines = lines_of(group_ledger(memory_view(build), build))
+    assert lines["generate rank 0 state"] == 60_000
+    assert lines["generate rank 0 language activations"] == 700_000 - 150_000 - 400_000 - 60_000
+
+
 def test_group_ledger_counts_an_encoder_once() -> None:
     """What an encoder holds is no longer among the peers, where it is a process of its own."""
     view = memory_view(reservations=[reserved(30_000, held=True)])

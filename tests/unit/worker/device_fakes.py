@@ -39,8 +39,12 @@ class MeasuredGenerator(StandInGenerator):
         leaks: Whether the cache stays referenced when it is dropped.
     """
 
-    def __init__(self, memory: SimulatedMemory, *, row_bytes: int = 64 << 10) -> None:
-        super().__init__(memory, kv_bytes_per_token=KV_BYTES, weights_bytes=8 * MIB)
+    def __init__(
+        self, memory: SimulatedMemory, *, row_bytes: int = 64 << 10, state_bytes: int = 0
+    ) -> None:
+        super().__init__(
+            memory, kv_bytes_per_token=KV_BYTES, weights_bytes=8 * MIB, state_bytes=state_bytes
+        )
         self.row_bytes = row_bytes
         self.leaks = False
         self.events: list[str] = []
@@ -53,7 +57,8 @@ class MeasuredGenerator(StandInGenerator):
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         self.events.append(f"build {blocks}")
         self.blocks = blocks
-        self._kv = [self.memory.allocate(blocks * block_size * KV_BYTES)]
+        sizes = (blocks * block_size * KV_BYTES, self._state_bytes)
+        self._kv = [self.memory.allocate(size) for size in sizes if size]
 
     def drop_graphs(self) -> None:
         self.events.append("drop graphs")

@@ -291,6 +291,21 @@ def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, me
     assert len(worker.batches) == 1
 
 
+def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> None:
+    """A rank that were told to would answer with a state that is not the sequence's."""
+    data = join(1, 0, [3, 4, 5, 6, 7]).data
+    cached = GenerateDecision(1, joined=[Join(1, 0, 4, 5, [1, 2], data)])
+    rank_of(Script([])).apply(cached)
+    embeddings = np.zeros((4, 4, 8), np.uint8)
+    rank = GenerateRank(
+        Script([]), embeddings, slots=4, context_tokens=64, block_size=4, keeps_state=True
+    )
+    with pytest.raises(
+        RankDesync, match="joins with the KV of 4 tokens, and the model has a state"
+    ):
+        rank.apply(cached)
+
+
 def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
     """The count of tokens is checked again after a preemption."""
     worker = Script([7], [8])

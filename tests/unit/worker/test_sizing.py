@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.unit.worker.device_fakes import (
@@ -37,6 +38,22 @@ def test_carry_out_measures_an_attempt() -> None:
     assert grown == 4096 * KV_BYTES + LOAD.batch_tokens * worker.row_bytes
     assert memory.total_bytes == memory.available_bytes + memory.reserved_bytes
     assert sizing.blocks == 256
+
+
+def test_carry_out_counts_the_states_of_all_slots() -> None:
+    """They stand and go with the KV cache, and are not among what it is."""
+    info = msgspec.structs.replace(model_info(), state_bytes=MIB)
+    worker = MeasuredGenerator(SimulatedMemory(256 * MIB), state_bytes=LOAD.slots * MIB)
+    sizing = KvSizing(worker, info, LOAD)
+    assert sizing.measure().state_bytes == 0
+    memory = sizing.carry_out(PROBE).memory
+    assert (memory.kv_bytes, memory.state_bytes) == (4096 * KV_BYTES, LOAD.slots * MIB)
+    memory = sizing.carry_out(BUILD).memory
+    assert memory.released_bytes == 4096 * KV_BYTES + LOAD.slots * MIB
+    worker._kv.pop()  # the states, which nobody drops
+    leaked = sizing.carry_out(PROBE)
+    assert leaked.outcome == "leak"
+    assert f"at least {8192 * KV_BYTES + LOAD.slots * MIB}" in leaked.message
 
 
 def test_carry_out_tears_down_in_order() -> None:

@@ -37,6 +37,9 @@ NAME = "vsched.sim.cluster.plugin:plugin"
 IMAGE_TEXT = "<image>"
 ITEM_TOKENS_MAX = 128
 CONTEXT_TOKENS = 4096
+HYBRID = "simulated-hybrid"
+"""Path of a checkpoint whose layers keep a state, too; any other is of one without."""
+STATE_BYTES = 4 << 20
 
 
 class SimulatedDetokenizer:
@@ -123,6 +126,7 @@ class SimulatedPlugin:
             vocab_size=VOCABULARY,
             context_tokens=CONTEXT_TOKENS,
             kv_bytes_per_token=1 << 20,
+            state_bytes=STATE_BYTES if path == HYBRID else 0,
             item_tokens_max=min(item_tokens_max or ITEM_TOKENS_MAX, ITEM_TOKENS_MAX),
             image_token_id=IMAGE_TOKEN,
             stop_token_ids=(END_TOKEN,),

@@ -67,10 +67,17 @@ class StandInGenerator(StandInWorker):
     """A language model with a KV cache on the simulated device, in one allocation; it yields token 1 for every row."""
 
     def __init__(
-        self, memory: SimulatedMemory, *, kv_bytes_per_token: int, weights_bytes: int = 0
+        self,
+        memory: SimulatedMemory,
+        *,
+        kv_bytes_per_token: int,
+        weights_bytes: int = 0,
+        state_bytes: int = 0,
     ) -> None:
+        """Allocate the weights; `state_bytes` are those of all slots, and come with the KV cache."""
         super().__init__(memory, weights_bytes=weights_bytes)
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._state_bytes = state_bytes
         self._kv: list[int] = []
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
@@ -81,7 +88,8 @@ class StandInGenerator(StandInWorker):
         """
         del touch
         self.drop_kv()
-        self._kv = [self.memory.allocate(blocks * block_size * self._kv_bytes_per_token)]
+        kv_bytes = blocks * block_size * self._kv_bytes_per_token
+        self._kv = [self.memory.allocate(size) for size in (kv_bytes, self._state_bytes) if size]
 
     def drop_kv(self) -> None:
         """Free the KV cache."""

@@ -2,7 +2,7 @@
 
 What an encoder yields follows from the pixels that it finds. A generator looks whether the embeddings that it reads in
 the arena are those of its images, and keeps fingerprints in a KV cache of real blocks, which it reads through block
-tables.
+tables. Where the model has a state, too, each slot keeps the fingerprint of its last token.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ class SymbolicGenerator(StandInGenerator):
             process.memory,
             kv_bytes_per_token=info.kv_bytes_per_token,
             weights_bytes=WEIGHTS_BYTES,
+            state_bytes=settings.slots * info.state_bytes,
         )
+        self._states: dict[int, int] | None = {} if info.state_bytes else None
         self._world = world
         self._process = process
         self._who = f"rank {settings.rank}"
@@ -256,6 +258,12 @@ class SymbolicGenerator(StandInGenerator):
         seen = int(kv[start - 1]) if start else self._root
         known.length = start
         known.grow(sequence, stop, seen ^ damage)
+        if self._states is not None:
+            if start and self._states.get(slot) != seen:
+                self._world.violate(
+                    f"{self._who}: request {sequence.number} goes on at {start} from a state that is not its own"
+                )
+            self._states[slot] = int(known.fingerprints[stop - 1])
         positions = np.arange(start, stop)
         self._blocks[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
         return next_token(int(known.fingerprints[stop - 1]))

@@ -229,6 +229,7 @@ class PagedStep:
         slots: int64 [rows], where each row's key and value go.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
         contexts: int32 [decode rows], tokens that each decode row sees, itself included.
+        state_slots: int64 [decode rows + segments], the slot of each sequence, for layers that keep a state.
         on_device: tables and contexts on a GPU, once they have been copied; a captured step has these alone.
     """
 
@@ -240,6 +241,7 @@ class PagedStep:
     tables: npt.NDArray[np.int32]
     contexts: npt.NDArray[np.int32]
     segments: list[Segment]
+    state_slots: torch.Tensor | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
     on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -285,6 +287,11 @@ def running(step: PagedStep) -> Iterator[None]:
         yield
     finally:
         _RUNNING.reset(token)
+
+
+def running_step() -> PagedStep:
+    """Return the step that runs."""
+    return _RUNNING.get()
 
 
 def attend(

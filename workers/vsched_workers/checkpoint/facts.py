@@ -14,7 +14,7 @@ from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_i
 from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import FAMILIES, Family, family_of, model_type_of
-from vsched_workers.families.generic import context_tokens, kv_values, text_config
+from vsched_workers.families.generic import context_tokens, kv_values, refusal, text_config
 from vsched_workers.families.generic_vision import takes_images, vision_facts
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
@@ -22,6 +22,7 @@ from vsched_workers.families.qwen_image import (
     pixel_limits,
     worst_tokens,
 )
+from vsched_workers.families.recurrent import state_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -162,6 +163,10 @@ def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelI
     text = text_config(directory, family)
     _check_files(directory, config)
     chosen = choose_dtype(config, dtype)
+    itemsize = 4 if chosen == "float32" else 2
+    kept = state_bytes(text, itemsize)
+    if kept is None:
+        raise refusal(family, "layers with a state of a kind that is not known")
     return ModelInfo(
         family=family,
         path=str(directory),
@@ -169,7 +174,8 @@ def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelI
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
         context_tokens=context_tokens(text, family),
-        kv_bytes_per_token=kv_values(text) * (4 if chosen == "float32" else 2),
+        kv_bytes_per_token=kv_values(text) * itemsize,
+        state_bytes=kept,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
     )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 LABEL = "loading the language model"
 
 
-def build_whole(path: str, family: str) -> Any:
-    """Return an architecture without weights, on the meta device.
+def build_whole(path: str, family: str, dtype: torch.dtype) -> Any:
+    """Return an architecture without weights, on the meta device; `dtype` is what it would be loaded in.
 
     Raises:
         CheckpointError: When it cannot run on paged attention.
@@ -33,10 +33,7 @@ def build_whole(path: str, family: str) -> Any:
 
     config = text_config(checkpoint_directory(path), family)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if model._is_stateful:  # noqa: SLF001 # how transformers itself tells
-        raise refusal(family, "a recurrent state")
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def build_tower(path: str, family: str) -> Any:

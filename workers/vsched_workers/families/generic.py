@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from vsched.errors import CheckpointError
+from vsched_workers.families.recurrent import ATTENDING, NEITHER, STATEFUL, layer_kinds
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose whole state is keys and values, each seen by all later tokens, or by those of a window."""
+LAYER_TYPES = ATTENDING | STATEFUL | NEITHER
+"""Kinds of layers that can run."""
 
 UNEQUAL = {
     "llama4_text": "temperatures that follow a token's place in the step",
@@ -76,16 +77,19 @@ def check_text(config: Any, family: str) -> None:
     """
     if config.model_type in UNEQUAL:
         raise refusal(family, UNEQUAL[config.model_type])
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = sorted(set(kinds) - LAYER_TYPES)
+    kinds = set(layer_kinds(config))
+    others = sorted(kinds - LAYER_TYPES)
     if others:
         raise refusal(
             family,
             f"layers that keep more than keys and values, or attend otherwise ({', '.join(others)})",
         )
+    if kinds and not kinds & ATTENDING:
+        raise refusal(family, NO_ATTENTION)
 
 
 OWN_ATTENTION = "attention of its own, which does not go through transformers' interface"
+NO_ATTENTION = "no layer that attends, and so no KV cache to share out"
 
 
 def refusal(family: str, what: str) -> CheckpointError:
@@ -122,7 +126,7 @@ def kv_values(config: Any) -> int:
 
     A rank compares it with what the layers really write, before it serves.
     """
-    count = config.num_hidden_layers
+    count = sum(kind in ATTENDING for kind in layer_kinds(config)) or config.num_hidden_layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
     return sum(map(_layer_values, layers)) if layers else count * _layer_values(config)
 

@@ -31,6 +31,9 @@ FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 25
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
+READ_DIRECTLY = ("dt_proj",)
+"""Layers that are not called: a Mamba mixer multiplies by the weight of its own accord."""
+
 
 class CustomProduct(Protocol):
     """A product that takes any number of rows.
@@ -205,7 +208,8 @@ def pack_linears(
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
-            if type(linear) is nn.Linear:  # what derives from it computes something else
+            # What derives from it computes something else.
+            if type(linear) is nn.Linear and name not in READ_DIRECTLY:
                 packed = PackedLinear(linear, sizes, make_custom)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,12 @@ from torch import nn
 from vsched.types import ModelInfo
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
-from vsched_workers.families.generic import OWN_ATTENTION, refusal
+from vsched_workers.batching.recurrent_state import RecurrentStates
+from vsched_workers.families.generic import NO_ATTENTION, OWN_ATTENTION, refusal
+from vsched_workers.families.recurrent import NEITHER, layer_kinds
 
 FIRST_RUN = "vsched_first_run"
+NOTHING_KEPT = KvShape(0, 0, 0)
 
 
 class WholeModel:
@@ -65,14 +68,15 @@ class DecoderLayers:
         self._layers: list[Any] = list(layers)
         names: Sequence[str] = stated or [""] * len(layers)
         self._kinds = [(name, *_parts(layer)) for name, layer in zip(names, layers, strict=True)]
-        self._returns_tuple = [False] * len(layers)
+        self._more: list[int | None] = [None] * len(layers)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Learn what layers return, their rows alone or a tuple that begins with them, while the context is open."""
 
         def note(index: int, *seen: object) -> None:
-            self._returns_tuple[index] = isinstance(seen[-1], tuple)
+            found = seen[-1]
+            self._more[index] = len(found) - 1 if isinstance(found, tuple) else None
 
         hooks = [
             layer.register_forward_hook(functools.partial(note, index))
@@ -94,7 +98,7 @@ class DecoderLayers:
             if seen[kind] > count:
                 left_out.append(index)
         for index in left_out:
-            self._layers[index].forward = _pass_tuple if self._returns_tuple[index] else _pass
+            self._layers[index].forward = functools.partial(_pass, self._more[index])
         try:
             yield
         finally:
@@ -102,12 +106,9 @@ class DecoderLayers:
                 del self._layers[index].forward
 
 
-def _pass(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    return hidden_states
-
-
-def _pass_tuple(hidden_states: torch.Tensor, *_: object, **__: object) -> tuple[Any, ...]:
-    return hidden_states, None, None
+def _pass(more: int | None, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
+    """Stand in for a layer that returns rows alone, or so many more things after them."""
+    return hidden_states if more is None else (hidden_states, *[None] * more)
 
 
 def _parts(layer: nn.Module) -> tuple[Hashable, ...]:
@@ -116,18 +117,33 @@ def _parts(layer: nn.Module) -> tuple[Hashable, ...]:
     return modules, tuple(weight.shape for weight in layer.parameters())
 
 
+class FirstRun(NamedTuple):
+    """What a first run told.
+
+    Attributes:
+        kv: What each layer keeps of a token; of no heads where it keeps nothing.
+        states: What layers keep of a sequence besides.
+        layers: The layers, where some can be left out.
+    """
+
+    kv: list[KvShape]
+    states: RecurrentStates
+    layers: DecoderLayers | None
+
+
 @torch.inference_mode()
-def first_run(model: Any, family: str) -> tuple[list[KvShape], DecoderLayers | None]:
-    """Return what each layer keeps of a token; and the layers, where some can be left out.
+def first_run(model: Any, family: str) -> FirstRun:
+    """Run two tokens through a model, in which nothing is attended, and prepare it for steps.
 
     Raises:
-        CheckpointError: When a layer does not attend to the tokens before it, through the interface, once.
+        CheckpointError: When a layer does not attend to the tokens before it, through the interface, once; or keeps
+            anything else that cannot be kept here.
     """
     from transformers import AttentionInterface
 
     shapes: dict[int, KvShape] = {}
     strange: list[str] = []
-    kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ()
+    kinds = layer_kinds(model.config)
 
     def note(
         module: Any,
@@ -153,46 +169,59 @@ def first_run(model: Any, family: str) -> tuple[list[KvShape], DecoderLayers | N
     AttentionInterface.register(FIRST_RUN, note)
     count = model.config.num_hidden_layers
     layers = _decoder_layers(model, count)
+    states = RecurrentStates(model)
+    if model._is_stateful and not states.modules:  # noqa: SLF001 # how transformers itself tells
+        raise refusal(family, "a recurrent state of a kind of its own")
     model.set_attn_implementation(FIRST_RUN)
     try:
-        with layers.noting() if layers is not None else nullcontext():
+        with states.noting(), layers.noting() if layers is not None else nullcontext():
             _run_two_tokens(model)
-        if not shapes:
-            strange.append(OWN_ATTENTION)
-        if sorted(shapes) != list(range(count)):
-            strange.append(f"{count} layers, of which {len(shapes)} attend through the interface")
-        if strange:
-            raise refusal(family, strange[0])
-        found = [shapes[layer] for layer in range(count)]
-        return found, layers if layers is not None and _runs_without(model, layers) else None
+            if not shapes:
+                strange.append(OWN_ATTENTION if not states.modules else NO_ATTENTION)
+            idle = {layer for layer, kind in enumerate(kinds) if kind in NEITHER}
+            if {*shapes, *states.layers, *idle} != set(range(count)):
+                strange.append(
+                    f"{count} layers, of which {len(shapes)} attend through the interface"
+                )
+            if strange:
+                raise refusal(family, strange[0])
+            runs_without = layers is not None and _runs_without(model, layers)
+        found = [shapes.get(layer, NOTHING_KEPT) for layer in range(count)]
+        return FirstRun(found, states, layers if runs_without else None)
     finally:
         model.set_attn_implementation(NAME)
 
 
-def check_kv(shapes: Sequence[KvShape], info: ModelInfo) -> None:
-    """Check that layers keep of a token what the engine was told: it has shared the memory out by that.
+def check_kept(found: FirstRun, info: ModelInfo) -> None:
+    """Check that layers keep what the engine was told: it has shared the memory out by that.
 
     Raises:
         CheckpointError: When they do not.
     """
-    written, told = sum(each.values for each in shapes) * info.itemsize, info.kv_bytes_per_token
-    if written != told:
-        what = f"layers that keep {written} bytes of a token, where config.json tells {told}"
-        raise refusal(info.family, what)
+    per_token = sum(each.values for each in found.kv) * info.itemsize
+    for written, told, what in (
+        (per_token, info.kv_bytes_per_token, "token"),
+        (found.states.size_bytes, info.state_bytes, "sequence"),
+    ):
+        if written != told:
+            raise refusal(
+                info.family,
+                f"layers that keep {written} bytes of a {what}, where config.json tells {told}",
+            )
 
 
 def check_built(model: Any, info: ModelInfo) -> None:
     """Do the first run with a model that has no weights yet, on the meta device, where that is possible.
 
     Raises:
-        CheckpointError: As `first_run` and `check_kv`.
+        CheckpointError: As `first_run` and `check_kept`.
     """
     try:
-        shapes, _ = first_run(model, info.family)
-        check_kv(shapes, info)
+        check_kept(first_run(model, info.family), info)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        # Experts that are chosen by values cannot run without any; other models have no excuse.
-        if not model._supports_attention_backend:  # noqa: SLF001
+        # Experts that are chosen by values cannot run without any; other models have no excuse, but that those with
+        # a state do not say whether they use the interface.
+        if not (model._supports_attention_backend or model._is_stateful):  # noqa: SLF001
             raise refusal(info.family, OWN_ATTENTION) from error
 
 
