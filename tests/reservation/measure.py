@@ -39,7 +39,7 @@ WORST_EVERY = 10
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What one budget needed, in bytes beyond what the loaded worker holds; `drift_bytes` are part of what is reserved.
+    """What one budget needed, in bytes beyond what the loaded worker holds.
 
     `above` counts the batches that needed more than was reserved.
     """
@@ -47,7 +47,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     batches: int
     reserved_bytes: int
-    drift_bytes: int
     most_bytes: int
     above: int
 
@@ -64,6 +63,7 @@ def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> 
         assert isinstance(worker, VisionWorker)
         tower: Any = worker._tower
         tower.blocks = tower.blocks[:blocks]
+        tower.fullatt_block_indexes = [blocks - 1]  # both kinds of attention run
     role = EncodeRole(
         address="", plugin="", settings=settings, items=ITEMS, tokens=tokens, pixels_max=PIXELS_MAX
     )
@@ -86,7 +86,6 @@ def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> 
         tokens=tokens,
         batches=batches,
         reserved_bytes=reservation.growth_bytes,
-        drift_bytes=memory.drift_bytes,
         most_bytes=most,
         above=above,
     )

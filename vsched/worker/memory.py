@@ -32,8 +32,6 @@ class DeviceMemory(Protocol):
     Attributes:
         name: The device as torch names it.
         pool: What the memory belongs to: two ranks with the same pool take from each other.
-        drift_bytes: What libraries may go on to keep in small pieces after a peak was measured; 0 where an allocator
-            keeps the peak for this process.
     """
 
     @property
@@ -41,9 +39,6 @@ class DeviceMemory(Protocol):
 
     @property
     def pool(self) -> str: ...
-
-    @property
-    def drift_bytes(self) -> int: ...
 
     def total(self) -> int:
         """Return what this process could use at most, were it alone."""
@@ -67,6 +62,14 @@ class DeviceMemory(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peak."""
+        ...
+
+    def drift(self, growth_bytes: int) -> int:
+        """Return by how much work may exceed a measured growth though its shapes are no larger.
+
+        What it takes may depend on where the pieces before it lay, and libraries may go on to keep small ones. It is 0
+        where an allocator splits and joins blocks at will.
+        """
         ...
 
     def release(self) -> None:

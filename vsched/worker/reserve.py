@@ -6,7 +6,7 @@ nor to what is measured.
 
 The same batch may need more memory when it runs again, since what was kept of the first time (compiled code, caches,
 small objects) lies between the pieces of the second. So all candidates run in turn until a whole round adds nothing.
-What libraries and the interpreter go on to keep for shapes that they have not met is the memory's `drift_bytes`.
+What batches of other shapes may need beyond that, because of where their pieces happen to lie, is the memory's `drift`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def _measure(
                 "encode.reserved how much to keep.",
                 ROUNDS_MAX,
             )
-    return max(0, peak - loaded.reserved_bytes) + memory.drift_bytes
+    growth = max(0, peak - loaded.reserved_bytes)
+    return growth + memory.drift(growth)
 
 
 class BatchArena:

@@ -73,8 +73,9 @@ class VisionWorker:
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
-        with self._backend.exact_memory():
-            self._encode_all(jobs, embeddings)
+        with self._group.together():
+            for part in self._calls(jobs):
+                self._encode(part, embeddings)
 
     @property
     def pauses(self) -> bool:
@@ -83,7 +84,7 @@ class VisionWorker:
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
-        self._sliced.begin(lambda: self._encode_all(jobs, embeddings))
+        self._sliced.begin(lambda: self.encode(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
         """Encode `layers` more blocks, 0 for the rest; return whether that was all.
@@ -91,14 +92,7 @@ class VisionWorker:
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
-        # The steps in between are not exact: for what they take, pieces that are kept are faster.
-        with self._backend.exact_memory():
-            return self._sliced.advance(layers)
-
-    def _encode_all(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        with self._group.together():
-            for part in self._calls(jobs):
-                self._encode(part, embeddings)
+        return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0
@@ -158,7 +152,9 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         tower = family.build_vision(info.path, "sdpa")
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
-    with typed_out_of_memory("loading the vision tower", remedy=stage_remedy("encode")):
+    loading = typed_out_of_memory("loading the vision tower", remedy=stage_remedy("encode"))
+    # Holes that loading left would hide what batches need, until something else lies there.
+    with loading, backend.without_holes():
         fill_module(
             tower,
             index,
@@ -174,5 +170,6 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
     if backend.compiles:
         progress("compiling kernels", 1.0)
-    backend.prepare_tower(tower)
+    with backend.without_holes():
+        backend.prepare_tower(tower)
     return VisionWorker(info, backend, family, tower, weights_bytes, group)

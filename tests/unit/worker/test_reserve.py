@@ -156,11 +156,14 @@ def test_reserve_tells_to_the_byte_what_is_held(peak: int, after: int, held: boo
 
 def test_reserve_adds_what_may_drift() -> None:
     """On top of the peak, where batches ran."""
-    memory = SimulatedMemory(256 * MIB)
-    memory.drift_bytes = 3 * MIB
-    worker = MeasuredEncoder(memory)
+
+    class Drifting(SimulatedMemory):
+        def drift(self, growth_bytes: int) -> int:
+            return growth_bytes // 4 + 3 * MIB
+
+    worker = MeasuredEncoder(Drifting(256 * MIB))
     _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
-    assert (reservation.growth_bytes, reservation.held) == (35 * MIB, False)
+    assert (reservation.growth_bytes, reservation.held) == (43 * MIB, False)
 
 
 def test_reserve_reports_no_negative_growth() -> None:

@@ -161,8 +161,8 @@ class Backend(ABC):
 
     # --- memory and copies ---
 
-    def exact_memory(self) -> AbstractContextManager[None]:
-        """Have what is allocated until the context ends take what its pieces need together, whatever was there before.
+    def without_holes(self) -> AbstractContextManager[None]:
+        """Have what is allocated and freed until the context ends leave no holes: it is slower, for what is done once.
 
         By default nothing is done: an allocator of blocks that can be split and joined at will needs nothing.
         """

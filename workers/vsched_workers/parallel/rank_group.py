@@ -337,7 +337,7 @@ class _AgreedMemory:
         self._group = group
         self.name = memory.name
         self.pool = memory.pool
-        self.drift_bytes = memory.drift_bytes
+        self.drift = memory.drift
         self.total = memory.total
         self.available = memory.available
         self.reserved = memory.reserved

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.patience import PATIENCE_S
+from vsched.aio.replicas.process import rank_environment
 from vsched_workers.backends.reference.host_memory import HostMemory
 
 
@@ -93,3 +94,48 @@ def test_host_memory_counts_what_the_limit_counts() -> None:
     )
     assert not done.returncode, done.stderr
     assert done.stdout.split() == ["refused", "typed", "typed", "typed"]
+
+
+LITTER_AND_PIECES = """
+import torch
+from vsched.worker.memory import limit_process_memory
+from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces
+limit_process_memory(2 << 30, keys="encode.memory_limit")
+memory = HostMemory()
+
+def held_after_pieces():
+    before = memory.reserved()
+    # A small object lies after each piece, and stays.
+    both = [(torch.ones(256 << 10, dtype=torch.uint8), torch.ones(32 << 10, dtype=torch.uint8)) for _ in range(64)]
+    stays.extend(small for _, small in both)
+    del both
+    memory.release()
+    return memory.reserved() - before - 64 * (32 << 10)
+
+stays = []
+with mapped_pieces():
+    print(held_after_pieces() >> 20)
+print(held_after_pieces() >> 20)
+"""
+
+
+@pytest.mark.slow
+def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
+    """They go back whole in spite of small objects that stay; afterwards the heap keeps what is between them again."""
+    done = subprocess.run(
+        [sys.executable, "-c", LITTER_AND_PIECES],
+        env=rank_environment(1, oversubscribed=True),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    mapped, usual = map(int, done.stdout.split())
+    assert mapped <= 1
+    assert usual >= 12
+
+
+def test_host_memory_drifts_with_what_was_measured() -> None:
+    """Scattered pieces add a share, and the interpreter a little of its own."""
+    assert HostMemory().drift(0) == 4 << 20
+    assert HostMemory().drift(30 << 20) == 14 << 20

@@ -100,7 +100,7 @@ class ReferenceBackend(Backend):
     ) -> CapturedSteps | None:
         return None
 
-    def exact_memory(self) -> AbstractContextManager[None]:
+    def without_holes(self) -> AbstractContextManager[None]:
         return mapped_pieces()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:

@@ -17,10 +17,13 @@ from vsched.worker.memory import host_available, host_total, process_limit, stat
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 DRIFT_BYTES = 4 << 20
-"""What the heap, the interpreter and compiled code may grow by once they are warm; see docs/memory.md."""
+"""What the interpreter and compiled code may grow by once they are warm."""
 
-MAPPED_BYTES_MIN = 256 << 10
-"""The smallest piece that has a mapping of its own while memory is to be exact."""
+SCATTERED_SHARE = 3
+"""One part in so many of a measured growth is what scattered pieces may add to it; see docs/memory.md."""
+
+MAPPED_BYTES_MIN = 64 << 10
+"""The smallest piece that has a mapping of its own while nothing is to be left in the heap."""
 
 _M_MMAP_THRESHOLD = -3
 """The number of this option in `malloc.h`."""
@@ -39,8 +42,6 @@ class HostMemory:
 
     Without a limit the host's or the control group's memory is the bound, and what counts is what is resident.
     """
-
-    drift_bytes = DRIFT_BYTES
 
     def __init__(self, name: str = "cpu") -> None:
         self.name = name
@@ -93,6 +94,10 @@ class HostMemory:
             self._ballast = map_private(gap, access=0)
         self._other_bytes = _unlimited_space()
 
+    def drift(self, growth_bytes: int) -> int:
+        """Return what a heap may need beyond a measured growth: its pieces lie differently after other batches."""
+        return DRIFT_BYTES + growth_bytes // SCATTERED_SHARE
+
     def release(self) -> None:
         """Return free heap pages to the host, where the C library can."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -120,12 +125,11 @@ class HostMemory:
 
 @contextmanager
 def mapped_pieces() -> Iterator[None]:
-    """Have the C library give every larger piece a mapping of its own until the context ends.
+    """Have the C library give every larger piece that fits into no hole a mapping of its own until the context ends.
 
-    In a heap, how much room pieces need depends on where those before them lay: batches of images of all sizes took up
-    to 40 % more than their pieces together. Mappings leave no holes, and go back whole. It costs an encoder 3 % at
-    most, while the small pieces of decode steps would take twice their time. Only a rank has its heap set up, and only
-    there anything is done.
+    Mappings leave no holes in the heap, and go back whole. It is for what is done once: fetching and returning pages
+    for every piece costs the batches of a small encoder up to 48 % of their speed. Only a rank has its heap set up, and
+    only there anything is done.
     """
     usual = os.environ.get("MALLOC_MMAP_THRESHOLD_")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
