@@ -94,8 +94,9 @@ import sys
 from vsched.worker.memory import limit_process_memory
 limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.language import LanguageWorker
+from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.plugin import plugin
-from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched.worker.contract import WorkerSettings
 from vsched.worker.profiling_run import StepLimits, run_profile
 info = plugin.inspect(sys.argv[1], dtype="float32", item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
