@@ -88,11 +88,12 @@ async def attempt(case: Case) -> Outcome:
 
 
 def verdict_on(stage: Stage, message: str) -> Verdict:
-    """Tell whether an error names the setting that is too low, and none that would not help."""
+    """Tell whether an error names each setting that would help, and none that would not."""
     named = {name for name, key in KEYS.items() if key in message}
     if not named:
         return "no setting"
-    return "told" if stage == "together" or named == {stage} else "wrong setting"
+    helping = set(KEYS) if stage == "together" else {stage}
+    return "told" if named == helping else "wrong setting"
 
 
 def judged(outcome: Outcome, written: str) -> Outcome:

@@ -19,7 +19,7 @@ TRACEBACK = "Traceback (most recent call last):\n  ...\nMemoryError\n"
     ("stage", "message", "verdict"),
     [
         ("encode", ENCODE, "told"),
-        ("together", ENCODE, "told"),
+        ("together", ENCODE, "wrong setting"),
         ("generate", ENCODE, "wrong setting"),
         ("encode", "raise encode.memory_limit or generate.memory_limit", "wrong setting"),
         ("together", "raise encode.memory_limit or generate.memory_limit", "told"),

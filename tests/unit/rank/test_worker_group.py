@@ -139,6 +139,30 @@ async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_na
         await worker_group.start()
 
 
+@pytest.mark.parametrize(
+    ("groups", "limit_bytes", "named"),
+    [
+        (["encode", "generate"], 1 << 40, True),
+        (["encode", "generate"], 0, False),
+        (["generate"], 1 << 40, False),
+    ],
+)
+async def test_worker_group_that_has_both_stages_names_both_limits(
+    place: Place, groups: list[str], limit_bytes: int, named: bool
+) -> None:
+    """The worker that ran out of memory names that of its own stage, and raising the other helps, too."""
+    worker_group = place.worker_group(
+        Heard().events,
+        groups=groups,
+        behaviour=Behaviour(load_error="DeviceOutOfMemory"),
+        memory_limit_bytes=limit_bytes,
+    )
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        await worker_group.start()
+    both = "raise encode.memory_limit or generate.memory_limit, for the two add up"
+    assert (both in str(caught.value)) == named
+
+
 async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     """The deadline for readiness passes, and the message names the knob; nothing is left running."""
     heard = Heard()

@@ -20,7 +20,7 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.aio.replicas.launcher import LaunchedRank, Launcher
-from vsched.errors import startup_error
+from vsched.errors import DeviceOutOfMemory, startup_error
 from vsched.failures import GroupFailure, NotReady, ProcessExited
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
@@ -120,9 +120,23 @@ class WorkerGroup:
         if self._failure is not None or failures:
             error = startup_error(self._failure) if self._failure is not None else failures[0]
             await self.stop(grace_s=0)
-            raise error
+            raise self._with_settings(error)
         self._up = True
         return {name: self._leaders[name].ready.result() for name in self.groups}
+
+    def _with_settings(self, error: Exception) -> Exception:
+        """Name both limits where they add up: who ran out of memory knows that of its own stage only."""
+        template = self._template
+        both = template.encode is not None and template.generate is not None
+        if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
+            return error
+        said, keys = str(error).rstrip("."), template.memory_keys
+        if keys in said:
+            return error
+        return DeviceOutOfMemory(
+            f"{said}. One process has both stages, under a limit of {template.memory_limit_bytes} bytes: raise {keys}, "
+            "for the two add up"
+        )
 
     async def _bring_up(self, group: str) -> None:
         """See a group through to its readiness."""
