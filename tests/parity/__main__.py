@@ -23,8 +23,7 @@ BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
 
 def row(name: str, parity: Parity) -> str:
     """Return the table's line of an architecture."""
-    path = "own" if name in FAMILY_SIZES else "generic"
-    cells = [f"`{name}`", path]
+    cells = [f"`{name}`", parity.path]
     cells += ["yes" if one else "no" for one in (parity.text, parity.chunked, parity.preempted)]
     cells.append("no" if not parity.prefix_cache else "yes" if parity.reuses else "not used")
     return f"| {' | '.join(cells)} | {'yes' if parity.equal else '**no**'} |"

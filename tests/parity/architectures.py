@@ -234,12 +234,12 @@ SAMPLE = (
 Mamba 2 and 1, a convolution alone, lightning attention, the gated delta rule."""
 
 
-def make_checkpoint(name: str, directory: Path) -> None:
-    """Write a checkpoint of random float32 weights, with a tokenizer of bytes."""
+def make_checkpoint(name: str, directory: Path, **changes: Any) -> None:
+    """Write a checkpoint of random float32 weights, with a tokenizer of bytes; `changes` are to its configuration."""
     if name in FAMILY_SIZES:
         random_init.make_checkpoint(str(directory), FAMILY_SIZES[name], dtype="float32")
         return
-    options = {**COMMON, **ARCHITECTURES.get(name, {}), **REFUSED.get(name, {})}
+    options = {**COMMON, **ARCHITECTURES.get(name, {}), **REFUSED.get(name, {}), **changes}
     if name == "falcon":
         del options["head_dim"]  # it is a property there
     config = CONFIG_MAPPING[name](**options)

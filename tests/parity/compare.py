@@ -15,6 +15,7 @@ from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
 from tests.workers.driver import Driver, Question, Running, Stage
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.plugin import plugin
 
 LENGTHS = (5, 23, 37, 14)
@@ -30,6 +31,7 @@ class Parity(NamedTuple):
     """Whether each way of running gave the tokens of `generate`.
 
     Attributes:
+        path: How `vsched check` says that it is computed.
         text: Each prompt in one step, all together.
         chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled.
         preempted: The same, with requests that lose their blocks and are computed again.
@@ -37,6 +39,7 @@ class Parity(NamedTuple):
         reuses: Whether those were used: not where layers keep a state, too.
     """
 
+    path: str
     text: bool = False
     chunked: bool = False
     preempted: bool = False
@@ -97,6 +100,7 @@ def compare(name: str, *, attention: str = "exact") -> Parity:
         stage = Stage.load(str(path), attention=attention, dtype="float32")
         questions = [Question(prompt, count=OUTPUTS) for prompt in asked]
         return Parity(
+            path=describe_checkpoint(folder).path,
             text=_tokens(Driver(stage, chunk=max(LENGTHS)).run(questions)) == expected,
             chunked=_tokens(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
             preempted=_tokens(

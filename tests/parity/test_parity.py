@@ -39,4 +39,6 @@ def test_page_has_a_row_for_every_architecture_and_all_are_equal() -> None:
     assert set(rows) == {*FAMILY_SIZES, *ARCHITECTURES, *REFUSED}, "run `python -m tests.parity`"
     for name in (*FAMILY_SIZES, *ARCHITECTURES):
         reuse = "not used" if name in HYBRIDS else "yes"
-        assert re.fullmatch(rf"(own|generic)( \| yes){{3}} \| {reuse} \| yes", rows[name]), name
+        assert re.fullmatch(
+            rf"(fused|modules|generic)( \| yes){{3}} \| {reuse} \| yes", rows[name]
+        ), name

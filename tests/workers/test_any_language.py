@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.plugin import plugin
 
 
@@ -28,19 +30,32 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def generic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model that is not of the usual make: its norms have a mean and a bias."""
+    path = tmp_path_factory.mktemp("stablelm")
+    make_checkpoint("stablelm", path)
+    return path
+
+
 @pytest.fixture
 def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a copy with other entries in its config.json."""
+    return functools.partial(edit, llama, tmp_path)
 
-    def edit(**changes: Any) -> Path:
-        for file in llama.iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        config = json.loads((llama / "config.json").read_text())
-        config = {name: value for name, value in (config | changes).items() if value is not None}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return tmp_path
 
-    return edit
+@pytest.fixture
+def edited_generic(generic: Path, tmp_path: Path) -> Callable[..., Path]:
+    return functools.partial(edit, generic, tmp_path)
+
+
+def edit(made: Path, to: Path, **changes: Any) -> Path:
+    for file in made.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((made / "config.json").read_text())
+    config = {name: value for name, value in (config | changes).items() if value is not None}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
 
 
 def inspect(path: Path) -> ModelInfo:
@@ -100,9 +115,31 @@ def test_context_ends_where_frequencies_would_change_for_a_whole_step(
     assert inspect(edited(rope_parameters=rope)).context_tokens == 128
 
 
-def test_check_parallel_refuses_several_ranks(llama: Path) -> None:
+def test_check_parallel_refuses_several_ranks(generic: Path) -> None:
     with pytest.raises(CheckpointError, match="one rank only. Remedy: set generate.tensor_par"):
-        plugin.check_parallel(inspect(llama), stage="generate", ranks=2)
+        plugin.check_parallel(inspect(generic), stage="generate", ranks=2)
+
+
+def test_check_parallel_of_the_usual_make(llama: Path) -> None:
+    plugin.check_parallel(inspect(llama), stage="generate", ranks=2)
+    with pytest.raises(CheckpointError, match="num_key_value_heads is 2, .* one of 1, 2."):
+        plugin.check_parallel(inspect(llama), stage="generate", ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, "fused"),
+        ({"hidden_act": "relu"}, "generic"),
+        ({"model_type": "stablelm"}, "generic"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "generic"),
+    ],
+)
+def test_description_tells_the_path(
+    edited: Callable[..., Path], changes: dict[str, Any], path: str
+) -> None:
+    """By the make that the configuration tells, and nothing else."""
+    assert describe_checkpoint(str(edited(**changes))).path == path
 
 
 @pytest.mark.parametrize(
@@ -110,15 +147,17 @@ def test_check_parallel_refuses_several_ranks(llama: Path) -> None:
     [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
 )
 def test_load_refuses_what_such_models_cannot(
-    llama: Path, settings: dict[str, Any], message: str
+    generic: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(llama, **settings)
+        load(generic, **settings)
 
 
-def test_load_tells_a_missing_tensor_and_one_of_another_shape(edited: Callable[..., Path]) -> None:
+def test_load_tells_a_missing_tensor_and_one_of_another_shape(
+    edited_generic: Callable[..., Path],
+) -> None:
     """Transformers would fill them with random values."""
-    path = edited()
+    path = edited_generic()
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     without = {key: tensor for key, tensor in tensors.items() if key != name}
@@ -135,9 +174,11 @@ def test_load_tells_a_missing_tensor_and_one_of_another_shape(edited: Callable[.
         load(path)
 
 
-def test_load_tells_layers_that_keep_more_than_was_told(edited: Callable[..., Path]) -> None:
+def test_load_tells_layers_that_keep_more_than_was_told(
+    edited_generic: Callable[..., Path],
+) -> None:
     """The ledger reckons with what the configuration tells; a rank does not even read weights for another figure."""
-    path = edited()
+    path = edited_generic()
     info = inspect(path)
     (path / "model.safetensors").unlink()
     wrong = ModelInfo(
@@ -180,16 +221,16 @@ def test_load_tells_windows_that_attention_is_not_told_of(edited: Callable[..., 
         load(path)
 
 
-def test_weights_are_memory_of_the_process_alone(llama: Path) -> None:
+def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
     """Not a view of the file: replacing it changes nothing."""
-    worker = load(llama, attention="exact")
+    worker = load(generic, attention="exact")
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    assert not any(str(llama) in file for file in files)
+    assert not any(str(generic) in file for file in files)
     assert worker.weights_bytes == sum(each.nbytes for each in worker._model.parameters())
     assert isinstance(worker.device_memory(), HostMemory)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "gemma3_text"])
 def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) -> None:
     """A profiling run needs each kind of layer: dense, experts, windows."""
     make_checkpoint(name, tmp_path)
@@ -206,7 +247,7 @@ def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) 
         return list(ran)
 
     worker.build_kv(blocks=400, block_size=4)
-    kinds = {"llama": 1, "deepseek_v3": 2, "gemma3_text": 2}[name]
+    kinds = {"stablelm": 1, "deepseek_v3": 2, "gemma3_text": 2}[name]
     with worker.first_layers(1):
         assert len(layers_of_a_step()) == kinds
     with worker.first_layers(0):

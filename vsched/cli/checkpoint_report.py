@@ -49,7 +49,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was found out.
 
     Attributes:
-        path: How it is computed: `fused`, `generic`, or `refused`.
+        path: How it is computed: `fused`, `modules`, `generic`, or `refused`.
         problems: Why it cannot be served; empty where it can.
         image_tokens: Tokens of an image by its size, or why it is refused.
     """

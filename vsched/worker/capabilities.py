@@ -182,7 +182,8 @@ class CheckpointDescription:
     Attributes:
         model_type: The family, as its `config.json` names it.
         architecture: The class of model that wrote it; empty where it does not say.
-        path: How it would be computed: `fused` by layers of this plug-in, `generic` by the library's.
+        path: How it would be computed: `fused` by layers of this plug-in, or by the library's: `modules` where ranks
+            can share them, or `generic`.
         parameters: Stored values by part, `language` and `vision`.
         dtypes: Stored values by type.
         sizes: What `config.json` says of the language model, by its own names.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -40,8 +41,10 @@ from vsched_workers.batching.step_rows import (
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
 from vsched_workers.checkpoint.whole_model import build_whole, load_whole
-from vsched_workers.families import FAMILIES, Family
+from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
+from vsched_workers.families.decoder import AttentionKind
+from vsched_workers.families.decoders import text_positions
 from vsched_workers.memory.out_of_memory import (
     require_available,
     stage_remedy,
@@ -268,16 +271,20 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     paged_attention.register()
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
-    load = _load_family if info.family in FAMILIES else _load_any
+    family = language_family(info.family, info.path)
+    load = _load_any if family is None else functools.partial(_load_family, family)
     with typed_out_of_memory("loading the language model", remedy=stage_remedy("generate")):
         language, group = load(info, settings, backend, progress)
     return LanguageWorker(info, backend, language, group, slots=settings.slots)
 
 
 def _load_family(
-    info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
+    family: LanguageFamily,
+    info: ModelInfo,
+    settings: WorkerSettings,
+    backend: Backend,
+    progress: Progress,
 ) -> tuple[LanguageModel, RankGroup]:
-    family = FAMILIES[info.family]
     config = family.model_config(info.path)
     tied = bool(config.tie_word_embeddings)
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
@@ -285,7 +292,7 @@ def _load_family(
     with torch.device("meta"):
         model = family.build_language(info.path, paged_attention.NAME)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
-    vocabulary: int = config.text_config.vocab_size
+    vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(
         model,
@@ -315,7 +322,7 @@ def _load_family(
 
 def family_language(
     info: ModelInfo,
-    family: Family,
+    family: LanguageFamily,
     backend: Backend,
     model: nn.Module,
     head: torch.Tensor,
@@ -328,24 +335,31 @@ def family_language(
     KV cache.
     """
     config = family.model_config(info.path)
-    text = config.text_config
+    text = config.get_text_config()
+    kinds = family.decoder.kinds(text)
     kv_heads = text.num_key_value_heads // ranks
     values = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * info.itemsize)
     return LanguageModel(
         module=model,
-        runnable=backend.prepare_language(model, head),
+        runnable=backend.prepare_language(model, head, family.decoder),
         kv=[KvShape(kv_heads, values // 2, values // 2)] * text.num_hidden_layers,
         heads=text.num_attention_heads // ranks,
         positions=functools.partial(family.positions, config),
-        first_layers=functools.partial(_cut_layers, model),
+        first_layers=functools.partial(_cut_layers, model, kinds),
         shares_head=len(head) < text.vocab_size,
+        captures=not any(kind.window for kind in kinds),
     )
 
 
 @contextmanager
-def _cut_layers(model: Any, count: int) -> Iterator[None]:
-    layers = model.layers
-    model.layers = layers[:count]
+def _cut_layers(model: Any, kinds: Sequence[AttentionKind], count: int) -> Iterator[None]:
+    layers, seen = model.layers, Counter[AttentionKind]()
+    first = type(layers)()
+    for layer, kind in zip(layers, kinds, strict=True):
+        seen[kind] += 1
+        if seen[kind] <= count:
+            first.append(layer)
+    model.layers = first
     try:
         yield
     finally:
@@ -395,17 +409,9 @@ def _load_any(
         runnable=backend.prepare_whole(model),
         kv=found.kv,
         heads=model.config.num_attention_heads,
-        positions=_text_positions,
+        positions=text_positions,
         first_layers=None if found.layers is None else found.layers.first,
         captures=False,
         states=found.states if info.state_bytes else None,
     )
     return language, RankGroup(settings, "generate", backend.collectives)
-
-
-def _text_positions(
-    token_ids: npt.NDArray[np.int32], items: Items
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the positions of a prompt without images: the same on all three axes."""
-    assert not items, "it is a model of text alone"
-    return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0

@@ -150,7 +150,8 @@ def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]
 @pytest.mark.parametrize(
     ("name", "path", "reason"),
     [
-        ("llama", "generic", ""),
+        ("llama", "fused", ""),
+        ("stablelm", "generic", ""),
         ("bloom", "refused", "attention of its own"),
         ("llama4_text", "refused", "temperatures that follow a token's place"),
     ],

@@ -104,6 +104,14 @@ def answer(
     return [each.output for each in running], np.array(driver.embeddings), held
 
 
+def answer_text(
+    settings: WorkerSettings, path: str, questions: Sequence[Question], dtype: str = "float32"
+) -> list[list[int]]:
+    """Run questions of a model of text alone to their end; return the tokens."""
+    driver = Driver(load(settings, path, dtype), chunk=7, seed=7)
+    return [each.output for each in driver.run(questions, arrivals=2, preempts=7)]
+
+
 def encode_in_parts(
     settings: WorkerSettings, path: str, question: Question, fails: str
 ) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
 from vsched_workers.checkpoint.weights import WeightIndex, load_head, load_tensors
 from vsched_workers.families import FAMILIES
-from vsched_workers.families.base import Sharing, Split
+from vsched_workers.families.sharing import Sharing, Split
 from vsched_workers.parallel.slicing import Cut, cut_of, slice_module
 from vsched_workers.plugin import plugin
 

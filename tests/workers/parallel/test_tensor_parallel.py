@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.parity.architectures import make_checkpoint as make_text
+from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
@@ -90,6 +92,16 @@ def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], s
 
 def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], size: str) -> None:
     check_equal(ranks, four_heads(size), 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_two_ranks_of_the_usual_make_equal_one(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """A model of text alone that has no file of its own: chunks, preemption, biases, a head that is tied or not."""
+    tied = name == "qwen3"
+    make_text(name, tmp_path, attention_bias=True, tie_word_embeddings=tied, sliding_window=None)
+    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
+    assert found[0] == found[1] == generated(tmp_path, prompts())
 
 
 @pytest.mark.parametrize("fails", ["", "early", "at the end"])

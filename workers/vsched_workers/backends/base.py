@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.batching.packed_step import Images
+    from vsched_workers.families.decoder import Decoder
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Multiplies rows [..., in] by a weight; returns [..., out]."""
@@ -121,8 +122,10 @@ class Backend(ABC):
     # --- products and layers ---
 
     @abstractmethod
-    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
-        """Lay a loaded language model out for this device; its linear layers may be replaced.
+    def prepare_language(
+        self, model: nn.Module, head: torch.Tensor, decoder: Decoder
+    ) -> RunnableLanguage:
+        """Lay a loaded language model of this make out for this device; its linear layers may be replaced.
 
         Shape: `head` [vocabulary, hidden], the embedding itself where the two are tied.
         """

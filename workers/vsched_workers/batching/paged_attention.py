@@ -8,9 +8,8 @@ its block table.
 No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since
 what a token may see follows from its place in its sequence.
 
-What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function as a
-keyword argument of the model's call, or in a context variable (`running`) where a model does not hand such arguments
-on. So two models can run in one process.
+What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function in a
+context variable (`running`): not every model hands keyword arguments on. So two models can run in one process.
 
 What some layers add to plain attention (windows, soft caps, sinks, keys and values of different sizes) is in
 `ruled_attention.py`. A layer without such goes to the kernels of the backend.
@@ -281,7 +280,7 @@ _RUNNING: ContextVar[PagedStep] = ContextVar("running paged step")
 
 @contextmanager
 def running(step: PagedStep) -> Iterator[None]:
-    """Let `attend` find the step, for models that do not hand keyword arguments on to their layers."""
+    """Let `attend` find the step."""
     token = _RUNNING.set(step)
     try:
         yield
@@ -301,7 +300,6 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_step: PagedStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -314,7 +312,7 @@ def attend(
     [1, rows, heads, head dim of the values]. `s_aux` [heads] are sinks: scores that take weight, and have no value.
     """
     layer: Any = module.layer_idx
-    step = paged_step or _RUNNING.get()
+    step = _RUNNING.get()
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
     values.index_copy_(0, step.slots, value[0].transpose(0, 1))

@@ -12,7 +12,7 @@ from vsched.errors import CheckpointError
 from vsched.worker.capabilities import CheckpointDescription
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
-from vsched_workers.families import FAMILIES, model_type_of
+from vsched_workers.families import language_family, model_type_of
 
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
@@ -56,7 +56,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     return CheckpointDescription(
         model_type=model_type,
         architecture=str(stated[0]) if isinstance(stated, list) and stated else "",
-        path="fused" if model_type in FAMILIES else "generic",
+        path=_path_of(model_type, directory),
         parameters=dict(parameters),
         dtypes=dict(types),
         files=len(files),
@@ -66,6 +66,17 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         chat_templates=templates,
         unsupported=tuple(_unsupported(directory, config)),
     )
+
+
+def _path_of(model_type: str, directory: Path) -> str:
+    """Return how its language model would be computed."""
+    try:
+        family = language_family(model_type, str(directory))
+    except CheckpointError:
+        family = None  # whoever asks whether it can be served is told why not
+    if family is None:
+        return "generic"
+    return "modules" if family.decoder.experts else "fused"
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, int, str]]:

@@ -13,7 +13,7 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
-from vsched_workers.families import FAMILIES, Family, family_of, model_type_of
+from vsched_workers.families import FAMILIES, Family, family_of, language_family, model_type_of
 from vsched_workers.families.generic import context_tokens, kv_values, refusal, text_config
 from vsched_workers.families.generic_vision import takes_images, vision_facts
 from vsched_workers.families.qwen_image import (
@@ -200,17 +200,12 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
     Raises:
         CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
     """
-    if info.family not in FAMILIES:
+    sizes = _shared_sizes(info, stage)
+    if not sizes:
         raise CheckpointError(
             f"config.json: model_type {info.family!r} runs on one rank only. "
             "Remedy: set generate.tensor_parallel to 1."
         )
-    config = read_json(checkpoint_directory(info.path), "config.json")
-    family = family_of(config)
-    part = "vision_config" if stage == "encode" else "text_config"
-    sharing = family.vision_sharing if stage == "encode" else family.language_sharing
-    read = family.vision if stage == "encode" else family.text
-    sizes = {f"{part}.{key}": int(read(config, key)) for key in sharing.sizes}
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
     if not wrong:
         return
@@ -220,3 +215,19 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
         f"config.json: {', '.join(wrong)}, which {ranks} ranks cannot share equally. "
         f"Remedy: set {stage}.tensor_parallel to one of {', '.join(allowed)}."
     )
+
+
+def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:
+    """Return the sizes that the number of ranks must divide, by their names; empty where nothing can be shared."""
+    if info.family in FAMILIES:
+        config = read_json(checkpoint_directory(info.path), "config.json")
+        family = family_of(config)
+        part = "vision_config" if stage == "encode" else "text_config"
+        sharing = family.vision_sharing if stage == "encode" else family.language_sharing
+        read = family.vision if stage == "encode" else family.text
+        return {f"{part}.{key}": int(read(config, key)) for key in sharing.sizes}
+    language = language_family(info.family, info.path)
+    if language is None:
+        return {}
+    stated = language.model_config(info.path)
+    return {key: int(getattr(stated, key)) for key in language.language_sharing.sizes}

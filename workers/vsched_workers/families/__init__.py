@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsched.errors import CheckpointError
-from vsched_workers.families.base import Family
+from vsched_workers.families.base import Family, LanguageFamily
+from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
 from vsched_workers.families.qwen3_vl import Qwen3Vl
 from vsched_workers.families.qwen3_vl_moe import Qwen3VlMoe
@@ -62,4 +63,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-__all__ = ["FAMILIES", "Family", "family_of", "model_type_of"]
+def language_family(name: str, path: str) -> LanguageFamily | None:
+    """Return the family by whose path a checkpoint's language model runs; None for the one for any architecture.
+
+    Raises:
+        CheckpointError: When the configuration cannot be read, or asks for what cannot run.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name not in DECODERS:
+        return None
+    return text_family(name, TextFamily(name, DECODERS[name]).model_config(path))
+
+
+__all__ = ["FAMILIES", "Family", "LanguageFamily", "family_of", "language_family", "model_type_of"]

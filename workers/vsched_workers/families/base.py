@@ -6,53 +6,50 @@ transformers are imported by the methods that build or run a module.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError
 from vsched.types import ItemPlace
+from vsched_workers.families.sharing import Sharing
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vsched_workers.families.decoder import Decoder
     from vsched_workers.families.qwen_image import ResizeLimits
 
 Grid = tuple[int, int, int]
 Items = Sequence[ItemPlace]
 
 
-class Split(enum.Enum):
-    """How the ranks share a linear layer: by its outputs, by its inputs, or its three parts by outputs each."""
+class LanguageFamily(Protocol):
+    """What loads and runs the language model of a family; attributes and methods as of `Family`."""
 
-    COLUMN = enum.auto()
-    ROW = enum.auto()
-    FUSED = enum.auto()
+    @property
+    def decoder(self) -> Decoder: ...
 
+    @property
+    def language_prefixes(self) -> tuple[str, ...]: ...
 
-@dataclass(frozen=True)
-class Sharing:
-    """How several ranks share a module; what is not named every rank has in full.
+    @property
+    def language_sharing(self) -> Sharing: ...
 
-    Attributes:
-        linears: The linear layers to split, by patterns of their names.
-        experts: The mixtures of experts, by a pattern of their names; a rank has whole experts of each.
-        absent: Patterns of linear layers that a checkpoint may be without.
-        counts: Attributes of modules that count heads, by patterns of the modules' names; a rank counts its own.
-        sizes: Entries of the module's part of `config.json` that the number of ranks must divide.
-    """
+    @property
+    def flips(self) -> tuple[str, ...]: ...
 
-    linears: Mapping[str, Split]
-    sizes: Sequence[str]
-    counts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    experts: str = ""
-    absent: Sequence[str] = ()
+    def model_config(self, path: str) -> Any: ...
+
+    def build_language(self, path: str, attention: str) -> nn.Module: ...
+
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]: ...
 
 
 class Family(ABC):
@@ -60,6 +57,7 @@ class Family(ABC):
 
     Attributes:
         name: The `model_type` of its `config.json`.
+        decoder: The make of its language model.
         language_prefixes: Where its language model's tensors lie in a checkpoint, newest layout first.
         vision_prefixes: The same for its vision tower.
         text_defaults: Entries that a `config.json` may leave out of its text part.
@@ -70,6 +68,7 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
+    decoder: ClassVar[Decoder]
     language_prefixes: ClassVar[tuple[str, ...]]
     vision_prefixes: ClassVar[tuple[str, ...]]
     text_defaults: ClassVar[Mapping[str, Any]]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Family, Items, Sharing, Split
+from vsched_workers.families.base import Family, Items
+from vsched_workers.families.decoder import Decoder
 from vsched_workers.families.qwen_image import ResizeLimits
 from vsched_workers.families.qwen_positions import rope_positions
 from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.families.sharing import Sharing, Split
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,7 @@ class Qwen25Vl(Family):
     """The family `qwen2_5_vl`."""
 
     name: ClassVar[str] = "qwen2_5_vl"
+    decoder: ClassVar[Decoder] = Decoder(axes=True)
     language_prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.", "model.")
     vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.", "visual.")
     text_defaults: ClassVar[Mapping[str, Any]] = {

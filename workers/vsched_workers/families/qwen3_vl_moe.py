@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Items, Sharing
+from vsched_workers.families.base import Items
+from vsched_workers.families.decoder import Decoder
 from vsched_workers.families.qwen3_vl import Qwen3Vl
 from vsched_workers.families.qwen_positions import rope_positions
+from vsched_workers.families.sharing import Sharing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +22,7 @@ class Qwen3VlMoe(Qwen3Vl):
     """The family `qwen3_vl_moe`; its vision tower is that of `qwen3_vl`."""
 
     name: ClassVar[str] = "qwen3_vl_moe"
+    decoder: ClassVar[Decoder] = Decoder(axes=True, experts=True)
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
         "num_attention_heads": 16,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vsched_workers.families.base import Sharing, Split
+from vsched_workers.families.sharing import Sharing, Split
 from vsched_workers.parallel.experts import SharedExperts
 
 if TYPE_CHECKING:

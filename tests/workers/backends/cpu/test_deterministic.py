@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import prompts
 from tests.workers import driver
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
@@ -144,6 +146,20 @@ def check_invariant(recorded: Recorded) -> None:
         assert recorded.run(asked[:4], chunk=chunk, seed=chunk) == together[:4]
     # A preempted request is recomputed from prompt and output, as after the loss of its rank.
     assert recorded.run(asked[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
+
+
+@needs_bf16_dot
+def test_a_model_of_text_alone_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual make has it, whatever the family: alone in one chunk, or among others in small ones, preempted."""
+    make_checkpoint("llama", tmp_path)
+    settings = WorkerSettings(threads=1, deterministic=True)
+    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
+    recorded = Recorded(stage, monkeypatch)
+    asked = [Question(prompt, count=8) for prompt in prompts()]
+    together = recorded.run(asked, chunk=7, arrivals=1, preempts=4)
+    assert [recorded.run([each], chunk=1000)[0] for each in asked] == together
 
 
 @needs_bf16_dot

@@ -26,7 +26,7 @@ from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_pr
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import pays_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
-from vsched_workers.backends.cpu.rotary_angles import Angles
+from vsched_workers.backends.cpu.rotary_angles import AxesAngles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import (
@@ -147,7 +147,7 @@ def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
     rotary = stages(size, "auto", "bfloat16").generator._model.rotary_emb  # type: ignore[attr-defined]
     positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
-    found = Angles(rotary)(positions)
+    found = AxesAngles(rotary)(positions)
     for one, other in zip(found, (cos, sin), strict=True):
         half = other.shape[-1] // 2
         assert torch.equal(torch.from_numpy(one).view(torch.bfloat16), other[0, :, :half])

@@ -16,7 +16,8 @@ from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.argmax import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
-from vsched_workers.backends.cpu.language_layers import FusedLanguage, fuse
+from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
@@ -26,6 +27,8 @@ from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vsched_workers.families.decoder import Decoder
 
 
 class CpuBackend(ReferenceBackend):
@@ -40,9 +43,11 @@ class CpuBackend(ReferenceBackend):
         self._make_product = functools.partial(make_product, threads=settings.threads)
         self._attention: AttentionKernels | None = None
 
-    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
-        is_fused = self._packs and fuse(model)
-        packed = super().prepare_language(model, head)
+    def prepare_language(
+        self, model: nn.Module, head: torch.Tensor, decoder: Decoder
+    ) -> RunnableLanguage:
+        is_fused = self._packs and fuse(model, decoder)
+        packed = super().prepare_language(model, head, decoder)
         if not is_fused:
             if self._deterministic:
                 raise ConfigError(
@@ -50,7 +55,12 @@ class CpuBackend(ReferenceBackend):
                     "experts are. Remedy: set it to false."
                 )
             return packed
-        layers = FusedLanguage(model, self._threads, deterministic=self._deterministic)
+        if self._deterministic and any(kind.window for kind in decoder.kinds(model.config)):
+            raise ConfigError(
+                "model.deterministic: layers of this model have sliding windows, for which there is no such kernel. "
+                "Remedy: set it to false."
+            )
+        layers = FusedLanguage(model, decoder, self._threads, deterministic=self._deterministic)
         return dataclasses.replace(packed, layers=layers)
 
     def prepare_tower(self, tower: nn.Module) -> None:

@@ -5,8 +5,8 @@ Here a layer is five products of packed weights, queries, keys and values being 
 compiled kernels in `kernels/`. A step's rows are padded once to a number that packed weights are multiplied with, and
 long steps are cut into blocks, so that the result of one product is still in the cache when the next takes it.
 
-What a layer computes follows from the modules that it is made of. A model with other modules in a layer keeps
-transformers' own.
+What a layer computes follows from the make of the model (`families/decoder.py`). A model of another make keeps
+transformers' own modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.activations import SiLUActivation
 
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
@@ -44,14 +43,15 @@ from vsched_workers.backends.cpu.kernels.rope import (
     heads_of,
     rope_prefill,
 )
-from vsched_workers.backends.cpu.rotary_angles import Angles
+from vsched_workers.backends.cpu.merged_layers import MergedAttention
+from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
-from vsched_workers.parallel.slicing import SummedLinear
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.batching.paged_attention import PagedStep, Segment
+    from vsched_workers.families.decoder import Decoder
 
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
@@ -61,60 +61,6 @@ DECODE_VALUES_MIN = 1 << 18
 
 USUAL_BLOCK = 16
 """Kernels for blocks of this size are compiled at load, others by the profiling run."""
-
-
-class FusedAttention(nn.Module):
-    """The attention of one layer, its first three products merged."""
-
-    def __init__(self, attention: Any) -> None:
-        super().__init__()
-        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        inputs, outputs = parts[0].in_features, sum(part.out_features for part in parts)
-        merged = nn.Linear(inputs, outputs, parts[0].bias is not None, device="meta")
-        merged.weight = _frozen([part.weight for part in parts])
-        if parts[0].bias is not None:
-            merged.bias = _frozen([part.bias for part in parts])
-        self.qkv_proj: nn.Module = merged
-        self.o_proj: nn.Module = attention.o_proj
-        self.q_norm: Any = getattr(attention, "q_norm", None)
-        self.k_norm: Any = getattr(attention, "k_norm", None)
-        self.head_dim: int = attention.head_dim
-        self.heads = parts[0].out_features // self.head_dim
-        self.kv_heads = parts[1].out_features // self.head_dim
-        self.scaling: float = attention.scaling
-        self.index: int = attention.layer_idx
-
-
-def _frozen(parts: Sequence[torch.Tensor]) -> nn.Parameter:
-    return nn.Parameter(torch.cat(list(parts)), requires_grad=False)
-
-
-def fuse(model: Any) -> bool:
-    """Merge the first products of every layer; return whether all layers are of a kind that can be fused.
-
-    The linear layers are packed afterwards, and `FusedLanguage` made of the model.
-    """
-    if not all(_is_known(layer) for layer in model.layers):
-        return False
-    for layer in model.layers:
-        layer.self_attn = FusedAttention(layer.self_attn)
-    return True
-
-
-def _is_known(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkv"]
-    linears += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up")]
-    summed = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
-    head_dim, sliding = attention.head_dim, getattr(attention, "sliding_window", None)
-    return (
-        all(isinstance(each, nn.Linear) for each in linears)
-        and all(isinstance(each, nn.Linear | SummedLinear) for each in summed)
-        and len({each.bias is None for each in linears[:3]}) == 1
-        and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        and head_dim % 2 == 0
-        and sliding is None
-    )
 
 
 @dataclass(slots=True)
@@ -143,7 +89,8 @@ class _Layer:
     norm: Norm
     middle: Norm
     heads: npt.NDArray[Any]
-    attention: FusedAttention
+    attention: MergedAttention
+    kind: int
 
 
 class _Part(NamedTuple):
@@ -157,7 +104,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _StepAttention:
-    """What attention needs of a step beside the hidden states, the same in all layers.
+    """What attention needs of a step beside the hidden states, the same in all layers of a kind.
 
     Attributes:
         parts: For each block its decode rows and its prefill rows.
@@ -179,11 +126,14 @@ class _StepAttention:
 class FusedLanguage:
     """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed."""
 
-    def __init__(self, model: Any, threads: int, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, model: Any, decoder: Decoder, threads: int, *, deterministic: bool = False
+    ) -> None:
         """Take the model.
 
         Args:
             model: With its layers fused and its linear layers packed.
+            decoder: Its make.
             threads: Threads of the kernels.
             deterministic: Whether a row is computed by the same code whatever rows are beside it: decode rows and rows
                 of prefill by one kernel for attention, and kernels on all threads for any number of values.
@@ -191,8 +141,14 @@ class FusedLanguage:
         self._model = model
         self._threads = threads
         self._deterministic = deterministic
-        self._layers = [_layer_of(layer) for layer in model.layers]
-        self._angles = Angles(model.rotary_emb)
+        kinds = decoder.kinds(model.config)
+        self._kinds = sorted(set(kinds))
+        self._layers = [
+            _layer_of(layer, decoder, self._kinds.index(kind))
+            for layer, kind in zip(model.layers, kinds, strict=True)
+        ]
+        self._by_module = dict(zip(model.layers, self._layers, strict=True))
+        self._angles = angles_of(model.rotary_emb, axes=decoder.axes)
         self._last = Norm.of(model.norm)
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
         self._custom = min((weight.custom_rows_max for weight in packed), default=0)
@@ -232,9 +188,10 @@ class FusedLanguage:
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
         angles = self._angles(positions)
-        attention_step = self._prepare_attention(rows, angles, step)
-        # A profiling run takes the first layers only, if any.
-        layers = self._layers[: len(self._model.layers)]
+        attention_steps = self._prepare_attention(rows, angles, step)
+        layers = self._layers
+        if len(self._model.layers) < len(layers):  # a profiling run takes some only, if any
+            layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.norm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
         self._add_norm(rows, None, norms[0])
@@ -242,11 +199,11 @@ class FusedLanguage:
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
                 if self._deterministic:
-                    attention_step = self._prepare_attention(rows, angles, _only(step, wanted))
-                self._attend(layer, rows, attention_step, step, _ends(step, wanted))
+                    attention_steps = self._prepare_attention(rows, angles, _only(step, wanted))
+                self._attend(layer, rows, attention_steps[layer.kind], step, _ends(step, wanted))
                 rows, select = rows.only(select, self._custom), None
             else:
-                self._attend(layer, rows, attention_step, step, step.segments)
+                self._attend(layer, rows, attention_steps[layer.kind], step, step.segments)
             self._feed_forward(layer, rows, following)
             if index < len(levels):
                 rows.hidden[places] += levels[index]
@@ -255,35 +212,25 @@ class FusedLanguage:
 
     def _prepare_attention(
         self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
-    ) -> _StepAttention:
+    ) -> list[_StepAttention]:
+        """Return what attention needs of a step, for each kind of layers."""
         first = self._layers[0].attention
-        kinds = first.heads + 2 * first.kv_heads
-        room = rows.hidden.new_empty(kinds, rows.count - step.decode_rows, first.head_dim)
+        written = first.heads + 2 * first.kv_heads
+        room = rows.hidden.new_empty(written, rows.count - step.decode_rows, first.head_dim)
         seen = int(step.contexts.sum()) * first.heads * first.head_dim
-        (cos, sin), slots = angles, step.slots.numpy()
-
-        def part_of(start: int, stop: int) -> _Part | None:
-            if start == stop:
-                return None
-            part = slice(start, stop)
-            rows = RopeRows(cos[part], sin[part], slots[part])
-            return _Part(start, rows, step.tables[part], step.contexts[part])
-
-        parts = []
-        for block in rows.blocks:
-            stop = min(block.stop, rows.count)
-            middle = min(max(step.decode_rows, block.start), stop)
-            parts.append((part_of(block.start, middle), part_of(middle, stop)))
         many = self._many(seen, DECODE_VALUES_MIN)
         kernel = attend_rows if self._deterministic else decode
-        return _StepAttention(
-            parts=parts,
-            room=room,
-            decode=kernel.parallel if many else kernel.serial,
-            decode_threads=self._threads if many else 1,
-            rope=self._pick(rope_prefill, room.numel()),
-            tag=score_tag(first.head_dim, step.cache.block_size),
-        )
+        return [
+            _StepAttention(
+                parts=_parts(rows, angles if kind.rotates else unrotated(angles), step),
+                room=room,
+                decode=kernel.parallel if many else kernel.serial,
+                decode_threads=self._threads if many else 1,
+                rope=self._pick(rope_prefill, room.numel()),
+                tag=score_tag(first.head_dim, step.cache.block_size),
+            )
+            for kind in self._kinds
+        ]
 
     def _attend(
         self,
@@ -337,7 +284,7 @@ class FusedLanguage:
 
     @staticmethod
     def _attend_chunks(
-        attention: FusedAttention,
+        attention: MergedAttention,
         rows: StepRows,
         room: torch.Tensor,
         step: PagedStep,
@@ -389,24 +336,47 @@ class FusedLanguage:
         return self._threads > 1 and (values >= least or self._deterministic)
 
 
-def _layer_of(layer: Any) -> _Layer:
-    attention: FusedAttention = layer.self_attn
+def _parts(
+    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
+) -> list[tuple[_Part | None, _Part | None]]:
+    """Return for each block of rows its decode rows and its prefill rows."""
+    (cos, sin), slots = angles, step.slots.numpy()
+
+    def part_of(start: int, stop: int) -> _Part | None:
+        if start == stop:
+            return None
+        part = slice(start, stop)
+        rows = RopeRows(cos[part], sin[part], slots[part])
+        return _Part(start, rows, step.tables[part], step.contexts[part])
+
+    parts = []
+    for block in rows.blocks:
+        stop = min(block.stop, rows.count)
+        middle = min(max(step.decode_rows, block.start), stop)
+        parts.append((part_of(block.start, middle), part_of(middle, stop)))
+    return parts
+
+
+def _layer_of(layer: Any, decoder: Decoder, kind: int) -> _Layer:
+    attention: MergedAttention = getattr(layer, decoder.attention)
+    feed_forward = getattr(layer, decoder.feed_forward)
     return _Layer(
         qkv=product_of(attention.qkv_proj),
         output=product_of(attention.o_proj),
-        gate=product_of(layer.mlp.gate_proj),
-        up=product_of(layer.mlp.up_proj),
-        down=product_of(layer.mlp.down_proj),
+        gate=product_of(feed_forward.gate_proj),
+        up=product_of(feed_forward.up_proj),
+        down=product_of(feed_forward.down_proj),
         norm=Norm.of(layer.input_layernorm),
         middle=Norm.of(layer.post_attention_layernorm),
         heads=heads_of(
             attention.heads,
-            _weight_at(attention.q_norm),
-            _weight_at(attention.k_norm),
-            getattr(attention.q_norm, "variance_epsilon", 0.0),
+            _weight_at(attention.query_norm),
+            _weight_at(attention.key_norm),
+            getattr(attention.query_norm, "variance_epsilon", 0.0),
             attention.scaling,
         ),
         attention=attention,
+        kind=kind,
     )
 
 

@@ -30,6 +30,8 @@ from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 if TYPE_CHECKING:
     from torch import nn
 
+    from vsched_workers.families.decoder import Decoder
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,9 +61,11 @@ class CudaBackend(Backend):
     def _graph_stream(self) -> CudaGraphStream:
         return CudaGraphStream(self.device)
 
-    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
+    def prepare_language(
+        self, model: nn.Module, head: torch.Tensor, decoder: Decoder
+    ) -> RunnableLanguage:
         return RunnableLanguage(
-            layers=ModuleLayers(model, self.send),
+            layers=ModuleLayers(model, self.send, axes=decoder.axes),
             head=functools.partial(functional.linear, weight=head),
             weights_bytes=stored_bytes(head, *model.parameters()),
         )

@@ -36,6 +36,8 @@ from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 if TYPE_CHECKING:
     from torch import nn
 
+    from vsched_workers.families.decoder import Decoder
+
 
 class ReferenceBackend(Backend):
     """The host with torch alone. What it computes is transformers' to the bit: bfloat16 weights are packed, no more."""
@@ -51,8 +53,10 @@ class ReferenceBackend(Backend):
         super().__init__(settings, dtype, memory=memory, collectives=GlooCollectives())
         self.compiles = self._packs = packs(dtype)
 
-    def prepare_language(self, model: nn.Module, head: torch.Tensor) -> RunnableLanguage:
-        layers = ModuleLayers(model, self.send)
+    def prepare_language(
+        self, model: nn.Module, head: torch.Tensor, decoder: Decoder
+    ) -> RunnableLanguage:
+        layers = ModuleLayers(model, self.send, axes=decoder.axes)
         if not self._packs:
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))

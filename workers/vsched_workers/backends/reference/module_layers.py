@@ -10,16 +10,23 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.batching.packed_step import Images
-from vsched_workers.batching.paged_attention import PagedStep
+from vsched_workers.batching.paged_attention import PagedStep, running
 
 
 class ModuleLayers:
     """Runs transformers' model over a packed row; see `LanguageLayers`."""
 
-    def __init__(self, model: Any, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
-        """Take the model; `send` brings row numbers to its device."""
+    def __init__(
+        self,
+        model: Any,
+        send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+        *,
+        axes: bool,
+    ) -> None:
+        """Take the model; `send` brings row numbers to its device, `axes` is whether it has positions of images."""
         self._model = model
         self._send = send
+        self._axes = axes
 
     def __call__(
         self,
@@ -40,13 +47,13 @@ class ModuleLayers:
                 mask[0, rows] = True
                 options["visual_pos_masks"] = mask
                 options["deepstack_visual_embeds"] = list(images.levels[1:])
-        out = self._model(
-            inputs_embeds=embeds[None],
-            position_ids=positions,
-            use_cache=False,
-            paged_step=step,
-            **options,
-        )
+        with running(step):  # not every model hands arguments on to its layers
+            out = self._model(
+                inputs_embeds=embeds[None],
+                position_ids=positions if self._axes else positions[0],
+                use_cache=False,
+                **options,
+            )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden[self._send(wanted)] if len(wanted) < len(hidden) else hidden
 

@@ -1,0 +1,65 @@
+"""Models of the usual make, fused, against transformers' modules, in bfloat16 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import prompts
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.driver import Driver, Question, Stage
+from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.families.decoders import DECODERS
+
+pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": 128}
+_NO_WINDOW: Mapping[str, Any] = {"sliding_window": None, "use_sliding_window": False}
+
+MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3 frequencies": ("llama", {"rope_parameters": _LLAMA3}),
+    "linear frequencies": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "mistral": ("mistral", _NO_WINDOW),
+    "qwen2": ("qwen2", _NO_WINDOW),
+    "qwen3 with yarn": ("qwen3", {**_NO_WINDOW, "rope_parameters": _YARN}),
+}
+"""Each with what its configuration has beyond the table of parity."""
+
+
+def test_every_make_is_tried() -> None:
+    assert {name for name, _ in MADE.values()} == {*DECODERS}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
+    """Decode rows beside chunks, preempted and computed again: the same logits but for rounding, and the same choice.
+
+    With the weights of parity, which are large, roundings grow from layer to layer.
+    """
+    name, changes = MADE[made]
+    make_checkpoint(name, tmp_path, initializer_range=0.1, **changes)
+    exact, fused = (
+        Stage.load(str(tmp_path), attention=kind, dtype="bfloat16") for kind in ("exact", "auto")
+    )
+    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    twins = Twins(exact.generator, fused.generator)
+    stage = Stage(exact.info, exact.preprocessor, None, twins)
+    questions = [Question(prompt, count=12) for prompt in prompts()]
+    Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
+    twins.check()

@@ -1,0 +1,79 @@
+"""The language models that are of the usual make, by their `model_type`: a line each.
+
+A model type that is here and a configuration that fits its make take the path of the families with files of their own:
+fused layers on a CPU, ranks that share the model. What does not fit takes the one for any architecture (`generic.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.base import Items
+from vsched_workers.families.decoder import Decoder, Windows
+from vsched_workers.families.generic import text_config
+from vsched_workers.families.sharing import Sharing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DECODERS: Mapping[str, Decoder] = {
+    "llama": Decoder(),
+    "mistral": Decoder(windows=Windows.ALL),
+    "qwen2": Decoder(windows=Windows.NAMED),
+    "qwen3": Decoder(windows=Windows.NAMED, query_norm="q_norm", key_norm="k_norm"),
+}
+
+
+class TextFamily:
+    """A model of text alone that is of the usual make; see `LanguageFamily`."""
+
+    flips: tuple[str, ...] = ()
+    language_prefixes: tuple[str, ...] = ("model.", "")
+
+    def __init__(self, name: str, decoder: Decoder) -> None:
+        """Take the `model_type` and its make."""
+        self.name = name
+        self.decoder = decoder
+
+    @property
+    def language_sharing(self) -> Sharing:
+        """How ranks share it; where they cannot, nothing is named, and only one rank is allowed."""
+        return self.decoder.sharing or Sharing({}, ())
+
+    def model_config(self, path: str) -> Any:
+        """Load the configuration object."""
+        return text_config(Path(path), self.name)
+
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        """Build the language model without its head, on the current default device, uninitialised."""
+        from transformers import AutoModel
+
+        model: nn.Module = AutoModel.from_config(
+            self.model_config(path), attn_implementation=attention
+        )
+        return model
+
+    def positions(
+        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the positions of a prompt: the same on all three axes."""
+        return text_positions(token_ids, items)
+
+
+def text_positions(
+    token_ids: npt.NDArray[np.int32], items: Items
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the positions of a prompt without images: the same on all three axes."""
+    assert not items, "it is a model of text alone"
+    return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0
+
+
+def text_family(name: str, config: Any) -> TextFamily | None:
+    """Return the family of a configuration object; None where it is not of the usual make."""
+    decoder = DECODERS.get(name)
+    return None if decoder is None or decoder.unfit(config) else TextFamily(name, decoder)
