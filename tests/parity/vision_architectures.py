@@ -514,10 +514,16 @@ def images_of(name: str) -> list[Arrays]:
     return [make(seed, *size) for seed, size in enumerate(SIZES)]
 
 
-def make_model(name: str) -> Any:
+def make_model(
+    name: str, *, image_token_id: int = IMAGE, vocab_size: int = 300, **options: Any
+) -> Any:
     """Return a model of random float32 weights, in which everything has an influence."""
     architecture = VISION_ARCHITECTURES[name]
-    config = CONFIG_MAPPING[architecture.family or name](**architecture.options)
+    chosen = {**architecture.options, **options, "image_token_id": image_token_id}
+    if "image_token_index" in chosen:
+        chosen["image_token_index"] = image_token_id
+    chosen["text_config"] = {**chosen["text_config"], "vocab_size": vocab_size}
+    config = CONFIG_MAPPING[architecture.family or name](**chosen)
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     noise = torch.Generator().manual_seed(1)

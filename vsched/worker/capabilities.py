@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.types import ModelInfo
-from vsched.worker.contract import EncodeJob, EncodeWorker, ImagePlan, Progress
+from vsched.worker.contract import Arrays, EncodeJob, EncodeWorker, ImagePlan, Progress
 
 # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -115,6 +115,15 @@ class WorstCaseBuilder(Protocol):
         runs alone. `pixels_max` is the largest image that is let in, before it is resized; `info.item_tokens_max`
         caps the tokens of one. Empty when no image is legal.
         """
+        ...
+
+
+@runtime_checkable
+class SampleImages(Protocol):
+    """A plug-in whose encoder takes what it takes for real images only: masks and indices are among their arrays."""
+
+    def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
+        """Return the arrays of an image of a plan that is one of `worst_batches`; zeros will do where it has none."""
         ...
 
 

@@ -11,14 +11,21 @@ from vsched.worker.contract import ImagePlan
 
 
 def expand_images(
-    token_ids: Sequence[int], plans: Sequence[ImagePlan], *, placeholder: int
+    token_ids: Sequence[int],
+    plans: Sequence[ImagePlan],
+    *,
+    placeholder: int,
+    marker: int | None = None,
 ) -> tuple[list[int], list[Spans]]:
-    """Replace the i-th placeholder by what stands for the i-th image; return the ids, and each image's placeholders.
+    """Replace the i-th marker by what stands for the i-th image; return the ids, and each image's placeholders.
+
+    `marker` is the token that a prompt has for an image; the placeholder, where it is not said.
 
     Raises:
         RequestRefused: When placeholders and images differ in number.
     """
-    places = [index for index, token in enumerate(token_ids) if token == placeholder]
+    marker = placeholder if marker is None else marker
+    places = [index for index, token in enumerate(token_ids) if token == marker]
     if len(places) != len(plans):
         message = limit_message(
             "the prompt's image placeholders and the request's images differ in number",

@@ -23,8 +23,9 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import WorstCaseBuilder, can_pause
+from vsched.worker.capabilities import SampleImages, WorstCaseBuilder, can_pause
 from vsched.worker.contract import (
+    Arrays,
     EncodeJob,
     EncodeWorker,
     ImagePlan,
@@ -67,6 +68,8 @@ def reserve_encoder(
     Raises:
         DeviceOutOfMemory: When the memory is not there.
     """
+    # First, for what finds the batches takes memory itself.
+    arena = None if role.reserved_bytes is not None else _batches(plugin, info, role)
     memory = worker.device_memory()
     collect()
     memory.release()
@@ -77,7 +80,7 @@ def reserve_encoder(
             _take(memory, role.reserved_bytes)
             growth = role.reserved_bytes
         else:
-            growth = _measure(worker, info, _candidates(plugin, info, role), loaded, role)
+            growth = _measure(worker, arena, loaded, role)
     except DeviceOutOfMemory as error:
         summary = _ledger(loaded, memory.peak()).summary()
         raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
@@ -104,19 +107,24 @@ def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:
     return Ledger.balanced({pool: loaded.total_bytes}, lines)
 
 
-def _candidates(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> list[list[ImagePlan]]:
+def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchArena | None:
+    """Return the candidates with their arrays; None where there are none."""
     if role.pixels_max < 1:
-        return []
+        return None
     if not isinstance(plugin, WorstCaseBuilder):
         logger.warning(
             "the plug-in %r does not know its worst batch of images: nothing is reserved for the encoder. "
             "Remedy: say with encode.reserved how much to keep.",
             role.plugin,
         )
-        return []
-    return plugin.worst_batches(
+        return None
+    batches = plugin.worst_batches(
         info, items=role.items, tokens=role.tokens, pixels_max=role.pixels_max
     )
+    if not batches:
+        return None
+    sample = plugin.sample_arrays if isinstance(plugin, SampleImages) else None
+    return BatchArena(info, batches, sample)
 
 
 def _take(memory: DeviceMemory, size: int) -> None:
@@ -137,8 +145,7 @@ def _take(memory: DeviceMemory, size: int) -> None:
 
 def _measure(
     worker: EncodeWorker,
-    info: ModelInfo,
-    batches: Sequence[Sequence[ImagePlan]],
+    arena: BatchArena | None,
     loaded: RankMemory,
     role: EncodeRole,
 ) -> int:
@@ -147,14 +154,14 @@ def _measure(
     Raises:
         DeviceOutOfMemory: When one does not fit.
     """
-    if not batches:
+    if arena is None:
         return 0
-    memory, arena = worker.device_memory(), BatchArena(info, batches)
+    memory = worker.device_memory()
     memory.reset_peak()
     alone, peak = role.settings.ranks == 1, 0
     for _ in range(ROUNDS_MAX if alone else ROUNDS_OF_GROUP):
         before = peak
-        for batch in batches:
+        for batch in arena.batches:
             _run(worker, arena, batch)
         peak = memory.peak()
         if alone and peak <= before:
@@ -171,12 +178,28 @@ def _measure(
 
 
 class BatchArena:
-    """Arrays and pages for any of some batches, in shared mappings; every image has the same ones."""
+    """Arrays and pages for any of some batches, in shared mappings; images of one plan have the same ones.
 
-    def __init__(self, info: ModelInfo, batches: Sequence[Sequence[ImagePlan]]) -> None:
-        plans = [plan for batch in batches for plan in batch]
+    `sample` gives the arrays of an image, where zeros would not do for all.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        batches: Sequence[Sequence[ImagePlan]],
+        sample: Callable[[ModelInfo, ImagePlan], Arrays] | None = None,
+    ) -> None:
+        self.batches = batches
+        plans = dict.fromkeys(plan for batch in batches for plan in batch)
         pages = max(-(-plan.tokens // _PAGE_ROWS) for plan in plans)
-        self._extent = _shared(max(extent_bytes(plan.arrays) for plan in plans))
+        largest = _shared(max(extent_bytes(plan.arrays) for plan in plans))
+        self._views: dict[ImagePlan, Arrays] = {}
+        for plan in plans:
+            arrays = sample(info, plan) if sample is not None else {}
+            extent = _shared(extent_bytes(plan.arrays)) if arrays else largest
+            self._views[plan] = view_arrays(plan.arrays, extent)
+            for name, values in arrays.items():
+                self._views[plan][name][...] = values
         rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes)
         self.embeddings = rows.reshape(pages, _PAGE_ROWS, -1)
 
@@ -186,7 +209,7 @@ class BatchArena:
             EncodeJob(
                 b"",
                 plan.tokens,
-                view_arrays(plan.arrays, self._extent),
+                self._views[plan],
                 plan.metadata,
                 range(-(-plan.tokens // _PAGE_ROWS)),
             )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import CheckpointDescription, ExamTurn
 from vsched.worker.contract import (
+    Arrays,
     EncodeWorker,
     GenerateWorker,
     ImagePlan,
@@ -43,6 +44,9 @@ RANK_MODULES = (
 
 class TransformersPlugin:
     """Workers over transformers modelling code; see `vsched.worker.contract.WorkerPlugin`."""
+
+    def __init__(self) -> None:
+        self._samples: dict[ImagePlan, Arrays] = {}
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         """Read the checkpoint's facts without loading weights."""
@@ -107,9 +111,17 @@ class TransformersPlugin:
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
     ) -> list[list[ImagePlan]]:
         """Return the candidates for the worst legal batch under every cap."""
-        from vsched_workers.memory.worst_case import worst_batches
+        from vsched_workers.families import FAMILIES
+        from vsched_workers.memory.worst_case import worst_batches, worst_images
 
+        if info.family not in FAMILIES:
+            self._samples = worst_images(info, pixels_max=pixels_max) if pixels_max > 0 else {}
+            return [[plan] for plan in self._samples]
         return worst_batches(info, items=items, tokens=tokens, pixels_max=pixels_max)
+
+    def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
+        """Return the arrays of an image of one of the worst batches, once."""
+        return self._samples.pop(plan, {})
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
         """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""

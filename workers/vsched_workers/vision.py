@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched.errors import ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
+from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
+from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES, Family
+from vsched_workers.families.generic_vision import unpack_metadata
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
@@ -27,6 +32,60 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class Tower(Protocol):
+    """What computes the rows of images.
+
+    Attributes:
+        batches: Whether it takes several images in one call.
+    """
+
+    batches: bool
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What it computes one after the other, in pieces of about equal length, as far as that is known."""
+        ...
+
+    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
+        """Return the rows of the jobs one after the other, [tokens, levels * hidden], on any device."""
+        ...
+
+
+class FamilyTower:
+    """The tower of a family with a path of its own: all images in one call."""
+
+    batches = True
+
+    def __init__(self, family: Family, module: Any, backend: Backend) -> None:
+        """Take the module, which the backend has prepared."""
+        self._family, self._module, self._backend = family, module, backend
+        self.layers: Sequence[nn.Module] = list(module.blocks)
+
+    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
+        """Return the rows of the jobs."""
+        pixels = self._backend.send_pixels([job.arrays[PIXELS] for job in jobs])
+        grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
+        return self._family.encode(
+            self._module, pixels.to(self._backend.dtype), grids.to(self._backend.device)
+        )
+
+
+class TowerOfAny:
+    """The tower of any other architecture: one image a call, for shapes may differ, and so may what they mean."""
+
+    batches = False
+
+    def __init__(self, tower: AnyTower) -> None:
+        """Take the tower."""
+        self._tower = tower
+        self.layers = tower.layers
+
+    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
+        """Return the rows of the only job."""
+        (job,) = jobs
+        return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
+
+
 class VisionWorker:
     """The vision tower of one rank."""
 
@@ -34,14 +93,12 @@ class VisionWorker:
         self,
         info: ModelInfo,
         backend: Backend,
-        family: Family,
-        tower: nn.Module,
+        tower: Tower,
         weights_bytes: int,
         group: RankGroup,
     ) -> None:
         """Take the tower; the backend has prepared it."""
         self._info = info
-        self._family = family
         self._tower = tower
         self._backend = backend
         self._tokens_max = backend.settings.encode_tokens_max
@@ -49,8 +106,8 @@ class VisionWorker:
         self._memory = group.memory(backend.memory)
         self._weights_bytes = weights_bytes
         self._sliced = SlicedRun()
-        for block in tower.blocks[1:]:  # type: ignore[index] # every tower has them
-            block.register_forward_pre_hook(self._sliced.layer_done)
+        for layer in tower.layers[1:]:
+            layer.register_forward_pre_hook(self._sliced.layer_done)
 
     @property
     def weights_bytes(self) -> int:
@@ -66,7 +123,7 @@ class VisionWorker:
         self._group.abort()
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Encode the jobs and write their rows; one call of the tower unless they exceed the token cap.
+        """Encode the jobs and write their rows; one call of the tower where it takes several, within the token cap.
 
         Of several ranks, all have the rows in the end, and the first writes them.
 
@@ -80,7 +137,7 @@ class VisionWorker:
     @property
     def pauses(self) -> bool:
         """Whether it pauses between layers: only where the call of a layer returns when its work is done."""
-        return self._backend.synchronous
+        return self._backend.synchronous and len(self._tower.layers) > 1
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
@@ -97,7 +154,8 @@ class VisionWorker:
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0
         for index, job in enumerate(jobs):
-            if self._tokens_max and index > start and tokens + job.tokens > self._tokens_max:
+            full = self._tokens_max and tokens + job.tokens > self._tokens_max
+            if index > start and (full or not self._tower.batches):
                 yield jobs[start:index]
                 start, tokens = index, 0
             tokens += job.tokens
@@ -106,11 +164,7 @@ class VisionWorker:
 
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with typed_out_of_memory("encoding images"), torch.inference_mode():
-            pixels = self._backend.send_pixels([job.arrays[PIXELS] for job in jobs])
-            grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
-            rows = self._family.encode(
-                self._tower, pixels.to(self._backend.dtype), grids.to(self._backend.device)
-            )
+            rows = self._tower(jobs)
             raw = rows.contiguous().cpu().view(torch.uint8).numpy()
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
         if raw.shape != expected:
@@ -144,6 +198,12 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         CheckpointError: When weights are missing or a file is corrupt.
     """
     torch.set_num_threads(torch_threads(settings))
+    load = _load_family if info.family in FAMILIES else _load_any
+    with typed_out_of_memory("loading the vision tower", remedy=stage_remedy("encode")):
+        return load(info, settings, progress)
+
+
+def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
     family = FAMILIES[info.family]
     index = WeightIndex.open(checkpoint_directory(info.path))
     dtype: torch.dtype = getattr(torch, info.dtype)
@@ -152,9 +212,8 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         tower = family.build_vision(info.path, "sdpa")
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
-    loading = typed_out_of_memory("loading the vision tower", remedy=stage_remedy("encode"))
     # Holes that loading left would hide what batches need, until something else lies there.
-    with loading, backend.without_holes():
+    with backend.without_holes():
         fill_module(
             tower,
             index,
@@ -172,4 +231,30 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         progress("compiling kernels", 1.0)
     with backend.without_holes():
         backend.prepare_tower(tower)
-    return VisionWorker(info, backend, family, tower, weights_bytes, group)
+    return VisionWorker(info, backend, FamilyTower(family, tower, backend), weights_bytes, group)
+
+
+def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
+    """Load the tower of an architecture that has no path of its own."""
+    assert settings.ranks == 1, "such a tower is not shared"
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    backend = choose_backend(settings, dtype)
+    if not isinstance(backend, ReferenceBackend):
+        raise ConfigError(
+            f"encode.device: model_type {info.family!r} has no path of its own, and the one for any architecture runs "
+            f"on cpu alone so far, not on {settings.device}. Remedy: set encode.device to cpu."
+        )
+    with backend.without_holes():
+        model = load_whole(
+            build_tower(info.path, info.family),
+            info.path,
+            dtype=dtype,
+            device=settings.device,
+            progress=progress,
+            label="loading the vision tower",
+        )
+        if backend.compiles:
+            progress("compiling kernels", 1.0)
+        tower, weights_bytes = backend.prepare_any_tower(model)
+    group = RankGroup(settings, "encode", backend.collectives)
+    return VisionWorker(info, backend, TowerOfAny(tower), weights_bytes, group)

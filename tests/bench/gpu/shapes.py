@@ -18,7 +18,7 @@ from vsched_workers.checkpoint.weights import _make_buffers
 from vsched_workers.families import FAMILIES
 from vsched_workers.language import LanguageWorker, family_language
 from vsched_workers.parallel.rank_group import RankGroup
-from vsched_workers.vision import VisionWorker
+from vsched_workers.vision import FamilyTower, VisionWorker
 
 FAMILY = "qwen2_5_vl"
 IMAGE_TOKEN = 151655
@@ -156,7 +156,7 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
     language = LanguageWorker(info, backend, runnable, generate)
     tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
     backend.prepare_tower(tower)
-    vision = VisionWorker(info, backend, family, tower, tower_bytes, encode)
+    vision = VisionWorker(info, backend, FamilyTower(family, tower, backend), tower_bytes, encode)
     return Model(shape, info, language, vision, *counts)
 
 

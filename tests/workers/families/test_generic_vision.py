@@ -19,8 +19,6 @@ from vsched_workers.families.generic_vision import (
     vision_facts,
 )
 
-CONVOLUTION = {"num_hidden_layers": 1, "layer_types": ["conv"]}
-
 
 def write_config(path: Path, **config: Any) -> Path:
     (path / "config.json").write_text(json.dumps(config))
@@ -47,8 +45,8 @@ def test_facts_count_a_level_for_each_deepstack_layer(tmp_path: Path) -> None:
         ({"model_type": "mllama"}, "attend to images apart from the text"),
         ({"model_type": "florence2"}, "an encoder for text"),
         (
-            {"model_type": "llava", "text_config": {"model_type": "lfm2", **CONVOLUTION}},
-            "keep more than keys and values",
+            {"model_type": "llava", "text_config": {"model_type": "deepseek_v32"}},
+            "indexed_attention",
         ),
         ({"model_type": "llama4"}, "temperatures"),
     ],

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
-from vsched_workers.checkpoint.tokenizer_files import tokenizer_files
+from vsched_workers.checkpoint.image_processor import (
+    clamped_tokens,
+    load_image_processor,
+    token_range,
+)
+from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import FAMILIES, Family, family_of, language_family, model_type_of
 from vsched_workers.families.generic import context_tokens, kv_values, refusal, text_config
@@ -109,7 +116,7 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
     config = read_json(directory, "config.json")
     try:
         if model_type_of(config) not in FAMILIES:
-            return _inspect_text(directory, config, dtype)
+            return _inspect_any(directory, config, dtype, item_tokens_max)
         return _inspect(directory, config, family_of(config), dtype, item_tokens_max)
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(
@@ -151,23 +158,24 @@ def _inspect(
     )
 
 
-def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelInfo:
-    """Read the facts of a language model that has no path of its own."""
+def _inspect_any(
+    directory: Path, config: dict[str, Any], dtype: str, item_tokens_max: int
+) -> ModelInfo:
+    """Read the facts of a model that has no path of its own."""
     family = model_type_of(config)
     if not family:
         raise CheckpointError(
             "config.json: model_type is missing. Remedy: give the directory of a complete checkpoint."
         )
-    if takes_images(family):
-        vision_facts(directory, family)  # a reason of its own, where it has one
-    text = text_config(directory, family)
+    vision = vision_facts(directory, family) if takes_images(family) else None
+    text = text_config(directory, family) if vision is None else vision.text
     _check_files(directory, config)
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
     kept = state_bytes(text, itemsize)
     if kept is None:
         raise refusal(family, "layers with a state of a kind that is not known")
-    return ModelInfo(
+    info = ModelInfo(
         family=family,
         path=str(directory),
         dtype=chosen,
@@ -178,6 +186,16 @@ def _inspect_text(directory: Path, config: dict[str, Any], dtype: str) -> ModelI
         state_bytes=kept,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
+    )
+    if vision is None:
+        return info
+    tokenizer = load_part("AutoTokenizer", directory, "tokenizer")
+    processor = load_image_processor(directory, family, tokenizer, vision.image_token_id)
+    return msgspec.structs.replace(
+        info,
+        embedding_levels=vision.embedding_levels,
+        item_tokens_max=clamped_tokens(token_range(processor), item_tokens_max),
+        image_token_id=vision.image_token_id,
     )
 
 

@@ -15,6 +15,8 @@ import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
-from vsched.types import ModelInfo, Spans
+from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import Arrays, Companion, ImagePlan
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.special_tokens import SpecialTokens
+from vsched_workers.checkpoint.image_processor import ImageProcessor, load_image_processor
+from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 from vsched_workers.checkpoint.tokenizer_files import load_part, load_tokenizer
-from vsched_workers.families import family_of
+from vsched_workers.families import FAMILIES, family_of
+from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,
@@ -43,6 +47,19 @@ from vsched_workers.families.qwen_image import (
 
 IMAGE_PROCESSOR = "Qwen2VLImageProcessorPil"
 """The class of transformers for all these families, whatever older checkpoints call it."""
+
+IMAGE_MARK = "\ufdd1"
+"""Stands for an image in a message that the template is given as one string. Its marker would be a client's text."""
+
+PLANS_KEPT = 256
+"""Sizes of images whose plans are kept: they take as long to make as an image does."""
+USUAL_SIZE = (640, 480)
+SHRINK = 0.9
+SHRINK_STEPS = 80
+"""An image of too many tokens is made smaller by this factor until it has no more than allowed, so often at most."""
+
+PROCESS_RATIO, RESIZE_BYTES = 7, 8
+"""Most that a processor of transformers takes: bytes for each that it returns, and for each pixel that it is given."""
 
 
 class TextPreprocessor:
@@ -96,7 +113,7 @@ class TextPreprocessor:
                 "the messages do not have the form that the chat template expects",
                 code="invalid_messages",
             ) from error
-        return self._special.unmark(str(rendered))
+        return self._special.unmark(self._with_edges(str(rendered)))
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
         """Return token ids; other threads run meanwhile.
@@ -107,6 +124,8 @@ class TextPreprocessor:
         Raises:
             RequestRefused: When they exceed the context, or a stretch of text cannot be divided.
         """
+        if images and not isinstance(text, RenderedPrompt):
+            text = self._with_edges(text)
         return self._special.ids(text, plain="" if images else self._placeholder)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -120,6 +139,10 @@ class TextPreprocessor:
     def detokenizer(self) -> ByteDetokenizer:
         """Return a fresh incremental detokenizer for one request."""
         return ByteDetokenizer(self._table)
+
+    def _with_edges(self, text: str) -> str:
+        """Return a text with what is to stand beside each image in it: nothing."""
+        return text
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message whose content is one string: templates of such models know no parts."""
@@ -207,15 +230,7 @@ class QwenPreprocessor(TextPreprocessor):
             work_bytes=4 * columns * (height + rows),
         )
         if plan.tokens > self.info.item_tokens_max:
-            raise RequestRefused(
-                limit_message(
-                    f"an image of {width} x {height} pixels has too many tokens",
-                    value=plan.tokens,
-                    limit=self.info.item_tokens_max,
-                    remedy="send an image that is less thin, or raise the token budget of one image",
-                ),
-                code="image_tokens_exceeded",
-            )
+            raise too_many_tokens(width, height, plan.tokens, self.info.item_tokens_max)
         return plan
 
     def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
@@ -228,16 +243,7 @@ class QwenPreprocessor(TextPreprocessor):
         )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        if width < 1 or height < 1:
-            raise RequestRefused(
-                limit_message(
-                    "an image side is empty",
-                    value=min(width, height),
-                    limit=1,
-                    remedy="send an image with pixels",
-                ),
-                code="image_empty",
-            )
+        check_sides(width, height)
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter > ASPECT_RATIO_MAX:
             raise RequestRefused(
@@ -312,11 +318,202 @@ class QwenPreprocessor(TextPreprocessor):
         """
         placeholder = self.info.placeholder
         expanded = expand_images(token_ids, plans, placeholder=placeholder)
-        if any(one == next_one == placeholder for one, next_one in itertools.pairwise(token_ids)):
-            raise RequestRefused(
-                "two image placeholders stand side by side. Remedy: separate them as the chat template does.",
-                code="image_placeholders_touch",
+        if _touching(token_ids, placeholder):
+            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
+        return expanded
+
+
+def check_sides(width: int, height: int) -> None:
+    """Refuse an image without pixels."""
+    if width < 1 or height < 1:
+        raise RequestRefused(
+            limit_message(
+                "an image side is empty",
+                value=min(width, height),
+                limit=1,
+                remedy="send an image with pixels",
+            ),
+            code="image_empty",
+        )
+
+
+def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> RequestRefused:
+    """Word that an image has more tokens than it may have."""
+    return RequestRefused(
+        limit_message(
+            f"an image of {width} x {height} pixels has too many tokens",
+            value=tokens,
+            limit=limit,
+            remedy="send an image that is less thin, or raise the token budget of one image",
+        ),
+        code="image_tokens_exceeded",
+    )
+
+
+def _touching(token_ids: Sequence[int], marker: int) -> bool:
+    return any(one == next_one == marker for one, next_one in itertools.pairwise(token_ids))
+
+
+PLACEHOLDERS_TOUCH = (
+    "two image placeholders stand side by side. Remedy: separate them as the chat template does."
+)
+
+
+class AnyPreprocessor(TextPreprocessor):
+    """Tokenizer, chat template and image processor of any architecture that takes images."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Any, processor: ImageProcessor) -> None:
+        super().__init__(info, tokenizer)
+        self.processor = processor
+        self._placeholder = processor.marker
+        self._marker: int = tokenizer.convert_tokens_to_ids(processor.marker)
+        settings = json.dumps(processor.settings, sort_keys=True, default=str)
+        self.settings_digest = _digest_of(
+            b"vsched.arrays.1",
+            info.family.encode(),
+            version("transformers").encode(),
+            settings.encode(),
+            str(info.item_tokens_max).encode(),
+        )
+        self._plan = lru_cache(PLANS_KEPT)(self._plan_of)
+        self._fitting = lru_cache(PLANS_KEPT)(self._fit)
+        self._edges = ("", "")
+        self._edges = self._edges_of(processor.shape(*USUAL_SIZE).text)
+        self._takes_parts = self._renders([{"type": "image"}], processor.marker)
+        self._takes_text = self._renders("vsched", "vsched")
+
+    def _renders(self, content: Any, wanted: str) -> bool:
+        """Return whether the chat template writes what is wanted for a message of this content."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
             )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return False
+        return wanted in text
+
+    def _edges_of(self, text: str) -> tuple[str, str]:
+        """Return the plain text that an expansion begins and ends with.
+
+        It is tokenized together with the text beside the image, as two line breaks with a third one before them.
+        """
+        backend = self._tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder()
+        encoded = backend.encode(text, add_special_tokens=False)
+        places = [
+            offsets
+            for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
+            if token in added
+        ]
+        return text[: places[0][0]], text[places[-1][1] :]
+
+    def _with_edges(self, text: str) -> str:
+        before, after = self._edges
+        if before or after:
+            text = text.replace(self._placeholder, f"{before}{self._placeholder}{after}")
+        return text.replace(IMAGE_MARK, f"{before}{self._placeholder}{after}")
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace each image by a bare part, or by its marker where the template knows no parts."""
+        content = message.get("content")
+        if isinstance(content, str):
+            parts = [{"type": "text", "text": content}]
+            return {**message, "content": content if self._takes_text else parts}
+        if not isinstance(content, list):
+            return dict(message)
+        parts = [
+            {"type": "image"}
+            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+            else part
+            for part in content
+        ]
+        if self._takes_parts:
+            return {**message, "content": parts}
+        lines = [
+            IMAGE_MARK if part.get("type") == "image" else part.get("text", "") for part in parts
+        ]
+        return {**message, "content": "\n".join(lines)}
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Return what an image of this size becomes.
+
+        Raises:
+            RequestRefused: When the image is empty, of a shape that the processor does not take, or would have more
+                tokens than allowed however small it is made.
+        """
+        check_sides(width, height)
+        return self._plan(*self._fitting(width, height))
+
+    def _fit(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size to which an image is made smaller, so that it has no more tokens than allowed."""
+        fewest = 0
+        for step in range(SHRINK_STEPS):
+            size = [max(1, round(side * SHRINK**step)) for side in (width, height)]
+            tokens = self._plan(*size).tokens
+            if tokens <= self.info.item_tokens_max:
+                return size[0], size[1]
+            fewest = min(tokens, fewest or tokens)
+            if max(size) == 1:
+                break
+        raise too_many_tokens(width, height, fewest, self.info.item_tokens_max)
+
+    def _plan_of(self, width: int, height: int) -> ImagePlan:
+        try:
+            shape = self.processor.shape(width, height)
+        except (ValueError, ArithmeticError) as error:
+            # What the processor says of an image of no pixels but its size.
+            raise RequestRefused(
+                f"an image of {width} x {height} pixels cannot be processed: {error} "
+                "Remedy: crop or pad the image.",
+                code="image_aspect_ratio",
+            ) from error
+        arrays = tuple(ArraySpec(name, *each) for name, each in sorted(shape.arrays.items()))
+        before, after = self._edges
+        text = shape.text.removeprefix(before).removesuffix(after)
+        ids = tuple(self._special.ids(RenderedPrompt(text)))
+        tokens = ids.count(self.info.placeholder)
+        made = sum(spec.nbytes for spec in arrays)
+        return ImagePlan(
+            arrays=arrays,
+            tokens=tokens,
+            expansion=ids if len(ids) > tokens or self._marker != self.info.placeholder else (),
+            metadata=pack_metadata(shape.small),
+            work_bytes=PROCESS_RATIO * made + RESIZE_BYTES * width * height,
+        )
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the arrays of an RGB image, but for its metadata.
+
+        Raises:
+            RequestRefused: As `plan_image`.
+        """
+        check_sides(image.width, image.height)
+        size = self._fitting(image.width, image.height)
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        if image.size != size:
+            image = image.resize(size, resample=Image.Resampling.BICUBIC)
+        return self.processor.process(image)
+
+    def expand(
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Replace the i-th image marker as `plans[i]` says; return the ids, and each image's placeholders.
+
+        Raises:
+            RequestRefused: When markers and images differ in number, or two images touch whose positions follow from
+                where they begin and end.
+        """
+        expanded = expand_images(
+            token_ids, plans, placeholder=self.info.placeholder, marker=self._marker
+        )
+        grids = any(
+            name.endswith("_thw") for plan in plans for name in unpack_metadata(plan.metadata)
+        )
+        if grids and _touching(token_ids, self._marker):
+            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
         return expanded
 
 
@@ -331,12 +528,15 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
     """Digest what the pixels depend on besides the image: equal in every process and on every host."""
-    parts = (
+    return _digest_of(
         b"vsched.pixels.1",
         info.family.encode(),
         json.dumps(settings, sort_keys=True, default=str).encode(),
         f"{limits.minimum} {limits.maximum}".encode(),
     )
+
+
+def _digest_of(*parts: bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(struct.pack("<Q", len(part)) + part)
@@ -355,11 +555,14 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
     )
     if not info.takes_images:
         return TextPreprocessor(info, tokenizer)
+    if info.family not in FAMILIES:
+        processor = load_image_processor(directory, info.family, tokenizer, info.placeholder)
+        return AnyPreprocessor(info, tokenizer, processor)
     config = read_json(directory, "config.json")
     family = family_of(config)
     limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
-    processor = load_part(IMAGE_PROCESSOR, directory, "image processor")
-    settings = processor.to_dict()
+    part = load_part(IMAGE_PROCESSOR, directory, "image processor")
+    settings = part.to_dict()
     patch = int(family.vision(config, "patch_size"))
     merge = int(family.vision(config, "spatial_merge_size"))
     clamped = clamp_settings(settings, tokens=info.item_tokens_max, factor=patch * merge)
@@ -369,7 +572,7 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
                 f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
                 "Remedy: use the processor settings that belong to this checkpoint."
             )
-    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(processor))
+    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(part))
 
 
 def _level_table(processor: Any) -> npt.NDArray[np.float32]:

@@ -4,7 +4,7 @@ What such a model makes of an image is told by its `get_image_features`, and giv
 So the tower runs alone in the encode ranks, and the language model without it. Two conventions hold between them:
 
 - The arrays of an image carry the names of the keyword arguments of `get_image_features`. The small integer ones among
-  them (`image_grid_thw`, `image_sizes`) are an item's metadata, which positions and merging need.
+  them (`image_grid_thw`, `image_sizes`) are an item's metadata, and not in the arena: positions and merging need them.
 - A row of an embedding is `embedding_levels` times the hidden size of the language model: what takes the place of the
   token, then what is added in deeper layers (deepstack).
 """
@@ -79,12 +79,17 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
     return VisionFacts(config, text, token, 1 + len(deepstack))
 
 
+def is_metadata(array: npt.NDArray[Any]) -> bool:
+    """Return whether an array of an image is metadata: integers, and few."""
+    return array.dtype.kind in "iu" and array.size <= METADATA_VALUES
+
+
 def pack_metadata(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     """Return the small integer arrays of an image as metadata."""
     small = {
         name: (array.dtype.str, array.shape, array.tobytes())
         for name, array in sorted(arrays.items())
-        if array.dtype.kind in "iu" and array.size <= METADATA_VALUES
+        if is_metadata(array)
     }
     return msgspec.msgpack.encode(small)
 

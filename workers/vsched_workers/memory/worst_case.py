@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 
+import numpy as np
+from PIL import Image
+
+from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import Arrays, ImagePlan, extent_bytes
 from vsched_workers.checkpoint.facts import (
     image_factor,
     image_limits,
@@ -20,6 +25,8 @@ from vsched_workers.checkpoint.facts import (
     processor_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.image_processor import telling_sizes
+from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan
 
@@ -51,6 +58,33 @@ def worst_batches(
         ]
         for batch in compose(units, least=least, items=items, tokens=tokens)
     ]
+
+
+def worst_images(info: ModelInfo, *, pixels_max: int) -> dict[ImagePlan, Arrays]:
+    """Return the images, each with its arrays, that need the most of a tower without a path of its own.
+
+    That encodes one image at a time, so no batch needs more. What it needs follows from its arrays, and what the rows
+    need from their number.
+    """
+    preprocessor = load_preprocessor(info)
+    assert isinstance(preprocessor, AnyPreprocessor), "others have families"
+    plans: dict[ImagePlan, tuple[int, int]] = {}
+    for size in telling_sizes(preprocessor.processor, pixels_max):
+        with suppress(RequestRefused):
+            plans.setdefault(preprocessor.plan_image(*size), size)
+    if not plans:
+        return {}
+    worst = {
+        max(plans, key=lambda plan: extent_bytes(plan.arrays)),
+        max(plans, key=lambda plan: plan.tokens),
+    }
+    noise = np.random.default_rng(0)
+    samples = {}
+    for plan in worst:
+        width, height = plans[plan]
+        image = Image.fromarray(noise.integers(0, 255, (height, width, 3), dtype=np.uint8))
+        samples[plan] = preprocessor.process_image(image)
+    return samples
 
 
 def compose(

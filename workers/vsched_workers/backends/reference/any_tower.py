@@ -45,7 +45,7 @@ class AnyTower:
         }
         out = self._owner.get_image_features(**given, return_dict=True)
         levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-        return torch.cat([_rows(level) for level in levels], dim=-1)
+        return torch.cat([_rows(level) for level in levels], dim=-1).to(self._dtype)
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         # The copy also gives torch memory that it may call its own: the arena's view is read-only.

@@ -1,0 +1,196 @@
+"""Whole checkpoints of vision-language models: weights, tokenizer, processor and chat template, all tiny."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.parity.vision_architectures import make_model
+
+PARTS_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}MARKER\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEXT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_NO_TENSORS = b"\x02" + bytes(7) + b"{}"
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What a checkpoint has for its images.
+
+    Attributes:
+        marker: What stands for an image in a prompt; `placeholder` is the token of each row, where it is another.
+        tokens: Special tokens, by the names under which the tokenizer has them.
+        processor: What `processor_config.json` says, and `images` what `preprocessor_config.json` does.
+    """
+
+    marker: str
+    tokens: Mapping[str, str]
+    processor: Mapping[str, Any]
+    images: Mapping[str, Any]
+    placeholder: str = ""
+    template: str = PARTS_TEMPLATE
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_IMAGE = {"image_token": "<image>"}
+_VIDEO = {**_IMAGE, "video_token": "<video>"}
+_CLIP_SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+_SIDE = {"size": {"height": 28, "width": 28}}
+_GRID = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+_AREA = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 112}}
+_CELLS = {
+    f"cell_{row}_{column}": f"<row_{row}_col_{column}>"
+    for row in range(1, 7)
+    for column in range(1, 7)
+}
+_PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+
+PROCESSING: Mapping[str, Processing] = {
+    "gemma3": Processing(
+        "<start_of_image>",
+        {
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        {"image_processor_type": "Gemma3ImageProcessor", **_SIDE},
+        placeholder="<image_soft_token>",
+    ),
+    "glm4v": Processing(
+        "<|image|>",
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        {"processor_class": "Glm4vProcessor"},
+        {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
+    ),
+    "idefics3": Processing(
+        "<image>",
+        {
+            **_IMAGE,
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+            **_CELLS,
+        },
+        {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        {
+            "image_processor_type": "Idefics3ImageProcessorFast",
+            "size": {"longest_edge": 84},
+            "max_image_size": {"longest_edge": 28},
+        },
+    ),
+    "internvl": Processing(
+        "<IMG_CONTEXT>",
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        {"image_processor_type": "GotOcr2ImageProcessorFast", **_SIDE, "max_patches": 6},
+    ),
+    "llava": Processing(
+        "<image>",
+        _IMAGE,
+        {
+            "processor_class": "LlavaProcessor",
+            "patch_size": 7,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+        {"image_processor_type": "CLIPImageProcessor", **_CLIP_SIZE},
+    ),
+    "llava_onevision": Processing(
+        "<image>",
+        _VIDEO,
+        {
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+        },
+        {"image_processor_type": "LlavaOnevisionImageProcessor", **_SIDE, **_PINPOINTS},
+        options={"vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": Processing(
+        "[IMG]",
+        {
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        },
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        {
+            "image_processor_type": "PixtralImageProcessorFast",
+            "patch_size": 14,
+            "size": {"longest_edge": 112},
+        },
+    ),
+    "paligemma": Processing(
+        "<image>",
+        _IMAGE,
+        {"processor_class": "PaliGemmaProcessor"},
+        {"image_processor_type": "SiglipImageProcessor", **_SIDE, "image_seq_length": 16},
+        template=TEXT_TEMPLATE,
+    ),
+    "qwen2_vl": Processing(
+        "<|image_pad|>",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        {"processor_class": "Qwen2VLProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
+    ),
+}
+
+
+def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) -> None:
+    """Write a checkpoint of random float32 weights that answers to images, or everything but the weights."""
+    processing = PROCESSING[name]
+    tokenizer = _tokenizer(processing)
+    image = tokenizer.convert_tokens_to_ids(processing.placeholder or processing.marker)
+    model = make_model(name, image_token_id=image, vocab_size=len(tokenizer), **processing.options)
+    if weights:
+        model.save_pretrained(directory)
+    else:
+        model.config.save_pretrained(directory)
+        (directory / "model.safetensors").write_bytes(_NO_TENSORS)
+    tokenizer.save_pretrained(directory)
+    for file, content in (
+        ("processor_config.json", processing.processor),
+        ("preprocessor_config.json", processing.images),
+    ):
+        (directory / file).write_text(json.dumps(content))
+
+
+def _tokenizer(processing: Processing) -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words |= {character: 3 + index for index, character in enumerate(alphabet)}
+    # Line breaks that stand together are tokenized together, as with the tokenizers of large models.
+    words["ĊĊ"] = len(words)
+    words["ĊĊĊ"] = len(words)
+    backend = Tokenizer(models.BPE(vocab=words, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    made = make(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=dict(processing.tokens),
+    )
+    made.chat_template = processing.template.replace("MARKER", processing.marker)
+    return made

@@ -1,0 +1,220 @@
+"""Image processors of many architectures against transformers' own, called as its documentation says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_vision_checkpoint
+from tests.workers.driver import drawn_image
+from vsched.errors import CheckpointError, ConfigError, RequestRefused
+from vsched_workers.checkpoint import image_processor
+from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
+from vsched_workers.families.generic_vision import unpack_metadata
+
+SIZES = ((30, 90), (200, 210))
+
+
+def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
+    info = inspect_checkpoint(str(path), dtype="auto", item_tokens_max=item_tokens_max)
+    made = load_preprocessor(info)
+    assert isinstance(made, AnyPreprocessor)
+    return made
+
+
+@pytest.fixture(scope="module", params=sorted(PROCESSING))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the name of an architecture and the preprocessor of a checkpoint of it."""
+    path = tmp_path_factory.mktemp(request.param)
+    make_vision_checkpoint(request.param, path, weights=False)
+    return request.param, load(path)
+
+
+def asked(preprocessor: AnyPreprocessor, count: int) -> str:
+    """Return the text of a request of that many images."""
+    images = [{"type": "image"} for _ in range(count)]
+    text = {"type": "text", "text": "what is it?"}
+    return preprocessor.render([{"role": "user", "content": [*images, text]}])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[int, int]) -> None:
+    """The processor as a whole tokenizes, too; it is given the template's text and the image."""
+    name, preprocessor = loaded
+    image = drawn_image(3, *size)
+    plan = preprocessor.plan_image(*size)
+    whole = preprocessor.processor._processor
+    text = whole.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+        if name != "paligemma"
+        else [{"role": "user", "content": "<image>\nwhat is it?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    prepared, texts, *_ = whole.prepare_inputs_layout(images=[image], text=[text])
+    made, replacements = whole._process_images(prepared, return_tensors="np", **_defaults(whole))
+    (expanded,), _ = whole.get_text_with_replacements(list(texts), replacements)
+    ids, (spans,) = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
+    wanted = whole.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    if name == "paligemma":  # its processor puts a beginning after the images, and an end
+        wanted = [token for token in wanted if token != 1][:-1]
+    assert ids == wanted
+    placeholders = [i for i, token in enumerate(ids) if token == preprocessor.info.placeholder]
+    assert [i for start, stop in spans for i in range(start, stop)] == placeholders
+    assert len(placeholders) == plan.tokens > 0
+    arrays = preprocessor.process_image(image)
+    assert {spec.name: (spec.dtype, spec.shape) for spec in plan.arrays} == {
+        name: (array.dtype.name, array.shape) for name, array in arrays.items()
+    }
+    arrays |= unpack_metadata(plan.metadata)
+    assert set(arrays) == set(made)
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(array, np.asarray(made[key]))
+
+
+def _defaults(processor: Any) -> dict[str, Any]:
+    """Return what a processor passes on to its image processor when nothing else is asked of it."""
+    merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    return {key: value for key, value in merged["images_kwargs"].items() if key != "return_tensors"}
+
+
+def test_most_tokens_are_found(loaded: Any) -> None:
+    _, preprocessor = loaded
+    sides = (14, 28, 31, 56, 84, 90, 112, 200, 300)
+    found = []
+    for width in sides:
+        for height in sides:
+            try:
+                found.append(preprocessor.processor.tokens(width, height))
+            except ValueError:
+                assert max(width, height) > 10 * min(width, height)
+    assert max(found) <= preprocessor.info.item_tokens_max
+
+
+def test_metadata_is_small_and_arrays_are_large(loaded: Any) -> None:
+    _, preprocessor = loaded
+    plan = preprocessor.plan_image(60, 40)
+    assert len(plan.metadata) < 1024
+    assert "pixel_values" in {spec.name for spec in plan.arrays}
+    assert not {spec.name for spec in plan.arrays} & set(unpack_metadata(plan.metadata))
+
+
+def test_edges_of_an_expansion_are_tokenized_with_the_text_beside_it(tmp_path: Path) -> None:
+    """Gemma 3 has two line breaks before and after an image; a third one beside them is one token with them."""
+    make_vision_checkpoint("gemma3", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    plan = preprocessor.plan_image(60, 40)
+    ids, _ = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
+    three = preprocessor._tokenizer.convert_tokens_to_ids("ĊĊĊ")
+    assert ids.count(three) == 1, "the template has a line break after each image"
+    two = preprocessor.tokenize("a<start_of_image>b")
+    assert two.count(preprocessor._tokenizer.convert_tokens_to_ids("ĊĊ")) == 2
+
+
+def test_an_image_of_too_many_tokens_is_made_smaller(tmp_path: Path) -> None:
+    make_vision_checkpoint("mistral3", tmp_path, weights=False)
+    free, bound = load(tmp_path), load(tmp_path, item_tokens_max=6)
+    assert free.info.item_tokens_max == 16
+    assert bound.info.item_tokens_max == 6
+    assert free.plan_image(200, 200).tokens == 16
+    plan = bound.plan_image(200, 200)
+    assert 1 < plan.tokens <= 6
+    arrays = bound.process_image(drawn_image(1, 200, 200))
+    assert [array.shape for array in arrays.values()] == [spec.shape for spec in plan.arrays]
+    assert bound.plan_image(28, 28) == free.plan_image(28, 28)
+    assert bound.settings_digest != free.settings_digest
+
+
+def test_a_budget_that_no_image_keeps_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    with pytest.raises(ConfigError, match=r"value 15.*limit 16"):
+        load(tmp_path, item_tokens_max=15)
+
+
+def test_an_image_that_the_processor_does_not_take_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("qwen2_vl", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    with pytest.raises(RequestRefused, match="1 x 500 pixels cannot be processed"):
+        preprocessor.plan_image(1, 500)
+    with pytest.raises(RequestRefused, match="side is empty"):
+        preprocessor.plan_image(0, 5)
+
+
+def test_images_side_by_side_are_refused_where_positions_follow_from_them(tmp_path: Path) -> None:
+    for name, refused in (("qwen2_vl", True), ("llava", False)):
+        path = tmp_path / name
+        path.mkdir()
+        make_vision_checkpoint(name, path, weights=False)
+        preprocessor = load(path)
+        plan = preprocessor.plan_image(60, 40)
+        ids = [preprocessor.info.placeholder] * 2
+        if refused:
+            with pytest.raises(RequestRefused, match="side by side"):
+                preprocessor.expand(ids, [plan, plan])
+        else:
+            _, spans = preprocessor.expand(ids, [plan, plan])
+            assert spans == [((0, 16),), ((16, 32),)]
+
+
+def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
+    preprocessor = load(tmp_path)
+    text = asked(preprocessor, 2)
+    assert text == "user: <image>\n<image>\nwhat is it?\nassistant: "
+    assert preprocessor.tokenize(text).count(preprocessor.info.placeholder) == 2
+
+
+def test_a_marker_in_the_text_of_a_client_is_text(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    text = preprocessor.render([{"role": "user", "content": "an <image> of what?"}])
+    assert preprocessor.info.placeholder not in preprocessor.tokenize(text)
+
+
+def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
+    """One file for the processor, and that for images within it."""
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    before = load(tmp_path)
+    both = json.loads((tmp_path / "processor_config.json").read_text())
+    own = tmp_path / "preprocessor_config.json"
+    both["image_processor"] = json.loads(own.read_text())
+    own.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(both))
+    after = load(tmp_path)
+    image = drawn_image(1, 50, 40)
+    found, wanted = after.process_image(image), before.process_image(image)
+    np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
+
+
+def test_an_image_processor_that_needs_torchvision_names_the_extra(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    settings = {"image_processor_type": "Lfm2VlImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"pip install 'vsched\[torchvision\]'"):
+        load(tmp_path)
+
+
+def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    tokens = tmp_path / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="a prompt has '<image>', which is no token"):
+        load(tmp_path)
+
+
+def test_nothing_of_transformers_is_replaced_for_good() -> None:
+    wanted = "transformers.models.pixtral.image_processing_pixtral"
+    with image_processor._pillow_in_place_of_torchvision("transformers.models.pixtral", "pixtral"):
+        assert sys.modules[wanted].__name__.endswith("image_processing_pil_pixtral")
+    assert wanted not in sys.modules
+    assert Image.new("RGB", (1, 1))

@@ -1,0 +1,335 @@
+"""The image processor of any architecture, as transformers has it: what an image becomes, and what stands for it.
+
+Arrays and expansion follow from an image's size alone, and are found out by processing a blank one of that size. That
+takes as long as an image does, so who asks keeps the answers. Processors that run on Pillow and numpy are used wherever
+there are such, and nothing here needs torch.
+
+The combined processor of transformers is made of its parts, without those for video and sound, which would need
+torchvision or torch. Of its steps only two are used: images to arrays, and arrays to the text of an expansion. The
+others tokenize, which is not safe to do in several threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.errors import CheckpointError, ConfigError, limit_message
+from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.tokenizer_files import load_part
+from vsched_workers.families.generic import refusal
+from vsched_workers.families.generic_vision import is_metadata
+
+STATING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files that may name the class of the processor, in the order in which transformers heeds them."""
+
+PROBED_SIDES = (64, 333, 700)
+FEW_SIDES = (224, 448, 896, 1344, 2048)
+SIDES = (14, 28, *range(32, 1025, 32), *range(1120, 2049, 112), 3072, 4096)
+"""Sides of images that are tried for the most tokens: those that tell fixed numbers, by images, and by counts alone."""
+PROMISING = 5
+"""Sizes that are tried of those that promise the most."""
+
+ASPECT_RATIO_MAX = 200
+"""Longer over shorter side, where the processor itself does not say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShape:
+    """What an image of some size becomes.
+
+    Attributes:
+        arrays: dtype and shape of each array by its name.
+        small: The arrays whose values are an image's metadata; they follow from the size, too, and are not in `arrays`.
+        text: What stands for the image in a prompt, before it is tokenized.
+    """
+
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]]
+    small: Mapping[str, npt.NDArray[Any]]
+    text: str
+
+
+class ImageProcessor:
+    """Processes images as transformers' processor of a checkpoint does.
+
+    Every method may be called from any thread.
+
+    Attributes:
+        marker: What stands for one image in a prompt, as a chat template writes it.
+        placeholder: The text of the token that an expansion has for each row of the embedding.
+    """
+
+    def __init__(self, processor: Any, placeholder: str) -> None:
+        """Take transformers' processor."""
+        self._processor = processor
+        self.marker: str = processor.image_token
+        self.placeholder = placeholder
+        self._options: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np"
+        )["images_kwargs"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the arrays depend on besides the image."""
+        own = self._processor.image_processor
+        return {"class": type(own).__name__, "own": own.to_dict(), "options": repr(self._options)}
+
+    def process(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of an RGB image, but for its metadata."""
+        arrays, _ = self._run(image)
+        return {name: array for name, array in arrays.items() if not is_metadata(array)}
+
+    def tokens(self, width: int, height: int) -> int:
+        """Return the rows of the embedding of an image of this size."""
+        return self.shape(width, height).text.count(self.placeholder)
+
+    def told(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+        """Return what transformers tells of the tokens of images of these sizes without one, where it does.
+
+        With some processors that is more than the rows: all of an expansion.
+        """
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        if count is None or not sizes:
+            return {}
+        try:
+            found = count(image_sizes=[(height, width) for width, height in sizes])
+            return dict(zip(sizes, map(int, found.num_image_tokens), strict=True))
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError):
+            if len(sizes) == 1:
+                return {}
+            middle = len(sizes) // 2  # one that it does not take spoils all
+            return self.told(sizes[:middle]) | self.told(sizes[middle:])
+
+    def shape(self, width: int, height: int) -> ImageShape:
+        """Return what an image of this size becomes; it takes as long as an image does."""
+        arrays, text = self._run(Image.new("RGB", (width, height)))
+        small = {name: array for name, array in arrays.items() if is_metadata(array)}
+        specs = {
+            name: (array.dtype.name, array.shape)
+            for name, array in arrays.items()
+            if name not in small
+        }
+        return ImageShape(specs, small, text)
+
+    def _run(self, image: Image.Image) -> tuple[dict[str, npt.NDArray[Any]], str]:
+        processor = self._processor
+        images, *_ = processor.prepare_inputs_layout(images=[image], text=[self.marker])
+        made, texts = processor._process_images(images, **self._options)  # noqa: SLF001
+        arrays = {}
+        for name in sorted(made):
+            array = np.asarray(made[name])
+            if array.dtype.kind in "biuf":
+                double = array.dtype == np.float64
+                arrays[name] = np.ascontiguousarray(array, np.float32 if double else None)
+        return arrays, str(texts[0])
+
+
+def load_image_processor(
+    directory: Path, family: str, tokenizer: Any, image_token_id: int
+) -> ImageProcessor:
+    """Load the processor of a checkpoint's images; `tokenizer` is transformers' tokenizer of the checkpoint.
+
+    Raises:
+        CheckpointError: When it cannot be loaded, or needs a package that is not there.
+    """
+    name = _processor_name(directory, family)
+    placeholder = tokenizer.backend_tokenizer.id_to_token(image_token_id)
+    if placeholder is None:
+        raise refusal(
+            family, f"a placeholder of images, {image_token_id}, that its tokenizer has not"
+        )
+    processor_class = _processor_class(name, family)
+    if not _on_pillow(directory, family):
+        raise needs_torchvision(family)
+    own = load_part("AutoImageProcessor", directory, "image processor", backend="pil")
+    settings = _stated(directory, STATING_FILES[0])
+    parts = {"image_processor": own, "tokenizer": tokenizer}
+    try:
+        processor = _made(processor_class, parts, settings)
+        made = ImageProcessor(processor, placeholder)
+        shape = made.shape(224, 224)
+    except Exception as error:
+        # Code of transformers that is given settings of a checkpoint: whatever it says, the processor cannot be used.
+        raise CheckpointError(
+            f"the processor {name} of the checkpoint cannot be used ({type(error).__name__}: {error}). "
+            "Remedy: give the directory of a complete checkpoint."
+        ) from error
+    if tokenizer.backend_tokenizer.token_to_id(made.marker) is None:
+        raise refusal(family, f"images for which a prompt has {made.marker!r}, which is no token")
+    if not shape.text.count(placeholder):
+        raise refusal(family, f"images for which a prompt has no token {placeholder!r}")
+    return made
+
+
+def needs_torchvision(family: str) -> CheckpointError:
+    """Word that only torchvision can process images for a model."""
+    return CheckpointError(
+        f"config.json: model_type {family!r} has an image processor that needs torchvision. "
+        "Remedy: pip install 'vsched[torchvision]'."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The fewest and the most tokens of an image, and a size of an image that has the most."""
+
+    least: int
+    most: int
+    size: tuple[int, int]
+
+
+def token_range(processor: ImageProcessor) -> TokenRange:
+    """Search for the image of the most tokens.
+
+    What the search misses is shrunk a little more than it need be.
+
+    Raises:
+        ValueError: When the processor takes no image.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for size in telling_sizes(processor):
+        with suppress(ValueError):  # too thin, or too small, as the processor itself says
+            found[size] = processor.tokens(*size)
+    size = max(found, key=lambda each: (found[each], -each[0] * each[1]))
+    return TokenRange(min(found.values()), found[size], size)
+
+
+def telling_sizes(
+    processor: ImageProcessor, pixels_max: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield sizes of images, of at most so many pixels, of which some have the most and the fewest tokens.
+
+    Where transformers counts the tokens of a size without an image, many sizes are tried so, and those are yielded that
+    promise the most; a few of all shapes where it does not.
+    """
+    first = _sizes(PROBED_SIDES, pixels_max)
+    yield from first
+    counts = set()
+    for size in first:
+        with suppress(ValueError):
+            counts.add(processor.tokens(*size))
+    if len(counts) > 1:
+        told = processor.told(_sizes(SIDES, pixels_max))
+        ranked = sorted(told, key=lambda size: (-told[size], size[0] * size[1]))
+        yield from ranked[:PROMISING] or _sizes(FEW_SIDES, pixels_max)
+        yield from ranked[-1:]
+
+
+def clamped_tokens(found: TokenRange, budget: int) -> int:
+    """Return the most tokens that an image may have within the budget of the configuration, 0 for none.
+
+    Raises:
+        ConfigError: When no image has so few.
+    """
+    if budget and budget < found.least:
+        raise ConfigError(
+            limit_message(
+                "the token budget of one image is below what the smallest takes",
+                value=budget,
+                limit=found.least,
+                remedy="raise encode.admission.max_tokens",
+            )
+        )
+    return min(found.most, budget) if budget else found.most
+
+
+def _sizes(sides: Sequence[int], pixels_max: int | None) -> list[tuple[int, int]]:
+    return [
+        (width, height)
+        for width, height in product(sides, sides)
+        if max(width, height) <= ASPECT_RATIO_MAX * min(width, height)
+        and (pixels_max is None or width * height <= pixels_max)
+    ]
+
+
+def _processor_name(directory: Path, family: str) -> str:
+    """Return the class of the processor: as a file names it, else as the architecture has it."""
+    from transformers.models.auto import processing_auto
+
+    known: Mapping[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    for file in STATING_FILES:
+        stated = _stated(directory, file).get("processor_class")
+        if stated in known.values():
+            return str(stated)
+    name = known.get(family)
+    if name is None:
+        raise CheckpointError(
+            f"config.json: model_type {family!r} has no processor for images in transformers, and none of the files "
+            f"{', '.join(STATING_FILES)} names one. Remedy: add processor_class to {STATING_FILES[0]}."
+        )
+    return name
+
+
+def _on_pillow(directory: Path, family: str) -> bool:
+    """Return whether there is an image processor that does without torchvision."""
+    from transformers.models.auto import image_processing_auto
+
+    known: Mapping[str, Any] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    both = _stated(directory, STATING_FILES[0]).get("image_processor")
+    stated = both if isinstance(both, dict) else _stated(directory, STATING_FILES[1])
+    name = str(stated.get("image_processor_type", "")).removesuffix("Fast")
+    kinds = [kind for kind in known.values() if kind and name in kind.values()]
+    kinds = kinds or [kind for kind in (known.get(family),) if kind]
+    return not kinds or any("pil" in kind for kind in kinds)
+
+
+def _stated(directory: Path, file: str) -> dict[str, Any]:
+    return read_json(directory, file) if (directory / file).is_file() else {}
+
+
+def _processor_class(name: str, family: str) -> Any:
+    """Return transformers' class of a processor.
+
+    Some modules import a function from the torchvision variant of their image processor that the other one has, too.
+    """
+    import transformers
+
+    module = transformers._class_to_module[name]  # type: ignore[attr-defined]  # noqa: SLF001
+    part = str(module).rpartition("processing_")[2]
+    package = f"transformers.models.{part}"
+    try:
+        with _pillow_in_place_of_torchvision(package, part):
+            found = importlib.import_module(f"{package}.processing_{part}")
+    except ImportError as error:
+        raise needs_torchvision(family) from error
+    return getattr(found, name)
+
+
+@contextmanager
+def _pillow_in_place_of_torchvision(package: str, part: str) -> Iterator[None]:
+    wanted, there = (f"{package}.image_processing_{kind}{part}" for kind in ("", "pil_"))
+    try:
+        importlib.import_module(wanted)
+    except ImportError:
+        with suppress(ImportError):
+            sys.modules[wanted] = importlib.import_module(there)
+    try:
+        yield
+    finally:
+        if sys.modules.get(wanted) is sys.modules.get(there, object):
+            del sys.modules[wanted]
+
+
+def _made(processor_class: Any, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Make a processor without its parts for video and sound."""
+
+    def any_class(_self: Any, _name: str, _part: Any) -> None:
+        """Take a part that is missing for one that is there."""
+
+    kind: Any = type(
+        processor_class.__name__,
+        (processor_class,),
+        {"check_argument_for_proper_class": any_class, "__module__": processor_class.__module__},
+    )
+    given = [parts.get(name) for name in kind.get_attributes()]
+    return kind.from_args_and_dict(given, dict(settings))
