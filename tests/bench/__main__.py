@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from tests.bench import compare, growth, regress, scheduler
+from tests.bench import compare, growth, price, regress, scheduler
 from tests.bench.options import make_parser
 from tests.bench.servers import setup
 from vsched.errors import VschedError
@@ -41,6 +41,8 @@ def main() -> None:
                 regress.regress(options, console)
             case "scheduler":
                 scheduler.scheduler(options, console)
+            case "price":
+                price.price(options)
     except (VschedError, CalledProcessError) as error:
         console.print(f"error: {error}", markup=False)
         sys.exit(2)

@@ -134,6 +134,15 @@ def make_parser() -> argparse.ArgumentParser:
     scheduler.add_argument("--steps", type=_count, default=100, help="steps a case and round")
     scheduler.add_argument("--out", type=Path, required=True)
     scheduler.add_argument("--write-docs", action="store_true")
+
+    price = commands.add_parser("price", help="CPU time with model.deterministic and without")
+    price.add_argument("folder", help="of the checkpoint")
+    price.add_argument("--words", type=numbers, default=[50, 1000], help="of a prompt")
+    price.add_argument("--tokens", type=numbers, default=[32], help="of an answer")
+    price.add_argument("--chunk", type=numbers, default=[512], help="most rows of a chunk")
+    price.add_argument("--requests", type=int, choices=range(1, 33), default=4, metavar="N")
+    price.add_argument("--rounds", type=_count, default=7, help="runs of each, in turns")
+    price.add_argument("--threads", type=_count, default=1, help="of a worker")
     return parser
 
 

@@ -169,3 +169,21 @@ def test_rows_that_nobody_asks_for_are_left_out() -> None:
     for place in range(40):
         asked = place in {7, 39}
         assert other.out[0][place].equal(layer.out[0][place] * asked)
+
+
+def test_neighbours_of_two_sequences_with_contexts_that_follow_each_other_are_no_run() -> None:
+    """The row of a sequence of n tokens, and behind it that of another of n + 1, whose blocks are others."""
+    for length in (1, 15, 16, 17, 39):
+        layer, other = (Layer(2, 64, 16, [length, length + 1]) for _ in range(2))
+        if length > 16:  # they share a cached prefix
+            for each in (layer, other):
+                each.tables[1] = np.concatenate([each.tables[0][:1], each.tables[1][1:]])
+                each.qkv[1][:16], each.angles[1][:16] = each.qkv[0][:16], each.angles[0][:16]
+        for one in (layer, other):
+            one.attend((0, 0, length - 1), (1, 0, length))
+        layer.attend((0, length - 1, length), (1, length, length + 1))
+        other.attend((0, length - 1, length))
+        other.attend((1, length, length + 1))
+        for found, alone in zip(layer.out, other.out, strict=True):
+            assert bits(found[-1]).tolist() == bits(alone[-1]).tolist()
+        assert torch.allclose(layer.out[1][-1].double(), layer.wanted(1)[-1], atol=2e-2, rtol=2e-2)
