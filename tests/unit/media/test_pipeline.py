@@ -282,8 +282,9 @@ async def test_waits_for_space_and_goes_on() -> None:
 
 async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     """Every wait has a deadline."""
-    bench = Bench(FakePreprocessor(), MediaSettings(prepare_s=0.02), items=1)
+    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
     held = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
+    bench.pipeline._settings = MediaSettings(prepare_s=0.02)
     with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
         await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))])
     assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
