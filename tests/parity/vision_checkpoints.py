@@ -56,6 +56,17 @@ _CELLS = {
     for row in range(1, 7)
     for column in range(1, 7)
 }
+_IDEFICS = {
+    "size": {"longest_edge": 84},
+    "max_image_size": {"longest_edge": 28},
+}
+_CELL_TOKENS = {
+    **_IMAGE,
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    **_CELLS,
+}
 _PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 
 PROCESSING: Mapping[str, Processing] = {
@@ -78,19 +89,9 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "idefics3": Processing(
         "<image>",
-        {
-            **_IMAGE,
-            "fake_image_token": "<fake_token_around_image>",
-            "global_image_token": "<global-img>",
-            "end_of_utterance_token": "<end_of_utterance>",
-            **_CELLS,
-        },
+        _CELL_TOKENS,
         {"processor_class": "Idefics3Processor", "image_seq_len": 4},
-        {
-            "image_processor_type": "Idefics3ImageProcessorFast",
-            "size": {"longest_edge": 84},
-            "max_image_size": {"longest_edge": 28},
-        },
+        {"image_processor_type": "Idefics3ImageProcessorFast", **_IDEFICS},
     ),
     "internvl": Processing(
         "<IMG_CONTEXT>",
@@ -151,6 +152,12 @@ PROCESSING: Mapping[str, Processing] = {
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         {"processor_class": "Qwen2VLProcessor"},
         {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
+    ),
+    "smolvlm": Processing(
+        "<image>",
+        _CELL_TOKENS,
+        {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        {"image_processor_type": "SmolVLMImageProcessor", **_IDEFICS},
     ),
 }
 

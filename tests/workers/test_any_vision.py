@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
@@ -15,11 +18,21 @@ from tests.parity.vision_architectures import (
     make_model,
     save_model,
 )
+from tests.parity.vision_checkpoints import make_vision_checkpoint
+from tests.workers.driver import ROWS_A_PAGE, drawn_image
 from vsched.errors import CheckpointError
-from vsched.worker.contract import WorkerSettings
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import can_pause
+from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched.worker.reserve import BatchArena
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.checkpoint.preprocess import AnyPreprocessor
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
+from vsched_workers.families.generic_vision import unpack_metadata
+from vsched_workers.plugin import TransformersPlugin
+
+plugin = TransformersPlugin()
 
 SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe_thinker")
 """Crops in a dimension of their own or in the first one, several resolutions, any size, deepstack."""
@@ -101,3 +114,105 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     assert size > 0
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelInfo, AnyPreprocessor, Any]:
+    """Facts, preprocessor and encode worker of a checkpoint whose images have a size of their own."""
+    path = tmp_path_factory.mktemp("served")
+    make_vision_checkpoint("mistral3", path)
+    info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+    preprocessor = plugin.load_preprocessor(info)
+    assert isinstance(preprocessor, AnyPreprocessor)
+    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    return info, preprocessor, worker
+
+
+def test_forked_ranks_have_the_modules_of_all_parts(encoder: Any) -> None:
+    modules = plugin.forkable_modules(encoder[0], "cpu")
+    own = [name.rpartition(".")[2] for name in modules if name.startswith("transformers.")]
+    assert own == ["modeling_mistral3", "modeling_mistral", "modeling_pixtral"]
+    for name in modules:
+        importlib.import_module(name)
+
+
+def jobs_of(preprocessor: AnyPreprocessor) -> list[EncodeJob]:
+    """Return a job for each of three images, with pages of two rows in falling order."""
+    jobs: list[EncodeJob] = []
+    page = 39
+    for seed, size in enumerate(((60, 40), (30, 90), (100, 100))):
+        plan = preprocessor.plan_image(*size)
+        arrays = preprocessor.process_image(drawn_image(seed, *size))
+        count = -(-plan.tokens // ROWS_A_PAGE)
+        pages = range(page, page - count, -1)
+        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
+        page -= count
+    return jobs
+
+
+@torch.inference_mode()
+def test_worker_writes_the_rows_of_each_image_and_nothing_beside_them(encoder: Any) -> None:
+    info, preprocessor, worker = encoder
+    jobs = jobs_of(preprocessor)
+    found = np.full((40, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, np.uint8)
+    worker.encode(jobs, found)
+    model: Any = AutoModelForImageTextToText.from_pretrained(info.path).eval()
+    written = 0
+    for job in jobs:
+        rows = found[list(job.pages)].reshape(-1, info.embedding_row_bytes)
+        arrays = {**job.arrays, **unpack_metadata(job.metadata)}
+        wanted = AnyTower(model, torch.float32)(arrays).numpy()
+        np.testing.assert_array_equal(rows[: job.tokens].view(np.float32), wanted)
+        assert (rows[job.tokens :] == 0xA5).all()
+        written += len(job.pages)
+    assert (found == 0xA5).all(axis=(1, 2)).sum() == len(found) - written
+
+
+@pytest.mark.parametrize("layers", [1, 2, 0])
+def test_worker_pauses_between_layers(encoder: Any, layers: int) -> None:
+    info, preprocessor, worker = encoder
+    assert can_pause(worker)
+    jobs = jobs_of(preprocessor)
+    whole, found = (
+        np.zeros((40, ROWS_A_PAGE, info.embedding_row_bytes), np.uint8) for _ in range(2)
+    )
+    worker.encode(jobs, whole)
+    worker.begin(jobs, found)
+    pauses = 0
+    while not worker.advance(layers):
+        pauses += 1
+    assert np.array_equal(whole, found)
+    between = len(jobs) * (len(encoder[2]._tower.layers) - 1)
+    assert pauses == (between // layers if layers else 0)
+
+
+def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
+    """Its arrays can be encoded, masks and all; and it is given away once."""
+    info, *_ = encoder
+    batches = plugin.worst_batches(info, items=4, tokens=64, pixels_max=1 << 20)
+    plans = [plan for batch in batches for plan in batch]
+    assert max(plan.tokens for plan in plans) == info.item_tokens_max == 16
+    for plan in plans:
+        arrays = plugin.sample_arrays(info, plan)
+        assert {spec.name: spec.shape for spec in plan.arrays} == {
+            name: array.shape for name, array in arrays.items()
+        }
+        assert arrays["pixel_values"].std() > 0.1
+        assert not plugin.sample_arrays(info, plan)
+    small = plugin.worst_batches(info, items=4, tokens=64, pixels_max=64 * 64)
+    assert max(plan.tokens for batch in small for plan in batch) < 16
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "llava_onevision"])
+def test_reservation_encodes_the_worst_image(tmp_path: Path, name: str) -> None:
+    """Crops that are all padding are left out by the model: zeros would have reserved too little."""
+    make_vision_checkpoint(name, tmp_path)
+    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    batches = plugin.worst_batches(info, items=2, tokens=0, pixels_max=1 << 18)
+    arena = BatchArena(info, batches, plugin.sample_arrays)
+    for batch in arena.batches:
+        worker.encode(arena.jobs(batch), arena.embeddings)
+        rows = arena.embeddings.reshape(-1, info.embedding_row_bytes)[: batch[0].tokens]
+        assert np.isfinite(rows.view(np.float32)).all()
+        assert rows.view(np.float32).any(axis=1).all()

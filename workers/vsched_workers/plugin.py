@@ -72,12 +72,15 @@ class TransformersPlugin:
             return ()
         from vsched_workers.families import FAMILIES
 
-        name = info.family
-        if name not in FAMILIES:
+        names = [info.family]
+        if info.family not in FAMILIES:
             from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-            name = model_type_to_module_name(name)
-        return [*RANK_MODULES, f"transformers.models.{name}.modeling_{name}"]
+            from vsched_workers.checkpoint.facts import model_types
+
+            modules = map(model_type_to_module_name, model_types(info))
+            names = list(dict.fromkeys(modules))
+        return [*RANK_MODULES, *(f"transformers.models.{name}.modeling_{name}" for name in names)]
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""

@@ -49,6 +49,7 @@ def test_facts_count_a_level_for_each_deepstack_layer(tmp_path: Path) -> None:
             "indexed_attention",
         ),
         ({"model_type": "llama4"}, "temperatures"),
+        ({"model_type": "perception_lm", "image_token_id": 3}, "package timm"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(

@@ -199,6 +199,18 @@ def _inspect_any(
     )
 
 
+def model_types(info: ModelInfo) -> list[str]:
+    """Return the architectures that a model without a path of its own is made of, its own first."""
+    if not info.takes_images:
+        return [info.family]
+    from transformers import CONFIG_MAPPING
+
+    config = vision_facts(checkpoint_directory(info.path), info.family).config
+    parts = (getattr(config, name, None) for name in ("text_config", "vision_config"))
+    found = [getattr(part, "model_type", "") for part in parts]
+    return [info.family, *(each for each in found if each in CONFIG_MAPPING)]
+
+
 def _check_files(
     directory: Path, config: Mapping[str, Any], unsupported: str | None = None
 ) -> None:

@@ -172,11 +172,11 @@ def load_image_processor(
 
 
 def needs_torchvision(family: str) -> CheckpointError:
-    """Word that only torchvision can process images for a model."""
-    return CheckpointError(
-        f"config.json: model_type {family!r} has an image processor that needs torchvision. "
-        "Remedy: pip install 'vsched[torchvision]'."
-    )
+    """Word that only torchvision can process images for a model.
+
+    It would bring torch with it into the engine's process, which has none.
+    """
+    return refusal(family, "an image processor that transformers has for torchvision alone")
 
 
 @dataclass(frozen=True, slots=True)

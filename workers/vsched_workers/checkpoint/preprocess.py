@@ -53,7 +53,7 @@ IMAGE_MARK = "\ufdd1"
 
 PLANS_KEPT = 256
 """Sizes of images whose plans are kept: they take as long to make as an image does."""
-USUAL_SIZE = (640, 480)
+USUAL_SIZES = ((640, 480), (333, 333), (1500, 300))
 SHRINK = 0.9
 SHRINK_STEPS = 80
 """An image of too many tokens is made smaller by this factor until it has no more than allowed, so often at most."""
@@ -378,7 +378,9 @@ class AnyPreprocessor(TextPreprocessor):
         self._plan = lru_cache(PLANS_KEPT)(self._plan_of)
         self._fitting = lru_cache(PLANS_KEPT)(self._fit)
         self._edges = ("", "")
-        self._edges = self._edges_of(processor.shape(*USUAL_SIZE).text)
+        edges = {self._edges_of(processor.shape(*size).text) for size in USUAL_SIZES}
+        if len(edges) == 1:  # else they are tokenized with the image alone
+            self._edges = edges.pop()
         self._takes_parts = self._renders([{"type": "image"}], processor.marker)
         self._takes_text = self._renders("vsched", "vsched")
 

@@ -75,6 +75,8 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
             "config.json: image_token_id is missing. Remedy: download the checkpoint again."
         )
     vision = getattr(config, "vision_config", None)
+    if getattr(vision, "model_type", "") == "timm_wrapper":
+        raise refusal(family, "a vision tower of the package timm")
     deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
     return VisionFacts(config, text, token, 1 + len(deepstack))
 
