@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
 
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import Stage
+from vsched.errors import RequestRefused
 from vsched.media.embeddings import read_embedding
 from vsched.worker.contract import ImagePlan
 from vsched_workers.families.qwen_image import grid_of
+from vsched_workers.plugin import plugin
 
 
 def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
@@ -44,3 +49,30 @@ def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
     ids, spans = stage.preprocessor.expand([7, mark, 8, 9, mark], plans)
     assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
     assert spans == [((1, 4),), ((6, 8),)]
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "internvl"])
+def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path: Path) -> None:
+    """Of an architecture that knows no grid: the plan is that of the image itself, whatever it depends on."""
+    make_vision_checkpoint(name, tmp_path, weights=False)
+    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    front = plugin.load_preprocessor(info)
+    assert front.companion is not None
+    plan = front.plan_image(90, 30)
+    width = info.hidden_size * info.embedding_levels
+    rows = np.ones((plan.tokens, width), np.float32)
+
+    def read(size: tuple[int, int]) -> ImagePlan:
+        file = safetensors.numpy.save({"embeds": rows, "image_size": np.array(size)})
+        assert front.companion is not None
+        return read_embedding(file, info, front.companion, front.plan_embedding).plan
+
+    assert read((30, 90)) == plan
+    for size, code in (
+        ((30, -90), "image_empty"),
+        ((1 << 20, 1 << 20), "image_size_exceeded"),
+        ((1 << 62, 1 << 62), "image_size_exceeded"),
+    ):
+        with pytest.raises(RequestRefused, match="Remedy: ") as caught:
+            read(size)
+        assert caught.value.code == code

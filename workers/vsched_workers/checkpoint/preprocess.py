@@ -34,7 +34,12 @@ from vsched_workers.checkpoint.image_processor import ImageProcessor, load_image
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 from vsched_workers.checkpoint.tokenizer_files import load_part, load_tokenizer
 from vsched_workers.families import FAMILIES, family_of
-from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata
+from vsched_workers.families.generic_vision import (
+    EMBEDDED_SIZE,
+    embedded_size,
+    pack_metadata,
+    unpack_metadata,
+)
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,
@@ -362,6 +367,8 @@ PLACEHOLDERS_TOUCH = (
 class AnyPreprocessor(TextPreprocessor):
     """Tokenizer, chat template and image processor of any architecture that takes images."""
 
+    companion = EMBEDDED_SIZE
+
     def __init__(self, info: ModelInfo, tokenizer: Any, processor: ImageProcessor) -> None:
         super().__init__(info, tokenizer)
         self.processor = processor
@@ -447,6 +454,10 @@ class AnyPreprocessor(TextPreprocessor):
         """
         check_sides(width, height)
         return self._plan(*self._fitting(width, height))
+
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        """Return the plan of an image by its height and width; refuses as `plan_image` does."""
+        return self.plan_image(*embedded_size(companion))
 
     def _fit(self, width: int, height: int) -> tuple[int, int]:
         """Return the size to which an image is made smaller, so that it has no more tokens than allowed."""

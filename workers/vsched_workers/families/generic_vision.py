@@ -11,7 +11,7 @@ So the tower runs alone in the encode ranks, and the language model without it. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import CheckpointError
+from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.worker.contract import Companion
 from vsched_workers.families.generic import check_text, read_config, refusal
 
 UNEQUAL: Mapping[str, str] = {}
 """Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
+
+EMBEDDED_SIZE = Companion("image_size", ("height", "width in pixels"))
+"""What a client sends beside an embedding: the size of its image, from which all else follows."""
+
+EMBEDDED_PIXELS_MAX = 1 << 24
+"""Pixels of such an image at most: what it becomes is found out with a blank one of its size."""
 
 METADATA_VALUES = 32
 """Values of an array of integers at most that is kept as metadata of an image; larger ones are masks and indices."""
@@ -84,6 +91,24 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
 def is_metadata(array: npt.NDArray[Any]) -> bool:
     """Return whether an array of an image is metadata: integers, and few."""
     return array.dtype.kind in "iu" and array.size <= METADATA_VALUES
+
+
+def embedded_size(companion: Sequence[int]) -> tuple[int, int]:
+    """Return width and height of an image from the companion of its embedding.
+
+    Raises:
+        RequestRefused: When it has too many pixels.
+    """
+    height, width = companion
+    if min(height, width) > 0 and height * width > EMBEDDED_PIXELS_MAX:
+        message = limit_message(
+            "the image of the embeddings has too many pixels",
+            value=f"{width}x{height}",
+            limit=f"{EMBEDDED_PIXELS_MAX} pixels",
+            remedy="make the image smaller before it is encoded, or send the image itself",
+        )
+        raise RequestRefused(message, code="image_size_exceeded")
+    return width, height
 
 
 def pack_metadata(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
