@@ -129,6 +129,21 @@ def test_image_that_was_consumed_is_not_claimed_again() -> None:
     assert_served(cluster, "r")
 
 
+def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
+    """Whatever the policy proposes, as long as a later image is to come."""
+    Watching.views.clear()
+    cluster = ModelCluster(make_limits(slots=1), default_policies(encoding=Watching()))
+    cluster.submit(make_request("first", words(8), [(0, 16, b"a")], max_tokens=1))
+    cluster.drain()
+    cluster.submit(make_request("running", words(3, start=70), max_tokens=9))
+    later = make_request("later", words(8, start=90), [(0, 16, b"a"), (20, 16, b"b")], max_tokens=1)
+    cluster.submit(later)
+    assert [view.chunk_start for view in Watching.views if view.arriving] == [0, 16]
+    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
+    cluster.drain()
+    assert_served(cluster, "first", "running", "later")
+
+
 def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images_are_consumed() -> (
     None
 ):
@@ -401,6 +416,11 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     there = cluster.generators["generate-0"].sequences.keys()
     assert not there & cluster.generators["generate-1"].sequences.keys()
     cluster.drain()
+    cluster.send(Resume("generate-0"))
+    cluster.submit(make_request("next", words(6, start=900), max_tokens=2))
+    cluster.drain()
+    known = {cluster.names[number] for number in cluster.generators["generate-0"].sequences}
+    assert known <= {"next"}
     assert cluster.drained == ["generate-0"]
     assert_served(cluster, *names)
     assert_holds_nothing(cluster)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -309,6 +310,18 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
         assert finish.message == "the image could not be encoded"
     assert_served(cluster, "busy", *(name for names in users.values() for name in names))
     assert_holds_nothing(cluster)
+
+
+def test_encode_policy_chooses_which_suspect_is_next() -> None:
+    """The one that it names first, also when another stands before it in the queue."""
+    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Reversed()))
+    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
+    cluster.run_encode()
+    cluster.run_encode(fail=EncodeErrorKind.FAILED)
+    cluster.drain()
+    assert cluster.encoded == [[b"other"], [b"b", b"a"], [b"b"], [b"a"]]
+    assert_served(cluster, "busy", "r")
 
 
 def test_encode_suspects_run_with_nobody_else() -> None:

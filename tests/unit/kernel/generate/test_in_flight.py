@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.unit.kernel.setups import (
@@ -13,6 +17,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.events import Cleared
+from vsched.kernel.generate.in_flight import InFlightSteps
 from vsched.probes import observed
 from vsched.testing import ModelCluster, make_request
 
@@ -89,3 +94,32 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
     cluster.drain()
     assert len(group.state().in_flight.log) <= 1, "of the last step, after which nothing ended"
     assert_served(cluster, "short", "old", "young")
+
+
+def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
+    """Return steps that are out, of requests by number and first step; a request's order is its number."""
+    requests: Any = {
+        number: SimpleNamespace(number=number, order=(number, 0), first_step=first)
+        for number, first in first_steps.items()
+    }
+    return InFlightSteps(0, requests)
+
+
+def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:
+    steps = _in_flight({3: 1, 1: 1, 2: 1})
+    assert steps.oldest_preempted() is None
+    for number in (3, 1, 2):
+        steps.await_last(number, slot=number)
+    assert steps.oldest_preempted() == (1, 0)
+
+
+def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_step() -> None:
+    """It was preempted while its prompt was prefilled: no token of a step is its own."""
+    steps = _in_flight({1: -1, 2: 3})
+    for step in range(1, 5):
+        steps.planned = step
+        steps.complete(step, array("i", [7]), now_ns=0)
+    steps.await_last(1, slot=0)
+    steps.trim(steps._requests[2])
+    assert steps.state().log_first_step == 3
+    assert len(steps.state().log) == 2
