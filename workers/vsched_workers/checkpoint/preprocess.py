@@ -1,7 +1,6 @@
 """The front end of a checkpoint: chat template, tokenizer, image processor.
 
-Tokenizer and image processor are loaded apart. The combined processor of transformers would pull in the video processor
-and with it torchvision; its placeholders are expanded here instead.
+Tokenizer and image processor are loaded apart: the combined one needs torchvision. Placeholders are expanded here.
 
 The image processor of transformers is asked once, at load, for its settings and for what it makes of each of the 256
 values of each channel. Processing an image is then a resize by Pillow, a look-up and a transposition: the same numbers
