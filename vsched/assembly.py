@@ -118,7 +118,7 @@ def scheduler_limits(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
 ) -> SchedulerLimits:
     """Return the kernel's limits for a KV cache of `blocks` blocks."""
-    generate = config.generate
+    generate, snapshots = config.generate, state_snapshots(config, info)
     return SchedulerLimits(
         block_size=generate.block_size,
         blocks=blocks,
@@ -134,7 +134,8 @@ def scheduler_limits(
         waiting=generate.max_waiting,
         waiting_bytes=generate.max_waiting_bytes,
         # Blocks of an earlier request say nothing of the state that a sequence had at their end.
-        prefix_cache=generate.prefix_cache and not info.state_bytes,
+        prefix_cache=generate.prefix_cache and not (info.state_bytes and not snapshots),
+        state_snapshots=snapshots if info.state_bytes else None,
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
@@ -232,6 +233,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             threads=config.threads("generate"),
             attention=section.attention,
             slots=section.slots,
+            state_snapshots=state_snapshots(config, info),
             deterministic=config.model.deterministic,
         ),
         limits=StepLimits(
@@ -240,6 +242,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             chunk_tokens=section.chunk_tokens,
             context_tokens=context_tokens(config, info),
             block_size=section.block_size,
+            state_snapshots=state_snapshots(config, info),
         ),
         pixels_max=_pixels_max(config),
     )
@@ -252,6 +255,19 @@ def _pixels_max(config: Config) -> int:
 def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
     """Return the share of one rank in the KV cache of a token."""
     return info.kv_bytes_per_token // config.generate.tensor_parallel
+
+
+def state_snapshots(config: Config, info: ModelInfo) -> int:
+    """Return the places for snapshots of states: as configured, by default one a slot; none without a prefix cache."""
+    generate = config.generate
+    if not info.state_bytes or not generate.prefix_cache:
+        return 0
+    return generate.slots if generate.state_snapshots is None else generate.state_snapshots
+
+
+def state_bytes(config: Config, info: ModelInfo) -> int:
+    """Return what the states of all slots take on a rank, and the snapshots."""
+    return (config.generate.slots + state_snapshots(config, info)) * info.state_bytes
 
 
 def rank_spec(
@@ -343,7 +359,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
             context_tokens=context_tokens(config, info),
             batch_tokens=config.generate.max_batch_tokens,
             slots=config.generate.slots,
-            state_bytes=config.generate.slots * info.state_bytes,
+            state_bytes=state_bytes(config, info),
         ),
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
         generate=dict(zip(generators, beside, strict=True)),

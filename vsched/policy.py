@@ -218,7 +218,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         weights_bytes: The weights among them.
         peak_bytes: Highest `reserved_bytes` during the attempt; 0 outside of one.
         kv_bytes: The KV cache that stood during the attempt.
-        state_bytes: The states of all slots, which stood with it.
+        state_bytes: The states of all slots, and snapshots of states, which stood with it.
         released_bytes: What the teardown before the attempt gave back.
         owner: Its group and its number there, for people; empty on the way from a rank.
     """
@@ -286,8 +286,8 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
         context_tokens: The longest prompt and output together.
         batch_tokens: Most tokens of a step.
         slots: Most requests that run at a time.
-        state_bytes: Bytes of the states of all slots on one rank, whatever the size of the KV cache that they stand
-            beside; 0 for a model without.
+        state_bytes: Bytes of the states of all slots, and of snapshots, on one rank, whatever the size of the KV cache
+            that they stand beside; 0 for a model without.
     """
 
     ranks: Sequence[RankMemory]

@@ -23,9 +23,8 @@ BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
 
 def row(name: str, parity: Parity) -> str:
     """Return the table's line of an architecture."""
-    cells = [f"`{name}`", parity.path]
-    cells += ["yes" if one else "no" for one in (parity.text, parity.chunked, parity.preempted)]
-    cells.append("no" if not parity.prefix_cache else "yes" if parity.reuses else "not used")
+    ways = (parity.text, parity.chunked, parity.preempted, parity.prefix_cache)
+    cells = [f"`{name}`", parity.path, *("yes" if one else "no" for one in ways)]
     return f"| {' | '.join(cells)} | {'yes' if parity.equal else '**no**'} |"
 
 

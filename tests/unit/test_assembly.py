@@ -143,13 +143,36 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     assert used["kv"] == 3 * config.generate.block_size * INFO.kv_bytes_per_token
 
 
-def test_model_with_a_state_has_no_prefix_cache_and_room_for_all_slots() -> None:
-    """Whatever is configured: blocks without the state at their end are of no use."""
+@pytest.mark.parametrize(
+    ("sets", "places"),
+    [
+        ((), 8),
+        (("generate.state_snapshots=3",), 3),
+        (("generate.state_snapshots=0",), 0),
+        (("generate.prefix_cache=false",), 0),
+    ],
+)
+def test_model_with_a_state_has_a_prefix_cache_where_there_are_snapshots(
+    sets: tuple[str, ...], places: int
+) -> None:
+    config, info = (
+        config_of("generate.slots=8", *sets),
+        msgspec.structs.replace(INFO, state_bytes=9),
+    )
+    policies = resolve_policies(config)
+    limits = scheduler_limits(config, info, policies, blocks=9)
+    assert (limits.state_snapshots, limits.prefix_cache) == (places, places > 0)
+    assert scheduler_limits(config, INFO, policies, blocks=9).state_snapshots is None
+    plan = worker_group_plans(config, info, policies)[-1]
+    assert plan.generate is not None
+    assert plan.generate.settings.state_snapshots == plan.generate.limits.state_snapshots == places
+    assert kv_sizing(config, info, policies)._limits.state_bytes == (8 + places) * 9
+
+
+def test_model_with_a_state_has_room_for_all_slots() -> None:
     config, info = config_of("generate.slots=8"), msgspec.structs.replace(INFO, state_bytes=1 << 20)
     policies = resolve_policies(config)
-    assert scheduler_limits(config, INFO, policies, blocks=9).prefix_cache
-    assert not scheduler_limits(config, info, policies, blocks=9).prefix_cache
-    assert kv_sizing(config, info, policies)._limits.state_bytes == 8 << 20
+    assert kv_sizing(config, info, policies)._limits.state_bytes == 16 << 20
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.slots == 8

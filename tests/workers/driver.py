@@ -92,7 +92,9 @@ class Stage:
     ) -> Stage:
         info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
         settings = settings or WorkerSettings(threads=1)
-        settings = dataclasses.replace(settings, attention=attention, slots=SLOTS)
+        settings = dataclasses.replace(
+            settings, attention=attention, slots=SLOTS, state_snapshots=SLOTS
+        )
         share = msgspec.structs.replace(
             info, kv_bytes_per_token=info.kv_bytes_per_token // settings.ranks
         )
@@ -133,6 +135,7 @@ class Driver:
         self.blocks = shuffle.sample(range(BLOCKS), BLOCKS)
         self.pages = shuffle.sample(range(PAGES), PAGES)
         self.slots = shuffle.sample(range(SLOTS), SLOTS)
+        self.restored: list[tuple[int, int]] = []
         self.tables = np.full((SLOTS, TABLE_BLOCKS), -1, dtype=np.int32)
         shape = (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes)
         self.embeddings = np.zeros(shape, np.uint8) if embeddings is None else embeddings
@@ -227,6 +230,7 @@ class Driver:
                 block_tables=self.tables,
                 embeddings=embeddings,
                 chunks=chunks,
+                restored=self.restored,
                 special=[
                     (row, each.sequence)
                     for row, each in enumerate(rows)
@@ -235,6 +239,7 @@ class Driver:
             )
         )
         assert len(sampled.tokens) == len(rows)
+        self.restored = []
         for each in decoding:
             each.computed += 1
         for each, chunk in zip(prefilling, chunks, strict=True):
@@ -249,6 +254,8 @@ class Driver:
         start = running.computed
         stop = min(start + self.chunk, running.sequence.length)
         self.cover(running, stop)
+        end = last_end(running.sequence)
+        writes = [(end, running.sequence.number)] if start < end <= stop else []
         rows = []
         for index, place in enumerate(running.sequence.items):
             pages = running.pages[index]
@@ -261,19 +268,24 @@ class Driver:
             stop=stop,
             samples=stop == running.sequence.length,
             items=rows,
+            writes=writes if self.stage.info.state_bytes else (),
         )
 
     def adopt(self, running: Running, other: Running) -> int:
         """Take the blocks of what a request and an earlier one begin with, as a prefix cache does; return the tokens.
 
-        At least one token is left to compute; and all are, where the blocks are not all that a layer keeps.
+        At least one token is left to compute. Where layers keep a state, too, it goes on from the snapshot that was
+        taken at the last end of a block in the earlier prompt.
         """
-        if self.stage.info.state_bytes:
-            return 0
         own, old = running.sequence, other.sequence
         known = zip(own.tokens[: own.length - 1], old.tokens[: other.computed], strict=False)
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], known)))
         blocks = common // BLOCK_SIZE
+        if self.stage.info.state_bytes:
+            end = last_end(old)
+            blocks = end // BLOCK_SIZE if 0 < end <= common else 0
+            if blocks:
+                self.restored.append((running.slot, old.number))
         self.tables[running.slot, :blocks] = self.tables[other.slot, :blocks]
         running.computed = blocks * BLOCK_SIZE
         return running.computed
@@ -284,6 +296,11 @@ class Driver:
         self.blocks[:0] = [int(block) for block in table if block >= 0]
         table[:] = -1
         running.computed = 0
+
+
+def last_end(sequence: SequenceState) -> int:
+    """Return where the last whole block of a prompt ends that leaves a token to compute."""
+    return (sequence.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def int32(values: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -130,7 +130,7 @@ def _memory(need: StageMemory, info: ModelInfo | None) -> str:
         whole = size_text(need.kv_bytes_per_token * info.context_tokens)
         said += f"; KV {size_text(need.kv_bytes_per_token)} a token, {whole} a full context"
     if need.state_bytes:
-        said += f"; states of all slots {size_text(need.state_bytes)}, and so no prefix cache"
+        said += f"; states of all slots and snapshots {size_text(need.state_bytes)}"
     if need.limit_bytes:
         said += f"; limit {size_text(need.limit_bytes)}"
     if need.kv_tokens_max is not None:

@@ -12,6 +12,7 @@ from vsched.assembly import (
     inspect_checkpoint,
     memory_limit,
     rank_kv_bytes_per_token,
+    state_bytes,
     worker_group_plans,
 )
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
@@ -34,7 +35,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
         weights_bytes: Its share of the weights, in the type that is served.
         limit_bytes: What it may take; 0 where only the device limits it.
         kv_bytes_per_token: Its share of the KV cache of a token; 0 for an encoder.
-        state_bytes: The states of all slots; 0 for a model without.
+        state_bytes: The states of all slots, and snapshots; 0 for a model without.
         kv_tokens_max: KV cache beside weights and states, if a step needed nothing; None without a limit.
     """
 
@@ -151,15 +152,15 @@ def _memory(
             )
             if role is not None
         }
-        state_bytes = config.generate.slots * info.state_bytes if plan.generate else 0
-        room = max(limit - sum(weights.values()) - state_bytes, 0)
+        states = state_bytes(config, info) if plan.generate else 0
+        room = max(limit - sum(weights.values()) - states, 0)
         for stage, size in weights.items():
             has_kv = stage == "generate" and kv_bytes > 0
             found[stage] = StageMemory(
                 weights_bytes=size,
                 limit_bytes=limit,
                 kv_bytes_per_token=kv_bytes if has_kv else 0,
-                state_bytes=state_bytes if has_kv else 0,
+                state_bytes=states if has_kv else 0,
                 kv_tokens_max=room // kv_bytes if has_kv and limit else None,
             )
     return found

@@ -322,11 +322,15 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     ] = None
     prefix_cache: Annotated[
         bool,
-        Meta(
-            description="Whether KV blocks of finished requests are kept for later prompts; never so for a model whose "
-            "layers keep a state, too."
-        ),
+        Meta(description="Whether KV blocks of finished requests are kept for later prompts."),
     ] = True
+    state_snapshots: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="How many states are kept for later prompts, of a model whose layers keep a state beside KV "
+            "blocks; by default as many as `slots`. 0: it has no prefix cache."
+        ),
+    ] = None
     admission: Annotated[
         PolicyTable, Meta(description="Which waiting requests join the next step.")
     ] = msgspec.field(default_factory=partial(dict, use="fifo"))

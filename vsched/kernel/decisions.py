@@ -26,7 +26,10 @@ class RequestData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot. `computed` tokens are in its blocks already; `length` tokens are known in all."""
+    """A request takes a slot. `computed` tokens are in its blocks already; `length` tokens are known in all.
+
+    `restored` is the place of the snapshot that its state begins with, for a model that keeps one; None to begin anew.
+    """
 
     number: int
     slot: int
@@ -34,6 +37,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     length: int
     blocks: list[int]
     data: RequestData | None
+    restored: int | None = None
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True):
@@ -52,20 +56,28 @@ class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
     pages: list[int]
 
 
+class StateWrite(msgspec.Struct, frozen=True, array_like=True):
+    """Put the state of a sequence, as it is after position `end` - 1, into a place for snapshots."""
+
+    end: int
+    place: int
+
+
 class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill positions [start, stop) of the sequence in a slot."""
+    """Prefill positions [start, stop) of the sequence in a slot; `writes` are in order, each end in (start, stop]."""
 
     slot: int
     start: int
     stop: int
     items: list[ChunkItem]
+    writes: list[StateWrite] = []
 
 
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """One step of the generate group.
 
     Order: `left` applies first, then `forgotten`, then `joined`, then `grown` (slot, block, slot, block, …), then the
-    step runs: one token for every decoding slot, and the chunks.
+    step runs: one token for every decoding slot, and the chunks. Snapshots are read before any is written.
     """
 
     step: int

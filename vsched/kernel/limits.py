@@ -30,6 +30,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         encode_items: Most items of one step of one encode group.
         waiting: Most requests that wait for a slot.
         waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
+        state_snapshots: Places for states at ends of KV blocks, without which cached blocks are of no use; None for a
+            model that keeps no state.
         generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
         waiting_ns: How long a request may wait for its first step; 0 for no limit.
         encoders: Encode groups; 0 where no request has images.
@@ -51,6 +53,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 1024
     waiting_bytes: int = 1 << 30
     prefix_cache: bool = True
+    state_snapshots: int | None = None
     generate_depth: int = 2
     waiting_ns: int = 0
     encoders: int = 1

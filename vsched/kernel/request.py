@@ -44,6 +44,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         uncached: Tokens still to be computed, as far as known.
         hashes: Block hashes of the full blocks of `tokens`.
         computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
+        branch: Where the blocks ended that were cached when it joined, of a model with a state.
         first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.
         decoding_since: What `first_step` was set to when it began to decode.
         bucket: Which steps, modulo the block size, give it a block while it decodes.
@@ -69,6 +70,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     slot: int = -1
     bucket: int = 0
     computed: int = 0
+    branch: int = 0
     first_step: int = -1
     decoding_since: int = 0
     wanted: set[int] = msgspec.field(default_factory=set)

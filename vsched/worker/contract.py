@@ -147,7 +147,8 @@ class SequenceState:
 class Chunk:
     """A piece of one prompt, positions [start, stop), to prefill in this step.
 
-    `samples` is True when the chunk ends the known tokens, so that its last row yields a token.
+    `samples` is True when the chunk ends the known tokens, so that its last row yields a token. `writes` are the
+    snapshots to take, for a model with a state: (end, place) in order, of the state after position `end` - 1.
     """
 
     slot: int
@@ -156,6 +157,7 @@ class Chunk:
     stop: int
     samples: bool
     items: Sequence[ItemRows]
+    writes: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(slots=True)
@@ -169,6 +171,7 @@ class Batch:
         decode_positions: int32 [D], the KV position that this step writes: tokens before it.
         block_tables: int32 [slots, blocks a sequence]; row = slot; only the first blocks of a row are meaningful.
         embeddings: uint8 [pages, rows a page, bytes a row], the arena's embedding region (read only).
+        restored: (slot, place) of the states that slots begin with, to be read before any chunk writes one.
         special: (row, sequence) of the rows that need more than the argmax of their raw logits.
     """
 
@@ -179,6 +182,7 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     embeddings: npt.NDArray[np.uint8]
     chunks: list[Chunk] = field(default_factory=list)
+    restored: Sequence[tuple[int, int]] = ()
     special: list[tuple[int, SequenceState]] = field(default_factory=list)
 
 
@@ -389,6 +393,7 @@ class WorkerSettings:
     Attributes:
         encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
         slots: Most sequences that run at a time; 0 for an encoder.
+        state_snapshots: Places for states beside those of the slots, for a model that keeps one.
         ranks: Ranks that share the model (tensor parallel); `rank` is the number of this one among them.
         rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
         deterministic: Whether what is computed for a row must not depend, to the bit, on the rows beside it. A worker
@@ -400,6 +405,7 @@ class WorkerSettings:
     attention: str = "auto"
     encode_tokens_max: int = 0
     slots: int = 0
+    state_snapshots: int = 0
     ranks: int = 1
     rank: int = 0
     rendezvous: str = ""

@@ -38,6 +38,7 @@ class GenerateRank:
     ) -> None:
         """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from."""
         self._keeps_state = keeps_state
+        self._restored: list[tuple[int, int]] = []
         self._worker = worker
         self._embeddings = embeddings
         self._block_size = block_size
@@ -66,6 +67,7 @@ class GenerateRank:
             self._join(join)
         self._grow(decision.grown)
         batch = self._batch(decision.chunks)
+        self._restored = []
         rows = self._rows(batch)
         sampled = self._worker.step(batch) if len(rows) or batch.chunks else _NOTHING
         return self._advance(decision.step, batch, rows, sampled)
@@ -98,10 +100,12 @@ class GenerateRank:
             raise RankDesync(
                 f"request {join.number} joins with {join.length} tokens; it is {known}"
             )
-        if self._keeps_state and join.computed:
+        if self._keeps_state and (join.restored is None) != (join.computed == 0):
             raise RankDesync(
-                f"request {join.number} joins with the KV of {join.computed} tokens, and the model has a state, too"
+                f"request {join.number} joins with the KV of {join.computed} tokens, and state {join.restored}"
             )
+        if join.restored is not None:
+            self._restored.append((join.slot, join.restored))
         table, slot, sampling = self._table, join.slot, sequence.sampling
         table.number[slot] = join.number
         table.length[slot] = join.length
@@ -139,6 +143,7 @@ class GenerateRank:
             block_tables=table.block_table,
             embeddings=self._embeddings,
             chunks=[self._chunk(plan) for plan in plans],
+            restored=self._restored,
         )
 
     def _chunk(self, plan: ChunkPlan) -> Chunk:
@@ -153,7 +158,9 @@ class GenerateRank:
             if place.offset in pages
             for position, row, rows in place.rows(plan.start, plan.stop)
         ]
-        return Chunk(plan.slot, sequence, plan.start, plan.stop, plan.stop == length, items)
+        writes = [(write.end, write.place) for write in plan.writes]
+        samples = plan.stop == length
+        return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes)
 
     def _rows(self, batch: Batch) -> list[int]:
         """Return the slot of each row that yields a token, and mark the rows that need more than argmax."""

@@ -59,8 +59,9 @@ class KvSizing:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots, which stand with the KV cache."""
-        return self._limits.slots * self._info.state_bytes if self.blocks else 0
+        """Bytes of the states of all slots and of snapshots, which stand with the KV cache."""
+        count = self._limits.slots + self._limits.state_snapshots
+        return count * self._info.state_bytes if self.blocks else 0
 
     def measure(self) -> RankMemory:
         """Return what is held and what is free: after loading, this is what the memory policy starts from."""

@@ -148,7 +148,8 @@ class RankLoading(Generic[Link]):
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
         memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
         if self._spec.info.state_bytes:
-            memory["state"] = limits.slots * self._spec.info.state_bytes
+            count = limits.slots + limits.state_snapshots
+            memory["state"] = count * self._spec.info.state_bytes
         self._ready.append(Ready(blocks, memory, member.executor.hooks()))
         self._report_ready()
 

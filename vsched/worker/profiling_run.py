@@ -14,6 +14,7 @@ The steps:
    chunk ends its prompt just below the longest context.
 3. Decode just below the longest context in all slots.
 4. Chunks of full length in as few slots as take the rest of the budget, decode in all others.
+5. Where layers keep a state: one chunk of full length from position 0.
 
 Between 3 and 4 lie the steps with fewer chunks, between 4 and 2 those with fewer decodes. What they need is a sum of
 terms that are proportional to the one or the other number and of the larger of two such terms, so it is largest at an
@@ -55,13 +56,17 @@ _OUTPUTS = 3
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that the kernel asks of a step; the names are those of its sizes."""
+    """The most that the kernel asks of a step; the names are those of its sizes.
+
+    `state_snapshots` are places for states beside those of the slots, which no step asks anything of.
+    """
 
     slots: int
     batch_tokens: int
     chunk_tokens: int
     context_tokens: int
     block_size: int
+    state_snapshots: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_tokens < self.slots:
@@ -195,6 +200,7 @@ class _DecisionWriter:
         yield self._decode()
         beside = beside_decodes(self._limits)
         yield self._prefill(beside, long=len(beside))
+        yield from self._beginning()
 
     def frugal(self) -> Iterator[Step]:
         """Yield the steps that suffice for a frugal worker."""
@@ -205,6 +211,12 @@ class _DecisionWriter:
         yield joining, 0
         yield self._decode()
         yield self._prefill(beside, long=1)
+        yield from self._beginning()
+
+    def _beginning(self) -> Iterator[Step]:
+        """Yield a longest chunk from position 0, where layers that keep a state may compute otherwise than later on."""
+        if self._info.state_bytes:
+            yield self._prefill([self._limits.chunk_max], long=0)
 
     def _decode(self) -> Step:
         self._step += 1

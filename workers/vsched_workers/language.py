@@ -35,7 +35,6 @@ from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import (
     PromptPositions,
     sampling_rows,
-    sequence_slots,
     special_rows,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory
@@ -97,15 +96,16 @@ class LanguageWorker:
         group: RankGroup,
         *,
         slots: int = 0,
+        snapshots: int = 0,
     ) -> None:
-        """Take the model; `slots` is how many sequences may keep a state at a time."""
+        """Take the model; `slots` and `snapshots` are how many states are kept, where its layers keep one."""
         self._info = info
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
         self._model: Any = language.module
         self._backend = backend
         self._group = group
-        self._slots = slots
+        self._slots, self._snapshots = slots, snapshots
         self._memory = group.memory(backend.memory)
         self._cache: KvCache | None = None
         self._attention: AttentionKernels | None = None
@@ -135,12 +135,13 @@ class LanguageWorker:
         """
         self.drop_kv()
         info, states = self._info, self._language.states
-        size = blocks * block_size * info.kv_bytes_per_token + self._slots * info.state_bytes
+        size = blocks * block_size * info.kv_bytes_per_token
+        size += (self._slots + self._snapshots) * info.state_bytes
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             allocate = functools.partial(self._backend.zeros, touch=touch)
             if states is not None:
-                states.build(self._slots, allocate)
+                states.build(self._slots, self._snapshots, allocate)
             cache = self._cache = KvCache(
                 self._language.kv,
                 blocks=blocks,
@@ -211,7 +212,7 @@ class LanguageWorker:
             assert self._attention is not None, "it comes with the cache"
             token_ids, positions, step = pack(batch, self._cache, self._attention, self._backend)
             if self._language.states is not None:
-                step.state_slots = self._backend.send(sequence_slots(batch))
+                self._language.states.begin(step, batch, self._backend.send)
             rows = sampling_rows(batch)
             hidden = self._layers(token_ids, positions, step, self._images(batch), rows)
             if not len(rows):
@@ -275,7 +276,14 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     load = _load_any if family is None else functools.partial(_load_family, family)
     with typed_out_of_memory("loading the language model", remedy=stage_remedy("generate")):
         language, group = load(info, settings, backend, progress)
-    return LanguageWorker(info, backend, language, group, slots=settings.slots)
+    return LanguageWorker(
+        info,
+        backend,
+        language,
+        group,
+        slots=settings.slots,
+        snapshots=settings.state_snapshots,
+    )
 
 
 def _load_family(

@@ -77,11 +77,11 @@ def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
     sets = ("--set", "generate.slots=10", "--set", "generate.memory_limit=1GiB")
     status, report = check_json(tmp_path, *sets)
     memory = report["memory"]["generate"]
-    assert (status, memory["state_bytes"]) == (0, 10 * report["info"]["state_bytes"])
+    assert (status, memory["state_bytes"]) == (0, 20 * report["info"]["state_bytes"])
     room = (1 << 30) - memory["weights_bytes"] - memory["state_bytes"]
     assert memory["kv_tokens_max"] == room // memory["kv_bytes_per_token"]
     _, output = check(tmp_path, *sets)
-    assert "states of all slots 15.0 KiB, and so no prefix cache" in output
+    assert "states of all slots and snapshots 30.0 KiB" in output
 
 
 def test_check_writes_json(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from vsched.kernel.decisions import (
     Join,
     Leave,
     RequestData,
+    StateWrite,
 )
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason, ItemPlace, SamplingParams
@@ -300,10 +301,34 @@ def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> 
     rank = GenerateRank(
         Script([]), embeddings, slots=4, context_tokens=64, block_size=4, keeps_state=True
     )
-    with pytest.raises(
-        RankDesync, match="joins with the KV of 4 tokens, and the model has a state"
-    ):
+    with pytest.raises(RankDesync, match="joins with the KV of 4 tokens, and state None"):
         rank.apply(cached)
+
+
+def test_generate_rank_hands_on_which_states_are_read_and_written() -> None:
+    """Once: the step after is told nothing of them."""
+    seen: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
+
+    class Noting(Script):
+        def step(self, batch: Batch) -> Sampled:
+            written = [write for chunk in batch.chunks for write in chunk.writes]
+            seen.append((list(batch.restored), written))
+            return super().step(batch)
+
+    data = join(1, 2, [3, 4, 5, 6, 7, 8]).data
+    chunk = ChunkPlan(2, 2, 6, [], [StateWrite(4, 5), StateWrite(6, 0)])
+    rank = GenerateRank(
+        Noting([1], [2]),
+        np.zeros((4, 4, 8), np.uint8),
+        slots=4,
+        context_tokens=64,
+        block_size=2,
+        keeps_state=True,
+    )
+    joined = [Join(1, 2, 2, 6, [1, 2, 3], data, 7)]
+    rank.apply(GenerateDecision(1, joined=joined, chunks=[chunk]))
+    rank.apply(GenerateDecision(2))
+    assert seen == [([(2, 7)], [(4, 5), (6, 0)]), ([], [])]
 
 
 def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:

@@ -51,6 +51,18 @@ def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> Non
     assert all(one.temperature and one.top_p < 1 and one.logprobs for one in worker.sampling)
 
 
+def test_profiling_run_begins_a_sequence_where_layers_keep_a_state() -> None:
+    """With the longest chunk; the chunks before go on at the longest context."""
+    info = msgspec.structs.replace(model_info(), state_bytes=8)
+    for worker in (
+        MeasuredGenerator(SimulatedMemory(1024 * MIB)),
+        FrugalGenerator(SimulatedMemory(1024 * MIB)),
+    ):
+        worker.build_kv(blocks=3, block_size=LOAD.block_size)
+        run_profile(worker, info, LOAD, blocks=3, image=None)
+        assert worker.batches[-1][2] == [(0, LOAD.chunk_tokens, 0)]
+
+
 def test_profiling_run_reads_the_names_that_the_kernel_enforces() -> None:
     """One definition of each limit; a load has no size that the kernel has not."""
     kernel = {field.name for field in msgspec.structs.fields(SchedulerLimits)}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from vsched.worker.contract import Batch, Chunk
 from vsched_workers.batching.paged_attention import PagedStep, Segment, running
 from vsched_workers.batching.recurrent_state import RecurrentStates
 
-HIDDEN, SLOTS, KERNEL = 4, 6, 3
+HIDDEN, SLOTS, SNAPSHOTS, KERNEL = 4, 6, 2, 3
 
 
 class Sums(nn.Module):
@@ -63,31 +66,64 @@ def model() -> Model:
     states = made.states = RecurrentStates(made)  # type: ignore[assignment]
     with states.noting():
         made(numbers(2, 0))
-    states.build(SLOTS, lambda shape, /, *, dtype: torch.full(shape, 7.0, dtype=dtype))
+    states.build(SLOTS, SNAPSHOTS, lambda shape, /, *, dtype: torch.full(shape, 7.0, dtype=dtype))
     return made
 
 
-def step(model: Model, *parts: tuple[int, torch.Tensor, int]) -> list[torch.Tensor]:
-    """Run parts of sequences, as (slot, rows, position of the first); single ones from above 0 decode."""
-    decoding = [part for part in parts if part[2] and part[1].shape[1] == 1]
-    chunks = [part for part in parts if not (part[2] and part[1].shape[1] == 1)]
+class Part(NamedTuple):
+    """Rows of the sequence in a slot, from position `first` on; a single one from above 0 decodes."""
+
+    slot: int
+    rows: torch.Tensor
+    first: int
+    writes: Sequence[tuple[int, int]] = ()
+
+    @property
+    def last(self) -> int:
+        return self.first + self.rows.shape[1]
+
+    @property
+    def decodes(self) -> bool:
+        return self.first > 0 and self.last == self.first + 1 and not self.writes
+
+
+def step(
+    model: Model, *given: tuple[Any, ...], restored: Sequence[tuple[int, int]] = ()
+) -> list[torch.Tensor]:
+    """Run parts of sequences in one step; returns the rows of each."""
+    parts = [Part(*one) for one in given]
+    decoding, chunks = (
+        [one for one in parts if one.decodes],
+        [one for one in parts if not one.decodes],
+    )
+    segments: list[Segment] = []
+    made: Any = Segment
+    row = len(decoding)
+    for one in chunks:
+        where = {"start": row, "first": one.first, "last": one.last}
+        segments.append(made(None, **where, block_size=4, device="cpu"))
+        row = segments[-1].stop
+    batch: Any = Batch
+    made = PagedStep
+    running_now = made(None, None, None, None, len(decoding), None, None, segments)
+    states: Any = model.states
+    states.begin(
+        running_now,
+        batch(
+            np.array([one.slot for one in decoding], dtype=np.int32),
+            *[None] * 5,
+            chunks=[Chunk(one.slot, None, 0, 0, False, (), one.writes) for one in chunks],  # type: ignore[arg-type]
+            restored=restored,
+        ),
+        torch.from_numpy,
+    )
     ordered = [*decoding, *chunks]
-    segments, row = [], len(decoding)
-    for _, rows, first in chunks:
-        last = first + rows.shape[1]
-        segments.append(
-            Segment(None, start=row, first=first, last=last, block_size=4, device="cpu")  # type: ignore[arg-type]
-        )
-        row += rows.shape[1]
-    made: Any = PagedStep
-    one = made(None, None, None, None, len(decoding), None, None, segments)
-    one.state_slots = torch.tensor([slot for slot, *_ in ordered])
-    with running(one):
-        out = model(torch.cat([rows for _, rows, _ in ordered], dim=1))
-    lengths = [rows.shape[1] for _, rows, _ in ordered]
-    slots = [slot for slot, *_ in ordered]
+    with running(running_now):
+        out = model(torch.cat([one.rows for one in ordered], dim=1))
+    lengths = [one.rows.shape[1] for one in ordered]
+    slots = [one.slot for one in ordered]
     found = dict(zip(slots, out.split(lengths, dim=1), strict=True))
-    return [found[slot] for slot, *_ in parts]
+    return [found[one.slot] for one in parts]
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
@@ -145,6 +181,21 @@ def test_step_leaves_the_states_of_other_slots_alone(model: Model) -> None:
     step(model, (2, rows[:, :3], 0))
     step(model, (0, numbers(3, 7), 0), (1, numbers(2, 8), 0))
     assert torch.equal(step(model, (2, rows[:, 3:], 3))[0], whole(rows)[:, 3:])
+
+
+def test_slot_begins_with_a_snapshot(model: Model) -> None:
+    """Taken within a chunk, at its end, and of another slot; what is written in a step was read before."""
+    rows, other = numbers(12, 9), numbers(6, 10)
+    step(model, (0, rows[:, :9], 0, [(4, 1), (9, 0)]))
+    step(model, (0, numbers(7, 11), 0))
+    expected = whole(rows)
+    (found,) = step(model, (5, rows[:, 4:7], 4), restored=[(5, 1)])
+    assert torch.equal(found, expected[:, 4:7])
+    after, fresh = step(model, (3, rows[:, 9:], 9), (2, other, 0, [(2, 0)]), restored=[(3, 0)])
+    assert torch.equal(after, expected[:, 9:])
+    assert torch.equal(fresh, whole(other))
+    (found,) = step(model, (1, other[:, 2:], 2), restored=[(1, 0)])
+    assert torch.equal(found, whole(other)[:, 2:])
 
 
 def test_states_are_dropped_with_the_cache(model: Model) -> None:

@@ -20,7 +20,7 @@ OSDI 2024). Rejected: planning every running request in every step, which takes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -33,7 +33,8 @@ from vsched.kernel.generate.in_flight import ChunkRead, InFlightState, InFlightS
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet, RunningSetState, order_of
-from vsched.kernel.generate.step_budget import StepBudget, StepTimeModel, StepTimeState
+from vsched.kernel.generate.snapshots import StateSnapshots, StateSnapshotsState
+from vsched.kernel.generate.step_budget import StepBudget, StepPlan, StepTimeModel, StepTimeState
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
@@ -51,6 +52,7 @@ class GenerateGroupState(msgspec.Struct):
     in_flight: InFlightState
     running: RunningSetState
     pool: BlockPoolState
+    snapshots: StateSnapshotsState | None
     step_times: StepTimeState
     counts: dict[str, int]
     quarantined: int
@@ -74,17 +76,6 @@ class PlannedStep(msgspec.Struct, frozen=True):
 
 
 NOTHING_PLANNED = PlannedStep()
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """A step while it is formed."""
-
-    step: int
-    budget: StepBudget
-    joined: list[Join] = field(default_factory=list)
-    chunks: list[ChunkPlan] = field(default_factory=list)
-    prefilled: list[RequestState] = field(default_factory=list)
 
 
 class GenerateGroup(Group):
@@ -120,8 +111,9 @@ class GenerateGroup(Group):
 
     def _reset(self) -> None:
         """Start with an empty group: no slot, block or step."""
-        order: GuardedOrder[bytes] = GuardedOrder(self._policies.prefix_eviction, self._faults)
-        self._pool = BlockPool(self._limits.blocks, order)
+        order = partial(GuardedOrder[bytes], self._policies.prefix_eviction, self._faults)
+        self._pool = BlockPool(self._limits.blocks, order())
+        self._snapshots = StateSnapshots(self._limits, order)
         self._running = RunningSet(self._limits, self._pool)
         self._in_flight = InFlightSteps(self._in_flight.planned, self._requests)
         self.queue.blocked = False
@@ -168,9 +160,10 @@ class GenerateGroup(Group):
 
     def cached_tokens(self, state: RequestState) -> int:
         """Return how many tokens of a request's prefix are cached; at least one token stays to compute."""
-        return len(self._cached_prefix(state)) * self._limits.block_size
+        found = self._cached_blocks(state)
+        return self._snapshots.usable(state.hashes, len(found)) * self._limits.block_size
 
-    def _cached_prefix(self, state: RequestState) -> list[int]:
+    def _cached_blocks(self, state: RequestState) -> list[int]:
         usable = (len(state.tokens) - 1) // self._limits.block_size
         return self._pool.find(state.hashes[:usable])
 
@@ -224,6 +217,7 @@ class GenerateGroup(Group):
         self.step_times.note(step, plan.budget if plan is not None else None, decodes=decodes)
         self._front_first = False
         self._in_flight.planned = step
+        self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
         forgotten, left = self._running.take_changes()
         if plan is None:
@@ -280,7 +274,8 @@ class GenerateGroup(Group):
             return
         plan.budget.take(start, stop - start)
         items, keys = pin_items(state, start, stop, cache=self._cache)
-        plan.chunks.append(ChunkPlan(state.slot, start, stop, items))
+        writes = self._snapshots.write(state, stop)
+        plan.chunks.append(ChunkPlan(state.slot, start, stop, items, writes))
         plan.prefilled.append(state)
         if keys:
             self._in_flight.note_read(step, ChunkRead(state.number, stop, keys))
@@ -340,7 +335,8 @@ class GenerateGroup(Group):
 
     def _join(self, state: RequestState, budget: StepBudget, now_ns: int) -> Join | None:
         """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""
-        prefix = self._cached_prefix(state)
+        found = self._cached_blocks(state)
+        prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = len(prefix) * self._limits.block_size
         if self._chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
             # Its embeddings or its cached prefix went while it waited.
@@ -353,6 +349,7 @@ class GenerateGroup(Group):
         if missing > self._pool.available - self._pool.cached_among(prefix):
             return None
         self.queue.dequeue(state)
+        restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         blocks = prefix + self._pool.take(missing)
         self._running.assign_slot(state, blocks, computed)
@@ -364,7 +361,8 @@ class GenerateGroup(Group):
             state.cached_tokens = computed
         data = None if state.known else state.data()
         state.known = True
-        return Join(state.number, state.slot, computed, len(state.tokens), list(state.blocks), data)
+        known = len(state.tokens)
+        return Join(state.number, state.slot, computed, known, list(state.blocks), data, restored)
 
     # --- results ---
 
@@ -557,6 +555,7 @@ class GenerateGroup(Group):
             in_flight=self._in_flight.state(),
             running=self._running.state(),
             pool=self._pool.state(),
+            snapshots=self._snapshots.state(),
             step_times=self.step_times.state(),
             counts=self._counts,
             quarantined=self._quarantine.number,
@@ -571,6 +570,7 @@ class GenerateGroup(Group):
         self._in_flight.restore(state.in_flight)
         self._running.restore(state.running, self._requests)
         self._pool.restore(state.pool, (one.blocks for one in self.running))
+        self._snapshots.restore(state.snapshots)
         self.step_times.restore(state.step_times)
         self._counts = state.counts
         self._known_tokens = sum(one.counted for one in own)
@@ -585,6 +585,7 @@ class GenerateGroup(Group):
     def check(self, own: Sequence[RequestState]) -> None:
         """Assert that queue, load and running set are consistent; `own` are the requests of this group."""
         self._running.check(self._in_flight.planned)
+        self._snapshots.check()
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
         ready = [state.number for state in own if state.phase is Phase.READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"

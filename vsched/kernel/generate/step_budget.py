@@ -14,8 +14,12 @@ The times come in with events, so the kernel stays a function of its events.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import msgspec
+
+from vsched.kernel.decisions import ChunkPlan, Join
+from vsched.kernel.request import RequestState
 
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
@@ -165,3 +169,14 @@ class StepBudget:
 def pairs_of(start: int, tokens: int) -> float:
     """Return the pairs of a token and one before it that attention visits for tokens from `start` on."""
     return tokens * (start + tokens / 2)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is formed."""
+
+    step: int
+    budget: StepBudget
+    joined: list[Join] = field(default_factory=list)
+    chunks: list[ChunkPlan] = field(default_factory=list)
+    prefilled: list[RequestState] = field(default_factory=list)

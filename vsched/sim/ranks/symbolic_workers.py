@@ -180,9 +180,10 @@ class SymbolicGenerator(StandInGenerator):
             process.memory,
             kv_bytes_per_token=info.kv_bytes_per_token,
             weights_bytes=WEIGHTS_BYTES,
-            state_bytes=settings.slots * info.state_bytes,
+            state_bytes=(settings.slots + settings.state_snapshots) * info.state_bytes,
         )
         self._states: dict[int, int] | None = {} if info.state_bytes else None
+        self._snapshots: dict[int, int] = {}
         self._world = world
         self._process = process
         self._who = f"rank {settings.rank}"
@@ -215,6 +216,8 @@ class SymbolicGenerator(StandInGenerator):
         self._process.spend_step(self._cost_ns(batch))
         if not self._process.has_memory("generate", "step"):
             raise DeviceOutOfMemory("injected: no memory for the activations of a step")
+        if self._states is not None:
+            self._states |= {slot: self._snapshots[place] for slot, place in batch.restored}
         tokens: list[int] = []
         decodes = zip(
             batch.decode_slots.tolist(),
@@ -229,6 +232,9 @@ class SymbolicGenerator(StandInGenerator):
             token = self._run(
                 batch, chunk.slot, chunk.sequence, chunk.start, chunk.stop, damage=damage
             )
+            for end, place in chunk.writes:
+                known: _Known = chunk.sequence.state
+                self._snapshots[place] = int(known.fingerprints[end - 1])
             if chunk.samples:
                 tokens.append(token)
         return Sampled(np.asarray(tokens, np.int32))

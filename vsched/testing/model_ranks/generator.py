@@ -99,6 +99,8 @@ class ModelGenerator:
         self.kv: list[list[int]] = [[0] * size for _ in range(self._limits.blocks)]
         self.sequences: dict[int, ModelSequence] = {}
         self.slots: dict[int, int] = {}
+        self.states: dict[int, int] = {}
+        self.snapshots: dict[int, int] = {}
 
     def step(self) -> tuple[Stepped, list[tuple[int, int]]]:
         """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
@@ -109,6 +111,7 @@ class ModelGenerator:
         for slot in [slot for slot in sorted(self.slots) if self._at(slot).decoding]:
             sequence = self._at(slot)
             self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
+            self._pass_state(slot, len(sequence.tokens) - 1, len(sequence.tokens))
             self._sample(slot, sequence, tokens, finished)
         for chunk in decision.chunks:
             sequence = self._at(chunk.slot)
@@ -116,6 +119,13 @@ class ModelGenerator:
             assert chunk.start == sequence.computed, "a chunk does not begin where the last ended"
             self._read_items(sequence, chunk)
             self._compute(sequence, chunk.start, chunk.stop)
+            at = chunk.start
+            for write in chunk.writes:
+                assert at < write.end <= chunk.stop, "a snapshot is taken out of order"
+                self._pass_state(chunk.slot, at, write.end)
+                self.snapshots[write.place] = self.states[chunk.slot]
+                at = write.end
+            self._pass_state(chunk.slot, at, chunk.stop)
             if chunk.stop == len(sequence.tokens):
                 sequence.decoding = True
                 self._sample(chunk.slot, sequence, tokens, finished)
@@ -124,6 +134,15 @@ class ModelGenerator:
         busy_ns = decision.step % 7 * (1 + prefilled)
         sampled = [(self.slots[slot], token) for slot, token in enumerate(tokens) if token >= 0]
         return Stepped(decision.step, tokens, finished, busy_ns, self.name), sampled
+
+    def _pass_state(self, slot: int, start: int, stop: int) -> None:
+        """Take a state from before `start` to after `stop` - 1, of a model that keeps one."""
+        if self._limits.state_snapshots is None or start == stop:
+            return
+        expected = self._at(slot).fingerprints()
+        if start:
+            assert self.states[slot] == expected[start - 1], "a state of another sequence"
+        self.states[slot] = expected[stop - 1]
 
     def _at(self, slot: int) -> ModelSequence:
         return self.sequences[self.slots[slot]]
@@ -163,6 +182,11 @@ class ModelGenerator:
         sequence.blocks = list(join.blocks)
         sequence.computed = join.computed
         self.slots[join.slot] = join.number
+        if self._limits.state_snapshots is not None:
+            assert (join.restored is None) == (join.computed == 0), "blocks without their state"
+        if join.restored is not None:
+            assert 0 <= join.restored < (self._limits.state_snapshots or 0), "no such place"
+            self.states[join.slot] = self.snapshots[join.restored]
 
     def _read_items(self, sequence: ModelSequence, chunk: ChunkPlan) -> None:
         items = sequence.items if self._scope == "item" else keyed_by_set(sequence.items)

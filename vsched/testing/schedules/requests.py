@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+
 from vsched.kernel import SchedulerLimits
 from vsched.types import Extent, MediaItem, Request, SamplingParams
 
@@ -118,7 +120,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
     """Return limits in which something is usually scarce."""
     slots = rng.randint(1, 6)
     encoders, generators = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
-    return SchedulerLimits(
+    drawn = SchedulerLimits(
         block_size=rng.choice([1, 2, 4, 16]),
         blocks=rng.randint(12, 120),
         slots=slots,
@@ -137,4 +139,12 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         encoders=encoders,
         generators=generators,
         encode_pauses=encoders == generators and rng.random() < 0.5,
+    )
+    # Every third model keeps a state; by what was drawn, so that the seeds of other models draw what they did.
+    keeps_state = drawn.blocks % 3 == 0
+    places = drawn.blocks % 7 if drawn.prefix_cache else 0
+    return msgspec.structs.replace(
+        drawn,
+        state_snapshots=places if keeps_state else None,
+        prefix_cache=drawn.prefix_cache and not (keeps_state and not places),
     )

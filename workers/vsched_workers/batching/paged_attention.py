@@ -220,6 +220,18 @@ class Segment:
         return mask
 
 
+class StatesOfStep(NamedTuple):
+    """Where layers find the states that they keep of the sequences of a step, and where they leave them.
+
+    Attributes:
+        slots: int64 [decode rows + segments], the slot of each sequence.
+        chunks: For each segment its snapshots: the row that the next token would have, and where the state goes.
+    """
+
+    slots: torch.Tensor
+    chunks: list[list[tuple[int, torch.Tensor]]]
+
+
 @dataclass(slots=True)
 class PagedStep:
     """What the layers of one step share.
@@ -228,7 +240,6 @@ class PagedStep:
         slots: int64 [rows], where each row's key and value go.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
         contexts: int32 [decode rows], tokens that each decode row sees, itself included.
-        state_slots: int64 [decode rows + segments], the slot of each sequence, for layers that keep a state.
         on_device: tables and contexts on a GPU, once they have been copied; a captured step has these alone.
     """
 
@@ -240,7 +251,7 @@ class PagedStep:
     tables: npt.NDArray[np.int32]
     contexts: npt.NDArray[np.int32]
     segments: list[Segment]
-    state_slots: torch.Tensor | None = None
+    states: StatesOfStep | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
     on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 

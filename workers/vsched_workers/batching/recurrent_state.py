@@ -7,6 +7,9 @@ sequences run in one call, with their states gathered; chunks run one after the 
 A chunk from position 0 begins without a state, whatever the slot held before. So nothing has to be reset when a slot
 is given to another request, and what is computed again begins anew. A rank carries its steps out in order, and
 computes each token of a sequence once; so there is no older state to go back to, and states are kept once.
+
+Behind the rows of the slots lie snapshots, for the prefix cache: a chunk is cut where one is to be taken, and a slot
+that begins with one has it copied before the step.
 """
 
 from __future__ import annotations
@@ -15,12 +18,20 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from vsched_workers.batching.paged_attention import Allocate, running_step
+from vsched.worker.contract import Batch
+from vsched_workers.batching.paged_attention import (
+    Allocate,
+    PagedStep,
+    StatesOfStep,
+    running_step,
+)
 
 ASKS_FOR_STATES = frozenset({"get_conv_state", "get_recurrent_state", "get_linear_cache"})
 """Methods of caches: a module whose `forward` calls one has a state."""
@@ -47,6 +58,14 @@ class StateShape(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes of the state of one sequence."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Send(Protocol):
+    """Brings a small array to the device; see `DeviceInputs`."""
+
+    def __call__(self, array: npt.NDArray[np.int64], /) -> torch.Tensor:
+        """Return it as a tensor."""
+        ...
 
 
 class _StatefulModule(NamedTuple):
@@ -128,6 +147,7 @@ class RecurrentStates:
         self.modules = 0
         self._noting = False
         self._slots: dict[StateName, torch.Tensor] = {}
+        self._first_snapshot = 0
         for module in model.modules():
             code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
             names = frozenset(code.co_names) if code is not None else frozenset()
@@ -158,10 +178,28 @@ class RecurrentStates:
         finally:
             self._noting = False
 
-    def build(self, slots: int, allocate: Allocate) -> None:
-        """Allocate the states of so many slots."""
+    def build(self, slots: int, snapshots: int, allocate: Allocate) -> None:
+        """Allocate the states of so many slots, and so many snapshots of states behind them."""
+        self._first_snapshot = slots
         for name, each in self.shapes.items():
-            self._slots[name] = allocate((slots, *each.shape), dtype=each.dtype)
+            self._slots[name] = allocate((slots + snapshots, *each.shape), dtype=each.dtype)
+
+    def begin(self, step: PagedStep, batch: Batch, send: Send) -> None:
+        """Let slots begin with snapshots, and tell a step whose states it reads and writes."""
+        slots = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks)]
+        places = [place for chunk in batch.chunks for _, place in chunk.writes]
+        rows = send(np.array(slots, dtype=np.int64))
+        snapshots = iter(send(np.array(places, dtype=np.int64) + self._first_snapshot).split(1))
+        chunks = []
+        for segment, chunk in zip(step.segments, batch.chunks, strict=True):
+            ends = [segment.start + end - segment.first for end, _ in chunk.writes]
+            chunks.append([(end, next(snapshots)) for end in ends])
+        step.states = StatesOfStep(rows, chunks)
+        if batch.restored:
+            taken, read = np.array(batch.restored, dtype=np.int64).T.copy()
+            into, source = send(taken), send(read + self._first_snapshot)
+            for tensor in self._slots.values():
+                tensor.index_copy_(0, into, tensor.index_select(0, source))
 
     def drop(self) -> None:
         """Forget them."""
@@ -190,24 +228,28 @@ class RecurrentStates:
                 self.shapes[name] = StateShape(tuple(tensor.shape[1:]), tensor.dtype)
             return found
         step = running_step()
-        every = step.state_slots
-        assert every is not None, "a step of such a model has them"
+        rows_of = step.states
+        assert rows_of is not None, "a step of such a model has them"
         parts: list[Any] = []
         if step.decode_rows:
-            slots = every[: step.decode_rows]
+            slots = rows_of.slots[: step.decode_rows]
             states = self._of(own.layer, slots)
             found = call(slice(0, step.decode_rows), states, apart=True)
             self._keep(own.layer, slots, states)
             parts.append(_first(found).transpose(0, 1))
-        for index, segment in enumerate(step.segments, step.decode_rows):
-            slots = every[index : index + 1]
+        for index, segment in enumerate(step.segments):
+            at = step.decode_rows + index
+            slots = rows_of.slots[at : at + 1]
             anew = segment.first == 0
             states = SequenceStates() if anew else self._of(own.layer, slots)
-            tokens = 1 if own.stepwise and not anew else segment.stop - segment.start
-            for row in range(segment.start, segment.stop, tokens):
-                found = call(slice(row, row + tokens), states)
-                parts.append(_first(found))
-            self._keep(own.layer, slots, states)
+            row = segment.start
+            for end, kept in [*rows_of.chunks[index], (segment.stop, slots)]:
+                while row < end:
+                    tokens = 1 if own.stepwise and states.held else end - row
+                    found = call(slice(row, row + tokens), states)
+                    parts.append(_first(found))
+                    row += tokens
+                self._keep(own.layer, kept, states)
         rows = torch.cat(parts, dim=1)
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
 

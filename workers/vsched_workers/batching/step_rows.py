@@ -36,11 +36,6 @@ def chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[n
     return np.concatenate([state.positions[:, chunk.start :], later[:, inside:]], axis=1)
 
 
-def sequence_slots(batch: Batch) -> npt.NDArray[np.int64]:
-    """Return the slot of each decode row, then of each chunk."""
-    return np.array([*batch.decode_slots, *(chunk.slot for chunk in batch.chunks)], dtype=np.int64)
-
-
 def sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
     """Return the packed rows that yield a token: the decode rows, then the last row of each chunk that samples."""
     decode_rows = len(batch.decode_slots)
