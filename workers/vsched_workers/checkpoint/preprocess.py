@@ -448,8 +448,7 @@ class AnyPreprocessor(TextPreprocessor):
         """Return what an image of this size becomes.
 
         Raises:
-            RequestRefused: When the image is empty, of a shape that the processor does not take, or would have more
-                tokens than allowed however small it is made.
+            RequestRefused: When the image is empty, of a shape that the processor does not take, or of too many tokens.
         """
         check_sides(width, height)
         return self._plan(*self._fitting(width, height))
