@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.plugin import plugin
 
 CODE = """
 import sys
@@ -62,3 +68,31 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     assert found["lean"].stdout == found["whole"].stdout
     assert "torch: False" in found["lean"].stderr
     assert "torch: True" in found["whole"].stderr
+
+
+@pytest.mark.parametrize("stage", ["vision", "language"])
+def test_weights_are_loaded_without_leaving_holes(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """What loading frees would otherwise be held as much as the weights, and no KV cache could have it."""
+    module = importlib.import_module(f"vsched_workers.{stage}")
+    seen: list[str] = []
+
+    @contextmanager
+    def without_holes(_backend: ReferenceBackend) -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    fill_module = module.fill_module
+
+    def fill(*arguments: object, **named: object) -> None:
+        seen.append("weights")
+        fill_module(*arguments, **named)
+
+    monkeypatch.setattr(ReferenceBackend, "without_holes", without_holes)
+    monkeypatch.setattr(module, "fill_module", fill)
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=64)
+    load = plugin.load_encoder if stage == "vision" else plugin.load_generator
+    load(info, WorkerSettings(), lambda *_: None)
+    assert seen[:3] == ["begin", "weights", "end"]

@@ -274,7 +274,9 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     backend = choose_backend(settings, dtype)
     family = language_family(info.family, info.path)
     load = _load_any if family is None else functools.partial(_load_family, family)
-    with typed_out_of_memory("loading the language model", remedy=stage_remedy("generate")):
+    loading = typed_out_of_memory("loading the language model", remedy=stage_remedy("generate"))
+    # What packing frees would stay in the heap, as much as the weights again, and the KV cache would go without it.
+    with loading, backend.without_holes():
         language, group = load(info, settings, backend, progress)
     return LanguageWorker(
         info,
