@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_metadata_is_small_and_arrays_are_large(loaded: Any) -> None:
     assert len(plan.metadata) < 1024
     assert "pixel_values" in {spec.name for spec in plan.arrays}
     assert not {spec.name for spec in plan.arrays} & set(unpack_metadata(plan.metadata))
+
+
+@pytest.mark.parametrize("size", [(60, 40), (1200, 900)])
+def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[int, int]) -> None:
+    """Beyond what Pillow takes, which is counted with four bytes a pixel for each of two images."""
+    _, preprocessor = loaded
+    plan = preprocessor.plan_image(*size)
+    image = drawn_image(1, *size)
+    preprocessor.process_image(image)
+    tracemalloc.start()
+    try:
+        preprocessor.process_image(image)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    small_bytes = 200_000  # what has nothing to do with the size: texts, tables, objects
+    assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
 def test_edges_of_an_expansion_are_tokenized_with_the_text_beside_it(tmp_path: Path) -> None:

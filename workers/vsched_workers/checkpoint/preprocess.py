@@ -62,7 +62,7 @@ SHRINK = 0.9
 SHRINK_STEPS = 80
 """An image of too many tokens is made smaller by this factor until it has no more than allowed, so often at most."""
 
-PROCESS_RATIO, RESIZE_BYTES = 7, 8
+PROCESS_RATIO, RESIZE_BYTES = 5, 12
 """Most that a processor of transformers takes: bytes for each that it returns, and for each pixel that it is given."""
 
 
