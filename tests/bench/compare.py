@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.options import IMAGES, PAGES, settings_text, sizes_of
+from tests.bench.options import IMAGES, PAGES, SMOLLM2, settings_text, sizes_of
 from tests.bench.records import Key, Run, Started, Store
 from tests.bench.report import page, plots, tables
 from tests.bench.report.ratios import best_budgets, rows
@@ -37,7 +37,8 @@ def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
     if not (path / "config.json").exists():
         with console.status(f"making {options.checkpoint}"):
             command = [sys.executable, "-c", sides.ENTRY, "make-checkpoint", str(path)]
-            subprocess.run([*command, "--size", options.checkpoint], check=True)
+            made = ["--smollm2"] if options.checkpoint == SMOLLM2 else ["--size", path.name]
+            subprocess.run([*command, *made], check=True)
     return path.resolve()
 
 

@@ -10,7 +10,9 @@ from tests.bench.servers.sides import ROOT, ServerSizes
 from vsched.bench.load.shapes import Case
 
 CASES = tuple(case.value for case in Case)
-CHECKPOINTS = ("tiny25", "mid25")
+SMOLLM2 = "smollm2"
+MADE = ("tiny25", "mid25")
+CHECKPOINTS = (*MADE, SMOLLM2)
 PEERS = ("vllm", "transformers")
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"

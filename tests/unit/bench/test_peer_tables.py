@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.bench.compare import context_line
-from tests.bench.options import CHECKPOINTS, PAGES, PEERS
+from tests.bench.options import MADE, PAGES, PEERS, SMOLLM2
 from tests.bench.records import Key, Run, SchedulerRow, Started
 from tests.bench.report import page, tables
 from tests.bench.report.ratios import best_budgets, rows
@@ -305,12 +305,9 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
     "name",
     [
         "scheduler",
-        *(f"{peer}-{checkpoint}" for peer in PEERS for checkpoint in CHECKPOINTS),
-        *(
-            f"{kind}-{checkpoint}"
-            for kind in ("growth-vllm", "regress")
-            for checkpoint in CHECKPOINTS
-        ),
+        f"vllm-{SMOLLM2}",
+        *(f"{peer}-{checkpoint}" for peer in PEERS for checkpoint in MADE),
+        *(f"{kind}-{checkpoint}" for kind in ("growth-vllm", "regress") for checkpoint in MADE),
     ],
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:

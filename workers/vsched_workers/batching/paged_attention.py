@@ -334,7 +334,7 @@ def attend(
     if plain and keys.shape[-1] == values.shape[-1]:
         return _attend_plainly(query, key, value, layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
-    return _attend_by_rule(query[0], keys, values, step, rule)[None], None
+    return attend_by_rule(query[0], keys, values, step, rule)[None], None
 
 
 def _attend_plainly(
@@ -360,13 +360,18 @@ def _attend_plainly(
     return out
 
 
-def _attend_by_rule(
+def attend_by_rule(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     step: PagedStep,
     rule: ScoreRule,
 ) -> torch.Tensor:
+    """Attend by a rule for the rows of a step, whose keys and values are in the cache already.
+
+    Shape: query [heads, rows, key dim]; keys and values [slots, kv heads, dim]. Returns [rows, heads, value dim], of
+    which only decode rows and those of segments are written.
+    """
     out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
     rows = step.decode_rows
     if rows:

@@ -87,8 +87,6 @@ class Decoder:
             return "layers of several sizes"
         if self.windows is not Windows.NAMED and SLIDING in _kinds(config):
             return "windows that only some layers have"
-        if any(kind.window for kind in self.kinds(config)):
-            return "sliding windows"
         if getattr(config, "hidden_act", None) not in ACTIVATIONS:
             return "other activations"
         rope = getattr(config, "rope_parameters", None) or {}

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 DECODERS: Mapping[str, Decoder] = {
+    "cwm": Decoder(windows=Windows.NAMED),
     "llama": Decoder(),
+    "ministral": Decoder(windows=Windows.NAMED),
     "mistral": Decoder(windows=Windows.ALL),
+    "phi3": Decoder(qkv=("qkv_proj",), gate_up=("gate_up_proj",), windows=Windows.ALL),
     "qwen2": Decoder(windows=Windows.NAMED),
     "qwen3": Decoder(windows=Windows.NAMED, query_norm="q_norm", key_norm="k_norm"),
+    "seed_oss": Decoder(),
+    "smollm3": Decoder(windows=Windows.NAMED, rotates="no_rope_layers"),
 }
 
 

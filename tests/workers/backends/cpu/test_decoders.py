@@ -13,6 +13,9 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import packs
@@ -34,6 +37,16 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
     ),
+    "cwm": ("cwm", {}),
+    "ministral": ("ministral", {}),
+    "layers that do not rotate": ("smollm3", {"sliding_window": None}),
+    "weights that are merged already": (
+        "phi3",
+        {"sliding_window": None, "tie_word_embeddings": False},
+    ),
+    "windows in all layers": ("mistral", {}),
+    "windows in some layers": ("qwen2", {}),
+    "seed_oss": ("seed_oss", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", _NO_WINDOW),
     "qwen2": ("qwen2", _NO_WINDOW),
     "qwen3 with yarn": ("qwen3", {**_NO_WINDOW, "rope_parameters": _YARN}),
@@ -63,3 +76,12 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     questions = [Question(prompt, count=12) for prompt in prompts()]
     Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
     twins.check()
+
+
+def test_deterministic_refuses_windows(tmp_path: Path) -> None:
+    if not has_bf16_dot():
+        pytest.skip("needs avx512_bf16")
+    make_checkpoint("mistral", tmp_path)
+    settings = WorkerSettings(threads=1, deterministic=True)
+    with pytest.raises(ConfigError, match=r"model.deterministic: .*sliding windows.*Remedy: "):
+        Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)

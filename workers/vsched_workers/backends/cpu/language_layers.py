@@ -47,6 +47,8 @@ from vsched_workers.backends.cpu.merged_layers import MergedAttention
 from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
+from vsched_workers.batching.paged_attention import attend_by_rule
+from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
@@ -108,7 +110,10 @@ class _StepAttention:
 
     Attributes:
         parts: For each block its decode rows and its prefill rows.
-        room: Where the heads of prefill rows are written, [heads + 2 * kv heads, prefill rows, head dim].
+        rule: How scores become weights where a window is shorter than a context; None elsewhere.
+        first: The first of the step's rows whose heads are written to the room: decode rows have a kernel of their own,
+            but for where there is a rule.
+        room: Where the heads of rows from `first` on are written, [heads + 2 * kv heads, rows, head dim].
         decode: The decode kernel, for one thread or all.
         decode_threads: Threads of it.
         rope: The kernel for the heads of prefill rows, for one thread or all.
@@ -116,6 +121,8 @@ class _StepAttention:
     """
 
     parts: list[tuple[_Part | None, _Part | None]]
+    rule: ScoreRule | None
+    first: int
     room: torch.Tensor
     decode: Any
     decode_threads: int
@@ -142,7 +149,7 @@ class FusedLanguage:
         self._threads = threads
         self._deterministic = deterministic
         kinds = decoder.kinds(model.config)
-        self._kinds = sorted(set(kinds))
+        self._kinds = list(dict.fromkeys(kinds))
         self._layers = [
             _layer_of(layer, decoder, self._kinds.index(kind))
             for layer, kind in zip(model.layers, kinds, strict=True)
@@ -214,23 +221,30 @@ class FusedLanguage:
         self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
     ) -> list[_StepAttention]:
         """Return what attention needs of a step, for each kind of layers."""
-        first = self._layers[0].attention
-        written = first.heads + 2 * first.kv_heads
-        room = rows.hidden.new_empty(written, rows.count - step.decode_rows, first.head_dim)
-        seen = int(step.contexts.sum()) * first.heads * first.head_dim
+        attention = self._layers[0].attention
+        written = attention.heads + 2 * attention.kv_heads
+        seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
         many = self._many(seen, DECODE_VALUES_MIN)
         kernel = attend_rows if self._deterministic else decode
-        return [
-            _StepAttention(
-                parts=_parts(rows, angles if kind.rotates else unrotated(angles), step),
-                room=room,
-                decode=kernel.parallel if many else kernel.serial,
-                decode_threads=self._threads if many else 1,
-                rope=self._pick(rope_prefill, room.numel()),
-                tag=score_tag(first.head_dim, step.cache.block_size),
+        found = []
+        for kind in self._kinds:
+            cut = kind.window is not None and step.longest > kind.window
+            first = 0 if cut else step.decode_rows
+            room = rows.hidden.new_empty(written, rows.count - first, attention.head_dim)
+            turned = angles if kind.rotates else unrotated(angles)
+            found.append(
+                _StepAttention(
+                    parts=_parts(rows, turned, step, first),
+                    rule=ScoreRule(attention.scaling, kind.window) if cut else None,
+                    first=first,
+                    room=room,
+                    decode=kernel.parallel if many else kernel.serial,
+                    decode_threads=self._threads if many else 1,
+                    rope=self._pick(rope_prefill, room.numel()),
+                    tag=score_tag(attention.head_dim, step.cache.block_size),
+                )
             )
-            for kind in self._kinds
-        ]
+        return found
 
     def _attend(
         self,
@@ -269,7 +283,7 @@ class FusedLanguage:
                     given.decode(*arguments, shares, given.tag)
             if prefilling is not None:
                 skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
-                place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
+                place = (prefilling.start - given.first) * attention.head_dim * qkv.itemsize
                 given.rope(
                     qkv_at + skipped,
                     given.room.data_ptr() + place,
@@ -279,7 +293,13 @@ class FusedLanguage:
                     keys,
                     values,
                 )
-        if segments:
+        if given.rule is not None:
+            cached = step.cache.keys[attention.index], step.cache.values[attention.index]
+            asked = dataclasses.replace(step, segments=list(segments))
+            queries = given.room[: attention.heads]
+            attended = attend_by_rule(queries, *cached, asked, given.rule)
+            rows.attended[: rows.count] = attended.flatten(1)
+        elif segments:
             self._attend_chunks(attention, rows, given.room, step, segments)
 
     @staticmethod
@@ -337,9 +357,9 @@ class FusedLanguage:
 
 
 def _parts(
-    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
+    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep, first: int
 ) -> list[tuple[_Part | None, _Part | None]]:
-    """Return for each block of rows its decode rows and its prefill rows."""
+    """Return for each block of rows those before the first one that is treated as one of prefill, and the others."""
     (cos, sin), slots = angles, step.slots.numpy()
 
     def part_of(start: int, stop: int) -> _Part | None:
@@ -352,7 +372,7 @@ def _parts(
     parts = []
     for block in rows.blocks:
         stop = min(block.stop, rows.count)
-        middle = min(max(step.decode_rows, block.start), stop)
+        middle = min(max(first, block.start), stop)
         parts.append((part_of(block.start, middle), part_of(middle, stop)))
     return parts
 
