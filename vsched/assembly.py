@@ -117,7 +117,16 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
 def scheduler_limits(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
 ) -> SchedulerLimits:
-    """Return the kernel's limits for a KV cache of `blocks` blocks."""
+    """Return the kernel's limits for a KV cache of `blocks` blocks.
+
+    Raises:
+        ConfigError: When one chunk must hold an image or a prompt: chunks are not cut so yet.
+    """
+    if info.takes_images and (info.item_atomic or info.prompt_atomic):
+        raise ConfigError(
+            f"model.path: positions of model_type {info.family!r} see later ones, for which chunks are not cut yet. "
+            "Remedy: serve a checkpoint of another family; docs/models.md lists them."
+        )
     generate, snapshots = config.generate, state_snapshots(config, info)
     return SchedulerLimits(
         block_size=generate.block_size,

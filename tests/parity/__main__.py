@@ -1,6 +1,7 @@
 """`python -m tests.parity`: compare architectures with transformers' `generate`, and write docs/models.md's tables.
 
-With names, only these are compared and nothing is written. It takes about five minutes.
+With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
+is written. It takes about eight minutes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from transformers.utils import logging
 
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
 from tests.parity.compare import Parity, compare, refusal_of
+from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
+from tests.parity.vision_compare import compare_vision
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
+SEEING_BEGIN, SEEING_END = "<!-- image parity: begin -->\n", "<!-- image parity: end -->\n"
+HEAD = "| architecture | path | {} | chunked | preempted | prefix cache | equal |\n|---|---|---|---|---|---|---|"
 
 
 def row(name: str, parity: Parity) -> str:
@@ -32,8 +37,7 @@ def tables(rows: list[str], refused: list[str]) -> str:
     """Return what stands between the marks of the page."""
     return "\n".join(
         [
-            "| architecture | path | text | chunked | preempted | prefix cache | equal |",
-            "|---|---|---|---|---|---|---|",
+            HEAD.format("text"),
             *rows,
             "",
             "| refused | because it has |",
@@ -44,12 +48,21 @@ def tables(rows: list[str], refused: list[str]) -> str:
     )
 
 
+def write(begin: str, end: str, content: str) -> None:
+    """Put content between two marks of the page."""
+    text = PAGE.read_text()
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text(f"{before}{begin}{content}{end}{after}")
+
+
 def main(names: list[str]) -> int:
     """Compare, say so, and return how many are unequal."""
     logging.disable_progress_bar()
+    if names == ["images"]:
+        return compare_images()
     rows, refused, unequal = [], [], 0
     for name in names or [*FAMILY_SIZES, *ARCHITECTURES]:
-        parity = compare(name)
+        parity = compare_vision(name) if name in VISION_ARCHITECTURES else compare(name)
         unequal += not parity.equal
         rows.append(row(name, parity))
         print(rows[-1], flush=True)
@@ -59,9 +72,22 @@ def main(names: list[str]) -> int:
         refused.append(f"| `{name}` | {why or '**is not refused**'} |")
         print(refused[-1], flush=True)
     if not names:
-        text = PAGE.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}{tables(rows, refused)}{END}{after}")
+        write(BEGIN, END, tables(rows, refused))
+        unequal += compare_images()
+    return unequal
+
+
+def compare_images() -> int:
+    """Compare the architectures that take images, write their table, and return how many are unequal."""
+    rows, unequal = [HEAD.format("image")], 0
+    for name in VISION_ARCHITECTURES:
+        if name in VISION_REFUSED:
+            continue
+        parity = compare_vision(name)
+        unequal += not parity.equal
+        rows.append(row(name, parity))
+        print(rows[-1], flush=True)
+    write(SEEING_BEGIN, SEEING_END, "\n".join([*rows, ""]))
     return unequal
 
 

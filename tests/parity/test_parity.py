@@ -6,15 +6,33 @@ import re
 
 import pytest
 
-from tests.parity.__main__ import BEGIN, END, PAGE
+from tests.parity.__main__ import BEGIN, END, PAGE, SEEING_BEGIN, SEEING_END
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED, SAMPLE
 from tests.parity.compare import compare, refusal_of
+from tests.parity.vision_architectures import (
+    VISION_ARCHITECTURES,
+    VISION_REFUSED,
+    VISION_SAMPLE,
+)
+from tests.parity.vision_compare import compare_vision
+from vsched.errors import CheckpointError
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_answers_are_those_of_generate(name: str) -> None:
     """In one step, in chunks, after preemptions, and over the blocks of an earlier request."""
     assert compare(name).equal
+
+
+@pytest.mark.parametrize("name", VISION_SAMPLE)
+def test_answers_about_images_are_those_of_generate(name: str) -> None:
+    assert compare_vision(name).equal
+
+
+def test_features_that_cannot_be_given_to_a_model_are_told() -> None:
+    """Its prompts have tokens around images, which get features of their own."""
+    with pytest.raises(CheckpointError, match="features of images that cannot be given"):
+        compare_vision("ovis2")
 
 
 @pytest.mark.parametrize(
@@ -38,3 +56,12 @@ def test_page_has_a_row_for_every_architecture_and_all_are_equal() -> None:
     assert set(rows) == {*FAMILY_SIZES, *ARCHITECTURES, *REFUSED}, "run `python -m tests.parity`"
     for name in (*FAMILY_SIZES, *ARCHITECTURES):
         assert re.fullmatch(r"(fused|modules|generic)( \| yes){5}", rows[name]), name
+
+
+def test_page_has_a_row_for_every_architecture_that_takes_images_and_all_are_equal() -> None:
+    compared = PAGE.read_text().partition(SEEING_BEGIN)[2].partition(SEEING_END)[0]
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", compared, re.MULTILINE))
+    wanted = {*VISION_ARCHITECTURES} - {*VISION_REFUSED}
+    assert set(rows) == wanted, "run `python -m tests.parity images`"
+    for name, found in rows.items():
+        assert re.fullmatch(r"generic( \| yes){5}", found), name

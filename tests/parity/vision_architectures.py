@@ -488,7 +488,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     ),
     "hunyuan_vl": VisionArchitecture(
         {
-            **_text("hunyuan_vl_text"),
+            **_text("hunyuan_vl_text", **_rope((2, 3, 3))),
             "vision_config": {**_SMALL, **_OUT, "patch_size": 14, "spatial_merge_size": 2},
             "image_token_id": IMAGE,
             "image_start_token_id": START,
@@ -506,6 +506,13 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
         _square(lead=(1, 3)),
     ),
 }
+
+
+VISION_SAMPLE = ("ernie4_5_vl_moe", "gemma3", "llava", "qwen2_vl")
+"""Experts for images alone, images that see themselves, rows in a list, positions of three axes."""
+
+VISION_REFUSED = ("ovis2",)
+"""Architectures of these that are refused."""
 
 
 def images_of(name: str) -> list[Arrays]:

@@ -252,7 +252,7 @@ class Driver:
 
     def next_chunk(self, running: Running) -> Chunk:
         start = running.computed
-        stop = min(start + self.chunk, running.sequence.length)
+        stop = self.end_of_chunk(running, min(start + self.chunk, running.sequence.length))
         self.cover(running, stop)
         end = last_end(running.sequence)
         writes = [(end, running.sequence.number)] if start < end <= stop else []
@@ -271,12 +271,24 @@ class Driver:
             writes=writes if self.stage.info.state_bytes else (),
         )
 
+    def end_of_chunk(self, running: Running, stop: int) -> int:
+        """Return where a chunk ends that would end at `stop`: behind what one chunk must hold."""
+        if self.stage.info.prompt_atomic:
+            return max(stop, running.sequence.prompt_length)
+        if self.stage.info.item_atomic:
+            for place in running.sequence.items:
+                for first, end in place.spans or ((place.offset, place.offset + place.tokens),):
+                    stop = end if first < stop < end else stop
+        return stop
+
     def adopt(self, running: Running, other: Running) -> int:
         """Take the blocks of what a request and an earlier one begin with, as a prefix cache does; return the tokens.
 
         At least one token is left to compute. Where layers keep a state, too, it goes on from the snapshot that was
-        taken at the last end of a block in the earlier prompt.
+        taken at the last end of a block in the earlier prompt. Nothing is taken where blocks depend on later tokens.
         """
+        if self.stage.info.prompt_atomic:
+            return 0
         own, old = running.sequence, other.sequence
         known = zip(own.tokens[: own.length - 1], old.tokens[: other.computed], strict=False)
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], known)))

@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 
 from vsched.errors import ConfigError
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend, CapturedSteps, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.whole_model import check_built, check_kept, first_run
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
@@ -39,7 +40,11 @@ from vsched_workers.batching.step_rows import (
 )
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
-from vsched_workers.checkpoint.whole_model import build_whole, load_whole
+from vsched_workers.checkpoint.whole_model import (
+    build_whole,
+    build_without_tower,
+    load_whole,
+)
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind
@@ -72,6 +77,7 @@ class LanguageModel:
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
         captures: Whether decode steps may be captured.
         states: What layers keep of a sequence besides keys and values; None where they keep nothing.
+        mutual: Tells the spans of a sequence whose positions see each other; None where each sees those before it.
     """
 
     module: nn.Module
@@ -83,6 +89,7 @@ class LanguageModel:
     shares_head: bool = False
     captures: bool = True
     states: RecurrentStates | None = None
+    mutual: Callable[[SequenceState], Spans] | None = None
 
 
 class LanguageWorker:
@@ -210,7 +217,9 @@ class LanguageWorker:
                 return sampled
             assert self._cache is not None, "build_kv comes before the first step"
             assert self._attention is not None, "it comes with the cache"
-            token_ids, positions, step = pack(batch, self._cache, self._attention, self._backend)
+            token_ids, positions, step = pack(
+                batch, self._cache, self._attention, self._backend, self._language.mutual
+            )
             if self._language.states is not None:
                 self._language.states.begin(step, batch, self._backend.send)
             rows = sampling_rows(batch)
@@ -382,7 +391,8 @@ def build_any(info: ModelInfo) -> Any:
     Raises:
         CheckpointError: When it cannot run, as far as can be seen without weights.
     """
-    built = build_whole(info.path, info.family, getattr(torch, info.dtype))
+    build = build_without_tower if info.takes_images else build_whole
+    built = build(info.path, info.family, getattr(torch, info.dtype))
     check_built(built, info)
     return built
 
@@ -409,19 +419,34 @@ def _load_any(
         device=settings.device,
         progress=progress,
     )
-    found = first_run(model, info.family)
+    inputs = ImageInputs(model, levels=info.embedding_levels) if info.takes_images else None
+    found = first_run(model, info, inputs)
     check_kept(found, info)
     if backend.compiles:
         progress("compiling kernels", 1.0)
     backend.load_attention()
     language = LanguageModel(
         module=model,
-        runnable=backend.prepare_whole(model),
+        runnable=backend.prepare_whole(model, inputs),
         kv=found.kv,
-        heads=model.config.num_attention_heads,
-        positions=text_positions,
+        heads=model.config.get_text_config().num_attention_heads,
+        positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
         captures=False,
         states=found.states if info.state_bytes else None,
+        mutual=_mutual(info),
     )
     return language, RankGroup(settings, "generate", backend.collectives)
+
+
+def _mutual(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
+    """Return what tells the spans of a sequence whose positions see each other."""
+    if info.prompt_atomic:
+        return lambda sequence: ((0, sequence.prompt_length),)
+    if info.item_atomic:
+        return lambda sequence: tuple(
+            span
+            for item in sequence.items
+            for span in item.spans or ((item.offset, item.offset + item.tokens),)
+        )
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched.worker.contract import Batch
+from vsched.types import Spans
+from vsched.worker.contract import Batch, SequenceState
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep, Segment
 from vsched_workers.batching.step_rows import chunk_positions
 
@@ -45,9 +47,16 @@ class DeviceInputs(Protocol):
 
 
 def pack(
-    batch: Batch, cache: KvCache, attention: AttentionKernels, inputs: DeviceInputs
+    batch: Batch,
+    cache: KvCache,
+    attention: AttentionKernels,
+    inputs: DeviceInputs,
+    mutual: Callable[[SequenceState], Spans] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
-    """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step."""
+    """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step.
+
+    `mutual` tells the spans of a sequence whose positions see each other; None where there are none.
+    """
     size = cache.block_size
     decode_rows = len(batch.decode_slots)
     tables = batch.block_tables[batch.decode_slots]
@@ -82,6 +91,8 @@ def pack(
                 block_size=size,
                 device=inputs.device,
                 keeps_indices=inputs.keeps_indices,
+                prompt_length=chunk.sequence.prompt_length,
+                mutual=() if mutual is None else mutual(chunk.sequence),
             )
         )
         row = end

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched.types import Spans
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
     ScoreRule,
@@ -160,6 +161,9 @@ class Segment:
     Where `keeps_indices` is set, as on a GPU, slots and mask are made once a step and shared by the layers. Otherwise
     every layer makes them anew: on the host that takes a fiftieth of the layer's time, and to hold them for all chunks
     at once would take more memory than anything else in a step.
+
+    `prompt_length` says how many tokens of its sequence are the prompt. The tokens of each span of `mutual` see each
+    other, as if the last of them stood before all; the chunk has none of them, or the last.
     """
 
     def __init__(
@@ -172,12 +176,16 @@ class Segment:
         block_size: int,
         device: str,
         keeps_indices: bool = False,
+        prompt_length: int = 0,
+        mutual: Spans = (),
     ) -> None:
         self.start = start
         self.stop = start + last - first
         self.first = first
         self.context = last
         self.whole = first == 0
+        self.prompt_length = prompt_length
+        self.mutual = tuple(span for span in mutual if span[0] < last and span[1] > first)
         self.table = table
         self.blocks = -(-last // block_size)
         self._block_size = block_size
@@ -331,6 +339,7 @@ def attend(
     if sliding_window is not None and step.longest <= sliding_window:
         sliding_window = None
     plain = sliding_window is None and softcap is None and s_aux is None
+    plain = plain and not any(segment.mutual for segment in step.segments)
     if plain and keys.shape[-1] == values.shape[-1]:
         return _attend_plainly(query, key, value, layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
@@ -388,7 +397,9 @@ def attend_by_rule(
         out[:rows] = decode_by_rule(decoding, keys, values, step.scratch[name], rule)
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        out[part] = prefill_by_rule(query[:, part], keys, values, segment.slots(), rule)
+        out[part] = prefill_by_rule(
+            query[:, part], keys, values, segment.slots(), rule, segment.mutual
+        )
     return out
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched.types import Spans
+
 PART_BYTES = 64 << 20
 """Bytes of scores, or of gathered keys and values, at a time; one row may take more."""
 
@@ -91,8 +93,11 @@ def prefill_by_rule(
     values: torch.Tensor,
     slots: torch.Tensor,
     rule: ScoreRule,
+    mutual: Spans = (),
 ) -> torch.Tensor:
     """Attend for the rows of a chunk, the last tokens of a context, each to the tokens up to itself.
+
+    The tokens of each span of `mutual` see each other, too; all of them are in the context.
 
     Shape: query [heads, rows, key dim]; keys and values [slots, kv heads, dim]; `slots` int64 [context]. Returns
     [rows, heads, value dim].
@@ -100,13 +105,18 @@ def prefill_by_rule(
     heads, rows, _ = query.shape
     kv_heads = keys.shape[1]
     out = query.new_empty(rows, heads, values.shape[2])
-    for first, last, low, high in _parts(rows, len(slots), heads, rule.window):
+    before = len(slots) - rows
+    for first, last, low, causal in _parts(rows, len(slots), heads, rule.window):
+        spans = [each for each in mutual if each[0] < causal and each[1] > before + first]
+        high = max([causal, *(end for _, end in spans)])
         places = slots[low:high]
         grouped = query[:, first:last].reshape(kv_heads, heads // kv_heads, last - first, -1)
         scores = grouped @ keys[places].permute(1, 2, 0)[:, None]
-        position = torch.arange(high - (last - first), high, device=query.device)[:, None]
+        position = torch.arange(before + first, before + last, device=query.device)[:, None]
         other = torch.arange(low, high, device=query.device)
         seen = other <= position
+        for start, end in spans:
+            seen |= (position >= start) & (position < end) & (other >= start) & (other < end)
         if rule.window is not None:
             seen &= other > position - rule.window
         weights = _weights(scores, seen, rule, (kv_heads, -1, 1, 1))

@@ -195,6 +195,8 @@ def _inspect_any(
         info,
         embedding_levels=vision.embedding_levels,
         item_tokens_max=clamped_tokens(token_range(processor), item_tokens_max),
+        item_atomic=vision.item_atomic,
+        prompt_atomic=vision.prompt_atomic,
         image_token_id=vision.image_token_id,
     )
 

@@ -7,6 +7,7 @@ What it does quietly is an error here: a tensor that is missing would be random.
 from __future__ import annotations
 
 import errno
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,33 @@ def build_tower(path: str, family: str) -> Any:
         CheckpointError: When it has no features of images, or they are not made by its vision tower alone.
     """
     import torch
+
+    whole = _vision_language_class(path, family)
+    with torch.device("meta"):
+        return part_of(type(whole), _drop_language)(whole.config)
+
+
+def build_without_tower(path: str, family: str, dtype: torch.dtype) -> Any:
+    """Return a vision-language model without what encodes images and without weights, on the meta device.
+
+    Raises:
+        CheckpointError: When the features of images cannot be given to it.
+    """
+    import torch
+    from transformers.utils import logging
+
+    whole = _vision_language_class(path, family)
+    if "mm_encoder_outputs" not in inspect.signature(type(whole).forward).parameters:
+        raise refusal(family, "no way to give it the features of images")
+    logging.set_verbosity_error()  # it is warned of the part that is missing
+    whole.config.dtype = dtype
+    with torch.device("meta"):
+        return part_of(type(whole), _drop_all_but_language)(whole.config).to(dtype)
+
+
+def _vision_language_class(path: str, family: str) -> Any:
+    """Return the whole model, on the meta device: its class, and its configuration."""
+    import torch
     from transformers import AutoModelForImageTextToText
 
     facts = vision_facts(checkpoint_directory(path), family)
@@ -55,8 +83,7 @@ def build_tower(path: str, family: str) -> Any:
         getattr(whole, "model", None), "get_image_features"
     ):
         raise refusal(family, "no features of images that the language model could be given")
-    with torch.device("meta"):
-        return part_of(type(whole), _drop_language)(facts.config)
+    return whole
 
 
 def part_of(whole: Any, drop: Callable[[Any], None]) -> Any:
@@ -65,7 +92,11 @@ def part_of(whole: Any, drop: Callable[[Any], None]) -> Any:
     def build(self: Any, *arguments: Any, **options: Any) -> None:
         whole.__init__(self, *arguments, **options)
         drop(self)
-        self.all_tied_weights_keys = {}  # they tie what is left to what is gone
+        left = dict(self.named_parameters(remove_duplicate=False))
+        tied = self.all_tied_weights_keys
+        self.all_tied_weights_keys = {
+            one: other for one, other in tied.items() if one in left and other in left
+        }
 
     # Of the same name: renamed and converted tensors are found by it.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
@@ -79,6 +110,23 @@ def _drop_language(model: Any) -> None:
         for name, child in list(parent.named_children()):
             if any(child is each for each in gone):
                 setattr(parent, name, nn.Identity())
+
+
+def _drop_all_but_language(model: Any) -> None:
+    from torch import nn
+
+    kept = {each for part in _language_parts(model) for each in part.modules()}
+    for parent in list(model.modules()):
+        if parent in kept:
+            continue
+        for name, child in list(parent.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(parent, name, nn.Identity())
+
+
+def _language_parts(model: Any) -> list[Any]:
+    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
+    return [each for each in parts if each is not None]
 
 
 def load_whole(

@@ -33,6 +33,15 @@ EMBEDDED_SIZE = Companion("image_size", ("height", "width in pixels"))
 EMBEDDED_PIXELS_MAX = 1 << 24
 """Pixels of such an image at most: what it becomes is found out with a blank one of its size."""
 
+FIRST_POSITIONS: Mapping[str, int] = {"paligemma": 1}
+"""Architectures whose positions do not begin with 0."""
+
+SEE_IN_IMAGES = frozenset({"gemma3", "gemma4"})
+"""Architectures whose images' positions see each other, unless their text part says otherwise."""
+
+SEE_IN_PROMPTS = frozenset({"paligemma"})
+"""Architectures whose prompts' positions see each other."""
+
 METADATA_VALUES = 32
 """Values of an array of integers at most that is kept as metadata of an image; larger ones are masks and indices."""
 
@@ -45,12 +54,15 @@ class VisionFacts:
         config: transformers' configuration object of the whole model; `text` is that of its language model.
         image_token_id: The placeholder of an image's rows.
         embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
+        item_atomic: The positions of an image see each other; `prompt_atomic`: all positions of a prompt do.
     """
 
     config: Any
     text: Any
     image_token_id: int
     embedding_levels: int
+    item_atomic: bool = False
+    prompt_atomic: bool = False
 
 
 def takes_images(family: str) -> bool:
@@ -85,7 +97,20 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
     if getattr(vision, "model_type", "") == "timm_wrapper":
         raise refusal(family, "a vision tower of the package timm")
     deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
-    return VisionFacts(config, text, token, 1 + len(deepstack))
+    sees = getattr(text, "use_bidirectional_attention", "vision")
+    return VisionFacts(
+        config,
+        text,
+        token,
+        1 + len(deepstack),
+        item_atomic=family in SEE_IN_IMAGES and sees in ("vision", False),
+        prompt_atomic=family in SEE_IN_PROMPTS,
+    )
+
+
+def first_position(family: str) -> int:
+    """Return the position of a prompt's first token."""
+    return FIRST_POSITIONS.get(family, 0)
 
 
 def is_metadata(array: npt.NDArray[Any]) -> bool:

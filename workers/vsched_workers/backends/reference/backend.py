@@ -19,6 +19,7 @@ from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
+from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
     MANY_ROWS,
@@ -66,13 +67,18 @@ class ReferenceBackend(Backend):
         warm_up(model, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
-    def prepare_whole(self, model: nn.Module) -> RunnableLanguage:
-        """Lay out a loaded model of any architecture that yields logits, its head within; see `prepare_language`."""
+    def prepare_whole(
+        self, model: nn.Module, inputs: ImageInputs | None = None
+    ) -> RunnableLanguage:
+        """Lay out a loaded model of any architecture that yields logits, its head within; see `prepare_language`.
+
+        `inputs` makes its arguments where it takes images.
+        """
         size = pack_linears(model, make_custom=self._make_product) if self._packs else 0
         if self._packs:
             warm_up(model)
         size += stored_bytes(*model.parameters())
-        return RunnableLanguage(WholeModel(model, self.send), _as_they_are, size)
+        return RunnableLanguage(WholeModel(model, self.send, inputs), _as_they_are, size)
 
     def prepare_tower(self, tower: nn.Module) -> None:
         flatten_patches(tower, self._make_product, pack=self._packs)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vsched.types import ModelInfo
+from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
 from vsched_workers.batching.recurrent_state import RecurrentStates
@@ -31,10 +32,16 @@ NOTHING_KEPT = KvShape(0, 0, 0)
 class WholeModel:
     """Runs transformers' model over a packed row; see `LanguageLayers`, but what it returns are logits."""
 
-    def __init__(self, model: Any, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
-        """Take the model; `send` brings row numbers to its device."""
+    def __init__(
+        self,
+        model: Any,
+        send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+        inputs: ImageInputs | None = None,
+    ) -> None:
+        """Take the model; `send` brings row numbers to its device, and `inputs` is for one that takes images."""
         self._model = model
         self._send = send
+        self._inputs = inputs
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(
@@ -46,13 +53,17 @@ class WholeModel:
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """Return the logits of the wanted rows, [wanted, vocabulary]."""
-        assert images is None, "it is a model of text alone"
+        given: dict[str, Any]
+        if self._inputs is not None:
+            given = self._inputs.arguments(token_ids, positions, images, step)
+        else:
+            assert images is None, "it is a model of text alone"
+            given = {"input_ids": token_ids[None], "position_ids": positions[0]}
         rows = self._send(wanted)
-        options = {"logits_to_keep": rows} if self._keeps else {}
+        if self._keeps:
+            given["logits_to_keep"] = rows
         with running(step):
-            out = self._model(
-                input_ids=token_ids[None], position_ids=positions[0], use_cache=False, **options
-            )
+            out = self._model(use_cache=False, **given)
         logits: torch.Tensor = out.logits[0]
         return logits if self._keeps else logits[rows]
 
@@ -132,8 +143,10 @@ class FirstRun(NamedTuple):
 
 
 @torch.inference_mode()
-def first_run(model: Any, family: str) -> FirstRun:
+def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) -> FirstRun:
     """Run two tokens through a model, in which nothing is attended, and prepare it for steps.
+
+    With `inputs` rows of images are given to it, too.
 
     Raises:
         CheckpointError: When a layer does not attend to the tokens before it, through the interface, once; or keeps
@@ -143,7 +156,10 @@ def first_run(model: Any, family: str) -> FirstRun:
 
     shapes: dict[int, KvShape] = {}
     strange: list[str] = []
-    kinds = layer_kinds(model.config)
+    family = info.family
+    text = model.config.get_text_config()
+    kinds = layer_kinds(text)
+    looks_ahead = info.item_atomic or info.prompt_atomic
 
     def note(
         module: Any,
@@ -161,13 +177,13 @@ def first_run(model: Any, family: str) -> FirstRun:
             strange.append("layers that attend more than once")
         if attention_mask is not None:
             strange.append("masks of its own")
-        if not getattr(module, "is_causal", True):
+        if not (looks_ahead or getattr(module, "is_causal", True)):
             strange.append("layers that see later tokens")
         shapes[layer] = KvShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(FIRST_RUN, note)
-    count = model.config.num_hidden_layers
+    count = text.num_hidden_layers
     layers = _decoder_layers(model, count)
     states = RecurrentStates(model)
     if model._is_stateful and not states.modules:  # noqa: SLF001 # how transformers itself tells
@@ -185,6 +201,8 @@ def first_run(model: Any, family: str) -> FirstRun:
                 )
             if strange:
                 raise refusal(family, strange[0])
+            if inputs is not None:
+                inputs.try_out(model)
             runs_without = layers is not None and _runs_without(model, layers)
         found = [shapes.get(layer, NOTHING_KEPT) for layer in range(count)]
         return FirstRun(found, states, layers if runs_without else None)
@@ -217,7 +235,7 @@ def check_built(model: Any, info: ModelInfo) -> None:
         CheckpointError: As `first_run` and `check_kept`.
     """
     try:
-        check_kept(first_run(model, info.family), info)
+        check_kept(first_run(model, info), info)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         # Experts that are chosen by values cannot run without any; other models have no excuse, but that those with
         # a state do not say whether they use the interface.
@@ -227,9 +245,10 @@ def check_built(model: Any, info: ModelInfo) -> None:
 
 def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:
     """Return the layers of a decoder; None where no list of so many modules is found."""
+    text = model.config.get_text_config()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return DecoderLayers(module, getattr(model.config, "layer_types", None) or ())
+            return DecoderLayers(module, getattr(text, "layer_types", None) or ())
     return None
 
 

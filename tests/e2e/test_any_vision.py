@@ -1,0 +1,116 @@
+"""A model like LLaVA, which has no path of its own, served: over HTTP, with a killed rank, and from its record."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForImageTextToText
+
+httpx = pytest.importorskip("httpx")
+
+from tests.e2e.asking import Ask, begin, drawn_image, read  # noqa: E402
+from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
+from tests.parity.vision_checkpoints import make_vision_checkpoint  # noqa: E402
+from tests.patience import PATIENCE_S, until  # noqa: E402
+from vsched import Config  # noqa: E402
+from vsched.api.server import RunningServer, running_server  # noqa: E402
+from vsched.config import load_config  # noqa: E402
+from vsched.record import replay  # noqa: E402
+from vsched.worker.contract import Preprocessor  # noqa: E402
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+OUTPUTS = 60
+ASKS = [
+    Ask("What is it?", [drawn_image(1)], OUTPUTS),
+    Ask("And these?", [drawn_image(2, (33, 64)), drawn_image(3, (112, 40))], OUTPUTS),
+    Ask("No picture here.", [], OUTPUTS),
+    Ask("The first again?", [drawn_image(1)], OUTPUTS),
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("seeing") / "llava"
+    make_vision_checkpoint("llava", path)
+    sets = [one for one in SETTINGS if not one.startswith("generate.context_tokens")]
+    sets += [f"model.path={path}", "model.name=llava", f"record.path={path.parent / 'run.vlog'}"]
+    return load_config(None, sets=sets, environ={}).config
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seeing(config: Config) -> AsyncIterator[RunningServer]:
+    async with running_server(config) as running:
+        yield running
+        await assert_idle(running.engine)
+    report = replay(Path(config.record.path))
+    assert report.difference is None
+    assert report.events > 100
+
+
+@torch.inference_mode()
+def generated(path: Path, preprocessor: Preprocessor, asks: Sequence[Ask]) -> list[list[int]]:
+    """Return what the whole model of transformers answers."""
+    made: Any = AutoModelForImageTextToText
+    model = made.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for ask in asks:
+        ids = torch.tensor([ask.prompt(preprocessor)])
+        pictures = [
+            torch.from_numpy(preprocessor.process_image(image)["pixel_values"].copy())
+            for image in ask.images
+        ]
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **({"pixel_values": torch.cat(pictures)} if pictures else {}),
+            max_new_tokens=ask.count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(seeing: RunningServer, config: Config) -> list[list[int]]:
+    found = generated(Path(config.model.path), seeing.engine.preprocessor, ASKS)
+    assert found[0] != found[1]
+    return found
+
+
+async def test_a_chat_about_an_image_is_answered_as_generate_does(
+    seeing: RunningServer, wanted: list[list[int]]
+) -> None:
+    options = {"model": "llava", "temperature": 0, "max_tokens": OUTPUTS, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
+        for ask, tokens in zip(ASKS, wanted, strict=True):
+            body = {"messages": ask.messages, **options}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            text = response.json()["choices"][0]["message"]["content"]
+            assert text == seeing.engine.preprocessor.detokenize(tokens)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_a_killed_rank_loses_no_token(
+    seeing: RunningServer, wanted: list[list[int]], killed: int
+) -> None:
+    """Whether it is the one that encodes or the one that generates."""
+    engine = seeing.engine
+    begun = [await begin(engine, ask) for ask in ASKS]
+    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are under way")
+    assert any(one.reason is None for one in begun), "too late to lose anything"
+    os.kill(sorted(engine.rank_pids)[killed], signal.SIGKILL)
+    found = await asyncio.gather(*(read(one) for one in begun))
+    assert [one.token_ids for one in found] == wanted
+    await until(lambda: engine.state == "ready", "what was lost is back")

@@ -1,0 +1,242 @@
+"""One vision-language architecture, run over paged blocks without its tower, and compared with the whole model."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.parity.compare import CHUNK, OUTPUTS, Parity, tokens_of, with_cached_prefixes
+from tests.parity.vision_architectures import (
+    END,
+    IMAGE,
+    START,
+    VISION_ARCHITECTURES,
+    Arrays,
+    images_of,
+    save_model,
+)
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Driver, Question, Stage
+from vsched.types import ArraySpec, ModelInfo, Spans
+from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.families.generic import context_tokens, kv_values
+from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata, vision_facts
+from vsched_workers.families.recurrent import state_bytes
+from vsched_workers.plugin import plugin
+
+ASKED = ((0,), (1,), (2, 3), ())
+"""The images of each prompt."""
+
+WHOLE = 512
+"""A chunk that holds any prompt."""
+
+
+@dataclass(frozen=True)
+class MadeImage:
+    """An image that is arrays already; `size` is what a plan is asked for by."""
+
+    index: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.index, 0
+
+
+class MadeImages:
+    """Stands in for a preprocessor: what it tells of an image, it knows from its arrays and its rows."""
+
+    def __init__(self, images: Sequence[Arrays], rows: Sequence[int]) -> None:
+        self.images = images
+        self.rows = rows
+
+    def plan_image(self, index: int, _height: int) -> ImagePlan:
+        arrays = self.images[index]
+        small = pack_metadata(arrays)
+        specs = tuple(
+            ArraySpec(name, str(array.dtype), array.shape)
+            for name, array in arrays.items()
+            if name not in unpack_metadata(small)
+        )
+        return ImagePlan(specs, self.rows[index], metadata=small)
+
+    def process_image(self, image: MadeImage) -> Arrays:
+        kept = unpack_metadata(self.plan_image(image.index, 0).metadata)
+        return {name: array for name, array in self.images[image.index].items() if name not in kept}
+
+
+@dataclass
+class VisionStage(Stage):
+    """Its prompts are tokens with the placeholders of made images among them."""
+
+    def prompt(self, question: Question) -> tuple[list[int], list[Spans]]:
+        assert not isinstance(question.text, str)
+        tokens = list(question.text)
+        runs: list[Spans] = []
+        start = 0
+        for image in question.images:
+            start = tokens.index(IMAGE, start)
+            stop = start + self.preprocessor.plan_image(*image.size).tokens
+            runs.append(((start, stop),))
+            start = stop
+        return tokens, runs
+
+
+def prompts(rows: Sequence[int]) -> list[list[int]]:
+    """Return the prompts: tokens of no meaning, and placeholders."""
+    found = []
+    for number, images in enumerate(ASKED):
+        tokens = _words(5 + 9 * (not images) + number, 100 + number)
+        for image in images:
+            tokens += [START, *[IMAGE] * rows[image], END, *_words(4, 7 + image)]
+        found.append(tokens)
+    return found
+
+
+def _words(count: int, seed: int) -> list[int]:
+    made = torch.Generator().manual_seed(seed)
+    found: list[int] = torch.randint(30, 299, (count,), generator=made).tolist()
+    return found
+
+
+@torch.inference_mode()
+def generated(
+    path: Path, name: str, asked: Sequence[Sequence[int]], images: Sequence[Arrays]
+) -> list[list[int]]:
+    """Return what transformers' `generate` says, greedily, of the whole model with pixels."""
+    made: Any = AutoModelForImageTextToText
+    model = made.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for prompt, which in zip(asked, ASKED, strict=True):
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **_inputs(model, name, ids, [images[index] for index in which]),
+            max_new_tokens=OUTPUTS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def _inputs(model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays]) -> dict[str, Any]:
+    """Return the arguments that a processor would add for some images."""
+    inner = model.model if hasattr(model, "model") else model
+    asked = inspect.signature(inner.forward).parameters
+    types = (ids == IMAGE).int()
+    given: dict[str, Any] = {}
+    if name == "paligemma":
+        given["token_type_ids"] = torch.zeros_like(types)
+    elif "token_type_ids" in asked:
+        given["token_type_ids"] = types
+    if "mm_token_type_ids" in asked:
+        given["mm_token_type_ids"] = types
+    if "moe_mm_token_type_ids" in asked:
+        given["moe_mm_token_type_ids"] = types | ((ids == START) | (ids == END)).int()
+    if not images:
+        return given
+    for key in images[0]:
+        tensors = [torch.from_numpy(image[key]) for image in images]
+        across = 1 if key == "pixel_values" and name in {"idefics3", "smolvlm"} else 0
+        given[key] = torch.cat(_padded(tensors), across)
+    if name == "llava_onevision" and len(images) > 1:
+        given["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
+    return given
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one size, all dimensions but the first: images of one batch are padded to the largest."""
+    shapes = [tensor.shape[1:] for tensor in tensors]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    padded = []
+    for tensor in tensors:
+        pads: list[int] = []
+        for size, wanted in zip(reversed(tensor.shape[1:]), reversed(largest), strict=True):
+            pads += [0, wanted - size]
+        padded.append(torch.nn.functional.pad(tensor, pads))
+    return padded
+
+
+def _info(path: Path, family: str) -> ModelInfo:
+    facts = vision_facts(path, family)
+    kept = state_bytes(facts.text, 4)
+    assert kept is not None
+    return ModelInfo(
+        family=family,
+        path=str(path),
+        dtype="float32",
+        hidden_size=facts.text.hidden_size,
+        embedding_levels=facts.embedding_levels,
+        vocab_size=facts.text.vocab_size,
+        context_tokens=context_tokens(facts.text, family),
+        kv_bytes_per_token=kv_values(facts.text) * 4,
+        state_bytes=kept,
+        item_tokens_max=WHOLE,
+        image_token_id=facts.image_token_id,
+        stop_token_ids=(),
+        item_atomic=facts.item_atomic,
+        prompt_atomic=facts.prompt_atomic,
+    )
+
+
+def load_stage(path: Path, name: str, *, attention: str = "exact") -> VisionStage:
+    """Load the parts of a checkpoint without a processor."""
+    family = VISION_ARCHITECTURES[name].family or name
+    info = _info(path, family)
+    settings = WorkerSettings(threads=1, attention=attention, slots=SLOTS, state_snapshots=SLOTS)
+    generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+    generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
+    encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+    images = images_of(name)
+    made: Any = MadeImages(images, rows_of(path, images))
+    return VisionStage(info, made, encoder, generator)
+
+
+@torch.inference_mode()
+def rows_of(path: Path, images: Sequence[Arrays]) -> list[int]:
+    """Return the rows of each image, as the whole model of transformers makes them."""
+    made: Any = AutoModelForImageTextToText
+    tower = AnyTower(made.from_pretrained(path, dtype=torch.float32).eval(), torch.float32)
+    return [len(tower(image)) for image in images]
+
+
+def compare_vision(name: str) -> Parity:
+    """Make a model of an architecture and compare.
+
+    Raises:
+        CheckpointError: When the architecture is refused.
+    """
+    with tempfile.TemporaryDirectory(prefix="vsched-vision-") as folder:
+        path = Path(folder)
+        save_model(name, path)
+        stage = load_stage(path, name)
+        made: Any = stage.preprocessor
+        asked = prompts(made.rows)
+        expected = generated(path, name, asked, made.images)
+        distinct = {token for answer in expected for token in answer}
+        assert len(distinct) > len(ASKED) // 2, f"{name}: the answers say too little, {distinct}"
+        questions = [
+            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
+            for prompt, which in zip(asked, ASKED, strict=True)
+        ]
+        # Each must get on between two that are preempted.
+        preempts = 5 + max(map(len, asked)) // CHUNK
+        return Parity(
+            path="generic",
+            text=tokens_of(Driver(stage, chunk=WHOLE).run(questions)) == expected,
+            chunked=tokens_of(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
+            preempted=tokens_of(
+                Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
+            )
+            == expected,
+            prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
+        )

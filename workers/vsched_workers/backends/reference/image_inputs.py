@@ -1,0 +1,192 @@
+"""What the language model of any vision-language architecture is given of images: their rows, and positions.
+
+Its own code puts the rows in the place of placeholders (`mm_encoder_outputs`), scales them, and adds what is added in
+deeper layers. Which tokens are placeholders it would tell by their ids; here their places decide, for a model may write
+a token that looks like one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from vsched_workers.batching.packed_step import Images
+from vsched_workers.batching.paged_attention import PagedStep
+from vsched_workers.families.base import Items
+from vsched_workers.families.generic import refusal
+from vsched_workers.families.generic_vision import first_position, unpack_metadata
+
+MASKERS = ("get_placeholder_mask", "inputs_merger")
+"""Methods that find placeholders by their ids."""
+
+ROUTED_TYPES = "moe_mm_token_type_ids"
+"""An argument that sends tokens to experts of their own: those of images, and the tokens around them."""
+
+
+@dataclass
+class EncodedImages(BaseModelOutputWithPooling):
+    """Rows of images as `get_image_features` returns them, deeper levels among them."""
+
+    deepstack_features: list[list[torch.Tensor]] | None = None
+
+
+class ImageInputs:
+    """Arguments of a vision-language model that has been left without its tower."""
+
+    def __init__(self, model: Any, *, levels: int) -> None:
+        """Take the model; `levels` are those of a row of an embedding.
+
+        Raises:
+            CheckpointError: When rows cannot be given to it.
+        """
+        config = model.config
+        self._owner = _owner(model)
+        self._levels = levels
+        self._image: int = _image_token(config)
+        others = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
+        special = {self._image, *others}
+        self._neutral = next(token for token in range(len(special) + 1) if token not in special)
+        self._placeholders: torch.Tensor | None = None
+        self._as_list = self._indexed = True
+        self._around: list[int] = []
+        if ROUTED_TYPES in inspect.signature(self._owner.forward).parameters:
+            self._around = [config.image_start_token_id, config.image_end_token_id]
+        self._first = first_position(config.model_type)
+        self._rope: Any = getattr(self._owner, "get_rope_index", None)
+        for name in MASKERS:
+            if hasattr(self._owner, name):
+                self._by_place(name)
+                break
+        else:
+            raise refusal(config.model_type, "ways of its own to find the places of images")
+
+    def try_out(self, model: Any) -> None:
+        """Find out how the model takes rows, and whether it takes a token's index before its positions on three axes.
+
+        Raises:
+            CheckpointError: When it takes neither.
+        """
+        device = next(model.parameters()).device
+        hidden = model.config.get_text_config().hidden_size
+        rows = torch.zeros(self._levels, 2, hidden, dtype=model.dtype, device=device)
+        ids = torch.tensor([self._neutral, self._image, self._image], device=device)
+        positions = torch.arange(3, device=device).expand(4, 1, 3)
+        images = Images(np.array([1, 2]), rows)
+        for self._as_list, self._indexed in product((True, False), (True, False)):
+            try:
+                model(use_cache=False, **self.arguments(ids, positions, images, None))
+            except (TypeError, AttributeError, ValueError):
+                continue
+            return
+        raise refusal(model.config.model_type, "features of images that cannot be given to it")
+
+    def arguments(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        images: Images | None,
+        step: PagedStep | None,
+    ) -> dict[str, Any]:
+        """Return the arguments of the model for a packed row; shapes as in `pack`."""
+        given: dict[str, Any] = {
+            "input_ids": token_ids[None],
+            "position_ids": self._axes(positions),
+        }
+        self._placeholders = torch.zeros_like(token_ids, dtype=torch.bool)
+        if images is not None:
+            rows = torch.from_numpy(images.rows).to(token_ids.device)
+            self._placeholders[rows] = True
+            given["mm_encoder_outputs"] = {"image": self._encoded(images.levels)}
+        if self._around:
+            given[ROUTED_TYPES] = self._routed(token_ids, step)
+        return given
+
+    def _axes(self, positions: torch.Tensor) -> torch.Tensor:
+        if self._rope is None:
+            return positions[1]
+        return positions if self._indexed else positions[1:]
+
+    def _encoded(self, levels: torch.Tensor) -> EncodedImages:
+        rows: Any = [levels[0]] if self._as_list else levels[:1]
+        deeper = [[level] for level in levels[1:]] or None
+        return EncodedImages(pooler_output=rows, deepstack_features=deeper)
+
+    def _routed(self, token_ids: torch.Tensor, step: PagedStep | None) -> torch.Tensor:
+        """Return the types of tokens, [1, rows]; in a prompt, and only there, tokens around an image have its type."""
+        assert self._placeholders is not None, "they are found first"
+        types = self._placeholders.clone()
+        for segment in step.segments if step is not None else ():
+            stop = segment.start + max(0, segment.prompt_length - segment.first)
+            part = slice(segment.start, min(stop, segment.stop))
+            for token in self._around:
+                types[part] |= token_ids[part] == token
+        return types[None].int()
+
+    def _by_place(self, name: str) -> None:
+        """Have a method find the placeholders where they are."""
+        ask = getattr(self._owner, name)
+        signature = inspect.signature(ask)
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            ids = bound.arguments["input_ids"]
+            places = self._placeholders
+            if ids is None or places is None:
+                return ask(*args, **kwargs)
+            others = torch.where(ids == self._image, self._neutral, ids)
+            bound.arguments["input_ids"] = torch.where(places, self._image, others)
+            return ask(*bound.args, **bound.kwargs)
+
+        setattr(self._owner, name, found)
+
+    def positions(
+        self, token_ids: npt.NDArray[np.int32], items: Items
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the positions of a prompt, int64 [3, tokens], and the delta of what follows it."""
+        count = len(token_ids)
+        if self._rope is None or not items:
+            plain = np.arange(self._first, count + self._first, dtype=np.int64)
+            return np.broadcast_to(plain, (3, count)), self._first
+        types = torch.zeros(1, count, dtype=torch.int32)
+        for item in items:
+            for start, _, rows in item.rows(0, count):
+                types[0, start : start + rows] = 1
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        given = {
+            "input_ids": torch.where(
+                types.bool(), self._image, torch.where(ids == self._image, self._neutral, ids)
+            ),
+            "mm_token_type_ids": types,
+            "attention_mask": torch.ones_like(ids),
+            **_joined([unpack_metadata(item.metadata) for item in items]),
+        }
+        asked = inspect.signature(self._rope).parameters
+        found, deltas = self._rope(**{name: given[name] for name in asked if name in given})
+        return found[:, 0].numpy().astype(np.int64), int(deltas.reshape(-1)[0])
+
+
+def _joined(metadata: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, torch.Tensor]:
+    """Return the arrays of all images, one after the other."""
+    return {
+        name: torch.from_numpy(np.concatenate([each[name] for each in metadata]))
+        for name in metadata[0]
+    }
+
+
+def _owner(model: Any) -> Any:
+    """Return the module that makes features of images and merges them."""
+    inner = getattr(model, "model", None)
+    return inner if inner is not None and hasattr(inner, "get_image_features") else model
+
+
+def _image_token(config: Any) -> int:
+    token = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if token is None else token)
