@@ -158,7 +158,7 @@ class Engine:
             )
             started.push_async_callback(shell.stop)
             self.preprocessor = await loading
-            store = PixelStore(arena.pixels)
+            store = PixelStore(arena.pixels, arena.fd)
             media = environment.make_media(self.preprocessor, store, media_settings(config))
             started.pop_all()
         return RunningParts(arena=arena, launcher=launcher, shell=shell, media=media)

@@ -45,7 +45,7 @@ from vsched_workers.plugin import plugin
 if sys.argv[2] == "lean":
     plugin.forgo_models()
 made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
-print(made.settings_digest.hex(), made._levels.tobytes().hex(), hash(made._tokenizer.backend_tokenizer.to_str()))
+print(made.settings_digest.hex(), made.image_recipe().settings.hex(), hash(made._tokenizer.backend_tokenizer.to_str()))
 print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
 print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
 print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)

@@ -14,22 +14,19 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.faultpoints import fault_point
-from vsched.media.allocator import free_image, return_freed_memory
+from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
-from vsched.media.decode import DecodeLimits, decode
-from vsched.media.embeddings import Embedding, write_rows
+from vsched.media.decode import DecodeLimits
 from vsched.media.measure import Measured, blame
+from vsched.media.pictures.filling import process
+from vsched.media.pictures.processes import PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStore
-from vsched.worker.contract import Preprocessor, view_arrays
+from vsched.worker.contract import Preprocessor
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +73,7 @@ class Fills:
         *,
         limits: DecodeLimits,
         budget_bytes: int,
+        pictures: PictureProcesses | None = None,
     ) -> None:
         self.processed = 0
         self.embedded = 0
@@ -84,6 +82,7 @@ class Fills:
         self._store = store
         self._executor = executor
         self._limits = limits
+        self._pictures = pictures
         self._budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
         self._is_trim_due = False
@@ -133,7 +132,14 @@ class Fills:
         loop = asyncio.get_running_loop()
         fill = _Fill(image, self._store.hold(image.key), loop.create_future())
         self._fills[image.key] = fill
-        extent = self._store.view(lease.extents[image.key])
+        place = lease.extents[image.key]
+        extent = self._store.view(place)
+
+        def call() -> None:
+            if self._pictures is not None and self._pictures.takes(image):
+                self._pictures.fill(image, place)
+            else:
+                process(image, extent, self._preprocessor, self._limits)
 
         def wake(_: Future[None]) -> None:
             # The loop may be gone when the process ends while a thread is still at work.
@@ -143,9 +149,7 @@ class Fills:
         def begin(grant: Grant) -> None:
             fill.grant = grant
             try:
-                fill.work = self._executor.submit(
-                    process, image, extent, self._preprocessor, self._limits
-                )
+                fill.work = self._executor.submit(call)
             except RuntimeError:
                 self._end(fill, stopping())
             else:
@@ -215,37 +219,3 @@ def _trim(reference: weakref.ref[Fills]) -> None:
     fills = reference()
     if fills is not None:
         fills.trim()
-
-
-def process(
-    image: Measured, extent: npt.NDArray[np.uint8], preprocessor: Preprocessor, limits: DecodeLimits
-) -> None:
-    """Fill an extent with the arrays of an image, or with the rows of its embedding.
-
-    Blocks: for as long as decoding or converting takes; call it in a thread of the pool.
-
-    Raises:
-        RequestRefused: When the image is damaged, or a value of the embedding is not finite.
-        RequestFailed: When the processor gave something else than it planned.
-    """
-    if isinstance(image.content, Embedding):
-        write_rows(image.content, preprocessor.info.dtype, extent)
-        return
-    fault_point("media.decode")
-    decoded = decode(image.content, limits)
-    try:
-        arrays = preprocessor.process_image(decoded)
-    finally:
-        free_image(decoded)
-    made = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-    planned = {spec.name: (spec.dtype, spec.shape) for spec in image.plan.arrays}
-    if made != planned:
-        # A mismatch fails the request; nothing is trimmed into shape.
-        message = f"the image processor gave {_described(made)}, but planned {_described(planned)}"
-        raise RequestFailed(message, code="image_processing_failed")
-    for name, view in view_arrays(image.plan.arrays, extent).items():
-        view[...] = arrays[name]
-
-
-def _described(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in arrays.items())

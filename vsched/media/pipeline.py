@@ -35,6 +35,7 @@ from vsched.media.measure import (
     reference_bytes,
     refuse_images,
 )
+from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import ReadRemote, is_local, read_remote
@@ -106,13 +107,22 @@ class MediaPipeline:
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
     ) -> None:
-        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads`."""
+        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads`.
+
+        With its own pool, and a store whose memory other processes can map, large images get processes of their own.
+        """
         self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
         self._settings = settings
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._measurer = Measurer(preprocessor, settings, self._plans)
+        limits = pixel_limits(settings)
+        self._pictures: PictureProcesses | None = None
+        if executor is None and store.shared_fd is not None:
+            self._pictures = picture_processes(
+                preprocessor, limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
+            )
         self._executor = executor or ThreadPoolExecutor(
             settings.threads, thread_name_prefix="media"
         )
@@ -120,8 +130,9 @@ class MediaPipeline:
             preprocessor,
             store,
             self._executor,
-            limits=pixel_limits(settings),
+            limits=limits,
             budget_bytes=settings.decode_bytes,
+            pictures=self._pictures,
         )
         self._held = HeldBytes(settings.preparing_bytes_max)
         self._preparing = 0
@@ -181,6 +192,8 @@ class MediaPipeline:
         Blocks: until the images being processed are done; those that wait are given up.
         """
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._pictures is not None:
+            self._pictures.close()
 
     def _check_room(self, images: int) -> None:
         settings = self._settings

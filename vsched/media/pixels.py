@@ -106,9 +106,14 @@ class PixelLease:
 
 
 class PixelStore:
-    """Extents in the arena's pixel region, keyed by item, counted by holder."""
+    """Extents in the arena's pixel region, keyed by item, counted by holder.
 
-    def __init__(self, buffer: memoryview) -> None:
+    Attributes:
+        shared_fd: What other processes map to reach the region, from its beginning; None where they cannot.
+    """
+
+    def __init__(self, buffer: memoryview, shared_fd: int | None = None) -> None:
+        self.shared_fd = shared_fd
         self._buffer = buffer
         # The tail that is no whole cache line is not handed out.
         self._size = buffer.nbytes // ALIGNMENT * ALIGNMENT

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -302,6 +303,21 @@ class Detokenizer(Protocol):
         ...
 
 
+class ImageRecipe(msgspec.Struct, frozen=True):
+    """How another process makes what processes images: `maker` is `module:function`, called with `settings`."""
+
+    maker: str
+    settings: bytes
+
+
+class ImageProcessing(Protocol):
+    """What an `ImageRecipe` makes."""
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the arrays of an RGB image, as the preprocessor's method of this name."""
+        ...
+
+
 class Preprocessor(Protocol):
     """The checkpoint's tokenizer, chat template and image processor; thread-safe, torch-free while it runs."""
 
@@ -370,6 +386,9 @@ class Preprocessor(Protocol):
 
         It may take 2.25 times the bytes that it returns, those included, beyond the image, or `work_bytes` of the plan:
         so much is budgeted.
+
+        A preprocessor with a method `image_recipe`, which returns an `ImageRecipe`, has large images processed in
+        processes of their own, where they do not hold up the event loop.
         """
         ...
 

@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import math
+import os
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.contract import Arrays, Companion, ImagePlan
+from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
 from vsched.worker.expansion import expand_images
 
 PLACEHOLDER = 1
@@ -132,6 +134,29 @@ class FakePreprocessor:
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
     ) -> tuple[list[int], list[Spans]]:
         return expand_images(token_ids, plans, placeholder=PLACEHOLDER)
+
+
+class FaultyPreprocessor(FakePreprocessor):
+    """Can be sent to picture processes, where some values of an image's first pixel are faults."""
+
+    DIES, HANGS, RAISES = 201, 202, 203
+
+    def image_recipe(self) -> ImageRecipe:
+        return ImageRecipe(f"{__name__}:faulty", b"")
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        value = int(np.asarray(image)[0, 0, 0])
+        if value == self.DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while value == self.HANGS:
+            signal.pause()
+        if value == self.RAISES:
+            raise OSError("out of luck")
+        return super().process_image(image)
+
+
+def faulty(_: bytes) -> FaultyPreprocessor:
+    return FaultyPreprocessor()
 
 
 def image_bytes(

@@ -24,7 +24,7 @@ from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_byte
 from vsched.types import ModelInfo
 from vsched.worker.contract import Companion, ImagePlan, extent_bytes, view_arrays
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
-from vsched_workers.families.qwen_image import ResizeLimits
+from vsched_workers.families.qwen_image import QwenImages, ResizeLimits
 
 LIMITS = DecodeLimits(image=10**8, webp=10**8)
 Save = dict[str, Any]
@@ -85,10 +85,16 @@ def preprocessor(tokens_max: int) -> QwenPreprocessor:
     """Return the image half of the real one: its tokenizer would need a checkpoint."""
     made = QwenPreprocessor.__new__(QwenPreprocessor)
     made.info = model_info(item_tokens_max=tokens_max)
-    made._patch, made._merge, made._temporal = 14, 2, 2
+    made._patch, made._merge, made._temporal, made._channels = 14, 2, 2, 3
     made._limits = ResizeLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28)
-    made._resample = Image.Resampling.BICUBIC
-    made._levels = np.zeros((3, 256), np.float32)
+    made._images = QwenImages(
+        patch=14,
+        merge=2,
+        temporal=2,
+        resample=int(Image.Resampling.BICUBIC),
+        limits=made._limits,
+        levels=[[0.0] * 256] * 3,
+    )
     return made
 
 

@@ -25,7 +25,7 @@ from vsched.errors import RequestRefused
 from vsched.media import MediaSettings, fills
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import preprocess_bytes
-from vsched.media.fills import process
+from vsched.media.pictures.filling import process
 
 SMALL = (16, 8)
 LARGE = (1000, 8)

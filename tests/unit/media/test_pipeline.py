@@ -395,7 +395,7 @@ async def test_event_loop_turns_during_a_bomb(
         turns_during.append(turns - before)
         return image
 
-    monkeypatch.setattr("vsched.media.fills.decode", decode_watched)
+    monkeypatch.setattr("vsched.media.pictures.filling.decode", decode_watched)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(NEVER_S)
     try:

@@ -156,6 +156,31 @@ def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
     assert np.isfinite(load("nano25").process_image(image)[PIXELS]).all()
 
 
+def test_image_recipe_makes_the_same_pixels_without_torch(
+    load: Load, size: str, tmp_path: Path
+) -> None:
+    """What picture processes are given: they start fast and small."""
+    recipe = cast("Any", load(size)).image_recipe()
+    (tmp_path / "work").write_bytes(recipe.settings)
+    image = drawn_image(3, 320, 200)
+    image.save(tmp_path / "image.png")
+    program = """
+import sys
+from PIL import Image
+folder = sys.argv[1]
+from vsched_workers.families.qwen_image import image_processing
+processor = image_processing(open(folder + "/work", "rb").read())
+arrays = processor.process_image(Image.open(folder + "/image.png"))
+assert not {"torch", "transformers"} & set(sys.modules)
+[pixels] = arrays.values()
+sys.stdout.buffer.write(pixels.tobytes())
+"""
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, tmp_path], check=True, capture_output=True
+    )
+    assert made.stdout == load(size).process_image(image)[PIXELS].tobytes()
+
+
 def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
     preprocessor = load("nano25")
     images = [drawn_image(seed, 60 + seed, 90) for seed in range(8)]

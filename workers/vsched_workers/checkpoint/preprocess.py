@@ -24,7 +24,7 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.contract import Arrays, Companion, ImagePlan
+from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
@@ -41,10 +41,9 @@ from vsched_workers.families.generic_vision import (
 )
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
-    PIXELS,
+    QwenImages,
     ResizeLimits,
     clamp_settings,
-    grid_of,
     image_plan,
     resized,
 )
@@ -204,9 +203,20 @@ class QwenPreprocessor(TextPreprocessor):
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
         self._temporal = int(settings["temporal_patch_size"])
-        self._resample = Image.Resampling(int(settings["resample"]))
-        self._levels = levels
+        self._channels = len(levels)
+        self._images = QwenImages(
+            patch=self._patch,
+            merge=self._merge,
+            temporal=self._temporal,
+            resample=int(settings["resample"]),
+            limits=limits,
+            levels=levels.tolist(),
+        )
         self.settings_digest = _digest(info, settings, limits)
+
+    def image_recipe(self) -> ImageRecipe:
+        """Return how a process makes what processes images, without tokenizer and torch."""
+        return self._images.recipe()
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Replace each image by a bare marker, so that no image data runs through the template engine."""
@@ -238,7 +248,7 @@ class QwenPreprocessor(TextPreprocessor):
         return plan
 
     def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
-        channels = len(self._levels)
+        channels = self._channels
         return image_plan(
             grid,
             merge=self._merge,
@@ -288,29 +298,8 @@ class QwenPreprocessor(TextPreprocessor):
         Raises:
             RequestRefused: As `plan_image`.
         """
-        _, rows, columns = grid_of(self.plan_image(image.width, image.height).metadata)
-        if image.mode != "RGB":
-            image = image.convert("RGB")
-        size = (columns * self._patch, rows * self._patch)
-        pixels = np.asarray(image.resize(size, resample=self._resample))
-        return {PIXELS: self._patches(pixels, rows, columns)}
-
-    def _patches(
-        self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
-    ) -> npt.NDArray[np.float32]:
-        """Cut [height, width, channels] into patches, merge units together, channels first within a patch."""
-        patch, merge, temporal = self._patch, self._merge, self._temporal
-        channels = pixels.shape[2]
-        cut = pixels.reshape(
-            rows // merge, merge, patch, columns // merge, merge, patch, channels
-        ).transpose(0, 3, 1, 4, 6, 2, 5)
-        count = rows * columns
-        cut = np.ascontiguousarray(cut).reshape(count, channels, patch * patch)
-        first = np.arange(channels, dtype=np.uint16)[:, None] * 256
-        values = self._levels.reshape(-1).take(cut + first, mode="clip")
-        out = np.empty((count, channels, temporal, patch * patch), dtype=np.float32)
-        out[:] = values[:, :, None]
-        return out.reshape(count, channels * temporal * patch * patch)
+        self.plan_image(image.width, image.height)
+        return self._images.process_image(image)
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]

@@ -22,9 +22,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
 from vsched.errors import ConfigError, limit_message
 from vsched.types import ArraySpec
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
 
 ASPECT_RATIO_MAX = 200
 """Longer side over shorter side that the processors still accept."""
@@ -170,3 +175,56 @@ def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
     least = limits.minimum / area
     raised = math.floor(least + _RATIO_TERM * math.sqrt(least) + 1)
     return max(most, strip if most < ASPECT_RATIO_MAX else 0, raised)
+
+
+class QwenImages(msgspec.Struct, frozen=True):
+    """What processes images, in the engine and, by its recipe, in picture processes.
+
+    Attributes:
+        resample: Pillow's number of the filter.
+        levels: What the checkpoint's processor makes of each of the 256 values of each channel.
+    """
+
+    patch: int
+    merge: int
+    temporal: int
+    resample: int
+    limits: ResizeLimits
+    levels: list[list[float]]
+
+    def recipe(self) -> ImageRecipe:
+        """Return how another process makes the same."""
+        return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self))
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that was planned."""
+        factor = self.patch * self.merge
+        height, width = resized(image.height, image.width, factor=factor, limits=self.limits)
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        resample = Image.Resampling(self.resample)
+        pixels = np.asarray(image.resize((width, height), resample=resample))
+        return {PIXELS: self._patches(pixels, height // self.patch, width // self.patch)}
+
+    def _patches(
+        self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
+    ) -> npt.NDArray[np.float32]:
+        """Cut [height, width, channels] into patches, merge units together, channels first within a patch."""
+        patch, merge, temporal = self.patch, self.merge, self.temporal
+        channels = pixels.shape[2]
+        cut = pixels.reshape(
+            rows // merge, merge, patch, columns // merge, merge, patch, channels
+        ).transpose(0, 3, 1, 4, 6, 2, 5)
+        count = rows * columns
+        cut = np.ascontiguousarray(cut).reshape(count, channels, patch * patch)
+        first = np.arange(channels, dtype=np.uint16)[:, None] * 256
+        levels = np.array(self.levels, np.float32).reshape(-1)
+        values = levels.take(cut + first, mode="clip")
+        out = np.empty((count, channels, temporal, patch * patch), dtype=np.float32)
+        out[:] = values[:, :, None]
+        return out.reshape(count, channels * temporal * patch * patch)
+
+
+def image_processing(settings: bytes) -> QwenImages:
+    """Make what processes images, by `QwenImages.recipe`."""
+    return msgspec.json.decode(settings, type=QwenImages)

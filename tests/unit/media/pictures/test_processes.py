@@ -1,0 +1,235 @@
+"""Large images have processes of their own, and what happens to one of these is told to its request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+import pytest
+
+from tests.patience import patience, until
+from tests.unit.media.fakes import (
+    FakePreprocessor,
+    FaultyPreprocessor,
+    data_url,
+    image_bytes,
+    model_info,
+)
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media.decode import DecodeLimits
+from vsched.media.measure import Measurer
+from vsched.media.pictures import filling, processes
+from vsched.media.pictures.processes import LARGE_BYTES, PictureProcesses, picture_processes
+from vsched.transport.arena import Arena
+from vsched.types import ArenaLayout, Extent
+
+LIMITS = DecodeLimits(image=1 << 20, webp=1 << 20)
+PIXEL_BYTES = 1 << 20
+DIES = data_url(image_bytes(value=FaultyPreprocessor.DIES))
+HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
+
+
+class ArenaBench:
+    """A pipeline whose store is an arena, so that large images get processes."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        self.arena = Arena.create(
+            ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
+        )
+        self.store = PixelStore(self.arena.pixels, self.arena.fd)
+        self.pipeline = MediaPipeline(FaultyPreprocessor(), self.store, settings)
+        made = self.pipeline._pictures
+        assert made is not None
+        self.pictures = made
+
+    async def values(self, *urls: str) -> list[float]:
+        """Prepare one request, and return the value that fills the pixels of each image."""
+        prepared = await self.pipeline.prepare("\x01" + "a\x01" * (len(urls) - 1), urls)
+        found = []
+        for item in prepared.items:
+            assert item.extent is not None
+            pixels = np.frombuffer(self.store.view(item.extent), np.float32)
+            found.append(float(pixels[0]))
+            assert (pixels == pixels[0]).all()
+        prepared.lease.release()
+        return found
+
+    async def all_back(self) -> None:
+        """Wait until nobody holds space or bytes."""
+        await until(lambda: not self.pipeline.statistics().decode.bytes_used)
+        assert self.store.statistics().bytes_held == 0
+
+
+def make_bench(prepare_s: float) -> Iterator[ArenaBench]:
+    bench = ArenaBench(MediaSettings(prepare_s=prepare_s))
+    yield bench
+    bench.pipeline.close()
+    bench.arena.close()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
+    """Return a bench where every image is large."""
+    monkeypatch.setattr(processes, "LARGE_BYTES", 0)
+    yield from make_bench(30.0)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
+    """Return the same, where no image has much time."""
+    monkeypatch.setattr(processes, "LARGE_BYTES", 0)
+    yield from make_bench(0.2)
+
+
+async def test_large_images_are_not_processed_here(
+    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process writes to the arena, where an extent need not begin at a page."""
+
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError("decoded in the engine")
+
+    monkeypatch.setattr(filling, "decode", fail)
+    urls = [data_url(image_bytes(8 * n, 40, value=n)) for n in range(1, 12)]
+    assert await bench.values(*urls) == [float(n) for n in range(1, 12)]
+    assert bench.pipeline.statistics().processed == 11
+    await bench.all_back()
+
+
+async def test_small_images_stay_in_threads(
+    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LARGE_BYTES", LARGE_BYTES)
+    assert await bench.values(data_url(image_bytes(64, 48))) == [7.0]
+    assert bench.pictures.pid == 0
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_what_an_engine_decodes_has_a_bound_in_bytes(kind: str) -> None:
+    """Whatever format and size: no image that the engine decodes may take more than `LARGE_BYTES`."""
+    rng = random.Random(kind)
+    settings = MediaSettings(decode_bytes=1 << 40)
+    measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {})
+    for wide in (100, 700, 2000):
+        high = rng.randint(wide // 2, wide)
+        url = data_url(image_bytes(wide, high, kind=kind), f"image/{kind.lower()}")
+        [image] = measurer.measure([url], {}, "", lambda _: None)
+        assert PictureProcesses.takes(image) == (image.work_bytes >= LARGE_BYTES)
+        # What Pillow stores of it is part of what it may take.
+        assert image.work_bytes >= 4 * wide * high
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (image_bytes(64, 64)[:-30], "image_invalid"),
+        (image_bytes(2048, 2048), "image_too_large"),
+        (b"\x89PNG" * 100, "image_invalid"),
+    ],
+    ids=["damaged", "bomb", "garbage"],
+)
+async def test_what_cannot_be_decoded_is_refused(
+    bench: ArenaBench, content: bytes, code: str
+) -> None:
+    """By the process itself, which goes by the same limits, whatever was looked at before."""
+    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {})
+    [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
+    made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
+    assert made is not None
+    try:
+        with pytest.raises(RequestRefused, match="Remedy: ") as caught:
+            await asyncio.to_thread(
+                made.fill, replace(image, content=content), Extent(0, image.extent_bytes)
+            )
+    finally:
+        made.close()
+    assert caught.value.code == code
+
+
+async def test_refusal_names_the_image(bench: ArenaBench) -> None:
+    damaged = data_url(image_bytes(64, 64)[:-30])
+    with pytest.raises(RequestRefused, match="image 1: the image cannot be decoded"):
+        await bench.values(data_url(image_bytes()), damaged)
+    await bench.all_back()
+
+
+async def test_process_that_dies_fails_its_image_alone(bench: ArenaBench) -> None:
+    good = [data_url(image_bytes(value=n)) for n in range(1, 5)]
+    found = await asyncio.gather(
+        *(bench.values(url) for url in [*good, DIES]), return_exceptions=True
+    )
+    assert found[:4] == [[1.0], [2.0], [3.0], [4.0]]
+    assert isinstance(found[4], RequestFailed)
+    assert found[4].code == "image_processing_failed"
+    assert "its process died. Remedy: " in found[4].message
+    await bench.all_back()
+    assert await bench.values(data_url(image_bytes(value=9))) == [9.0]
+
+
+async def test_processor_that_raises_fails_its_image(bench: ArenaBench) -> None:
+    with pytest.raises(RequestFailed, match="could not be processed"):
+        await bench.values(data_url(image_bytes(value=FaultyPreprocessor.RAISES)))
+    await bench.all_back()
+
+
+async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
+    """The request is told in time, and space and bytes come back, which a thread would keep for ever."""
+    with pytest.raises(RequestRefused, match=r"media\.prepare_s") as caught:
+        await hasty.values(HANGS)
+    assert caught.value.code == "prepare_timeout"
+    await hasty.all_back()
+
+
+async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
+    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {})
+    [image] = measurer.measure([HANGS], {}, "", lambda _: None)
+    with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
+        await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))
+
+
+async def test_server_that_dies_is_replaced(bench: ArenaBench) -> None:
+    assert await bench.values(data_url(image_bytes(value=1))) == [1.0]
+    before = bench.pictures.pid
+    os.kill(before, signal.SIGKILL)
+    assert await bench.values(data_url(image_bytes(value=2))) == [2.0]
+    assert bench.pictures.pid not in {0, before}
+
+
+async def test_server_that_cannot_start_is_told(
+    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SERVER_COMMAND", ("/bin/false",))
+    with pytest.raises(RequestFailed, match="could not be processed"):
+        await bench.values(data_url(image_bytes()))
+    await bench.all_back()
+
+
+async def test_processes_end_with_their_server(bench: ArenaBench) -> None:
+    """As when the engine is gone, whatever they are at."""
+    task = asyncio.ensure_future(bench.values(HANGS))
+    await until(lambda: bool(bench.pictures.pid and children(bench.pictures.pid)))
+    server = bench.pictures.pid
+    [child] = children(server)
+    bench.pictures.close()
+    async with patience():
+        with pytest.raises(RequestFailed, match="its process died"):
+            await task
+    await until(lambda: not os.path.exists(f"/proc/{child}"))
+    with pytest.raises(RequestFailed, match="is stopping"):
+        await bench.values(data_url(image_bytes()))
+
+
+def children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def test_preprocessor_without_a_recipe_leaves_images_to_threads() -> None:
+    assert picture_processes(FakePreprocessor(), LIMITS, arena_fd=0, deadline_s=1.0) is None
