@@ -20,12 +20,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.server import RunningServer, forgo_models, keep_loaded, running_server
+from vsched.api.server import RunningServer, favour_event_loop, forgo_models, running_server
 from vsched.bench.lag.cases import LagCase, lag_cases
 from vsched.bench.lag.client_process_main import ANSWER_S, ClientsOrder
 from vsched.bench.lag.meter import LagMeter
 from vsched.config import load_config
-from vsched.media.allocator import map_large_blocks
 
 SETTLE_S = 0.2
 
@@ -94,8 +93,7 @@ async def measure_lag(
             cases = await asyncio.to_thread(lag_cases, server.engine.info, config.media, api)
             cases = [case for case in cases if only in case.name]
             files = [_written(Path(folder), number, case) for number, case in enumerate(cases)]
-            keep_loaded()  # as `vsched serve` does
-            map_large_blocks()
+            favour_event_loop()  # as `vsched serve` does
             for case, file in zip(cases, files, strict=True):
                 order = _order(server, [file], clients=1, requests=requests)
                 rows.append(await _measure(server, order, case.name, len(case.body)))

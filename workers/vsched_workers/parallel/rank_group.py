@@ -230,8 +230,12 @@ class RankGroup:
         store.set(f"step/{self.rank}", str(self._agreed))
         everybody = [f"step/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self._timeout_s
-        while not store.check(everybody):
-            if store.check([_FAILED]) or time.monotonic() > deadline:
+        while True:
+            # Asked first: who finds the others at another step fails at once, and all who meet are to say that.
+            failed = store.check([_FAILED])
+            if store.check(everybody):
+                break
+            if failed or time.monotonic() > deadline:
                 raise _Interrupted("timed out while connecting")
             time.sleep(_POLL_S)
         steps = [int(store.get(key)) for key in everybody]
