@@ -7,8 +7,6 @@ quick.
 from __future__ import annotations
 
 import io
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,10 +59,10 @@ class TransformersPlugin:
         check_parallel(info, stage=stage, ranks=ranks)
 
     def forgo_models(self) -> None:
-        """Hide torch from transformers, which imports it for tokenizers, too: three seconds, and 250 MB."""
-        if "torch" not in sys.modules:
-            sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
-            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        """Hide torch from transformers."""
+        from vsched_workers.checkpoint.tokenizer_files import forgo_torch
+
+        forgo_torch()
 
     def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
         """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""

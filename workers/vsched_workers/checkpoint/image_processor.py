@@ -1,8 +1,8 @@
 """The image processor of any architecture, as transformers has it: what an image becomes, and what stands for it.
 
-Arrays and expansion follow from an image's size alone, and are found out by processing a blank one of that size. That
-takes as long as an image does, so who asks keeps the answers. Processors that run on Pillow and numpy are used wherever
-there are such, and nothing here needs torch.
+Arrays and expansion follow from an image's size alone, and are found out by processing an image of that size without
+pixels (`hollow.py`), or a blank one where a processor does other things to pixels than are known. Who asks keeps the
+answers. Processors that run on Pillow and numpy are used wherever there are such, and nothing here needs torch.
 
 The combined processor of transformers is made of its parts, without those for video and sound, which would need
 torchvision or torch. Of its steps only two are used: images to arrays, and arrays to the text of an expansion. The
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ PROMISING = 5
 ASPECT_RATIO_MAX = 200
 """Longer over shorter side, where the processor itself does not say so."""
 
+BLANK_PIXELS_MAX = 1 << 24
+"""Pixels of a blank image at most: processing it takes 12 bytes for each, which no budget counts."""
+
+TRIED = (333, 210)
+"""The size of image by which it is tried whether one without pixels becomes the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
@@ -67,6 +74,7 @@ class ImageProcessor:
     Attributes:
         marker: What stands for one image in a prompt, as a chat template writes it.
         placeholder: The text of the token that an expansion has for each row of the embedding.
+        pixels_max: The most pixels of an image whose shape can be asked for; None where there is no such limit.
     """
 
     def __init__(self, processor: Any, placeholder: str) -> None:
@@ -77,6 +85,25 @@ class ImageProcessor:
         self._options: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np"
         )["images_kwargs"]
+        self._shaping = threading.Lock()
+        self._hollow = self._hollow_processor()
+        self.pixels_max = None if self._hollow is not None else BLANK_PIXELS_MAX
+
+    def _hollow_processor(self) -> Any:
+        """Return the processor for images without pixels; None where they would not become the same."""
+        from vsched_workers.checkpoint.hollow import hollow_processor
+
+        made = hollow_processor(self._processor)
+        if made is None:
+            return None
+        try:
+            arrays, text = self._run(_hollow_image(*TRIED), made)
+            wanted, wanted_text = self._run(Image.new("RGB", TRIED), self._processor)
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+            return None
+        spared = made.image_processor.spared
+        equal = spared and text == wanted_text and arrays.keys() == wanted.keys()
+        return made if equal and all(map(_alike, arrays.values(), wanted.values())) else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -86,7 +113,7 @@ class ImageProcessor:
 
     def process(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of an RGB image, but for its metadata."""
-        arrays, _ = self._run(image)
+        arrays, _ = self._run(image, self._processor)
         return {name: array for name, array in arrays.items() if not is_metadata(array)}
 
     def tokens(self, width: int, height: int) -> int:
@@ -111,8 +138,12 @@ class ImageProcessor:
             return self.told(sizes[:middle]) | self.told(sizes[middle:])
 
     def shape(self, width: int, height: int) -> ImageShape:
-        """Return what an image of this size becomes; it takes as long as an image does."""
-        arrays, text = self._run(Image.new("RGB", (width, height)))
+        """Return what an image of this size becomes; one at a time, so that not all threads take memory for it."""
+        with self._shaping:
+            if self._hollow is not None:
+                arrays, text = self._run(_hollow_image(width, height), self._hollow)
+            else:
+                arrays, text = self._run(Image.new("RGB", (width, height)), self._processor)
         small = {name: array for name, array in arrays.items() if is_metadata(array)}
         specs = {
             name: (array.dtype.name, array.shape)
@@ -121,8 +152,7 @@ class ImageProcessor:
         }
         return ImageShape(specs, small, text)
 
-    def _run(self, image: Image.Image) -> tuple[dict[str, npt.NDArray[Any]], str]:
-        processor = self._processor
+    def _run(self, image: Any, processor: Any) -> tuple[dict[str, npt.NDArray[Any]], str]:
         images, *_ = processor.prepare_inputs_layout(images=[image], text=[self.marker])
         made, texts = processor._process_images(images, **self._options)  # noqa: SLF001
         arrays = {}
@@ -132,6 +162,17 @@ class ImageProcessor:
                 double = array.dtype == np.float64
                 arrays[name] = np.ascontiguousarray(array, np.float32 if double else None)
         return arrays, str(texts[0])
+
+
+def _hollow_image(width: int, height: int) -> npt.NDArray[np.uint8]:
+    """Return an image that has a size and no pixels, [height, width, 3]."""
+    return np.broadcast_to(np.uint8(0), (height, width, 3))
+
+
+def _alike(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """Return whether arrays have the same type and shape, and metadata the same values."""
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and (not is_metadata(one) or bool((one == other).all()))
 
 
 def load_image_processor(

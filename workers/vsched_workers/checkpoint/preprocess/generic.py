@@ -1,0 +1,188 @@
+"""The front end of a model without a path of its own: any architecture of transformers that takes images."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from PIL import Image
+
+from vsched.errors import RequestRefused
+from vsched.types import ArraySpec, ModelInfo, Spans
+from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
+from vsched.worker.expansion import expand_images
+from vsched_workers.checkpoint.preprocess.generic_images import SIZES_KEPT, GenericImages
+from vsched_workers.checkpoint.preprocess.text import (
+    PLACEHOLDERS_TOUCH,
+    TextPreprocessor,
+    check_sides,
+    digest_of,
+    touching,
+)
+from vsched_workers.checkpoint.special_tokens import RenderedPrompt
+from vsched_workers.families.generic_vision import (
+    EMBEDDED_SIZE,
+    embedded_size,
+    pack_metadata,
+    unpack_metadata,
+)
+
+IMAGE_MARK = "\ufdd1"
+"""Stands for an image in a message that the template is given as one string. Its marker would be a client's text."""
+
+USUAL_SIZES = ((640, 480), (333, 333), (1500, 300))
+
+PROCESS_RATIO, RESIZE_BYTES = 5, 12
+"""Most that a processor of transformers takes: bytes for each that it returns, and for each pixel that it is given."""
+
+
+class AnyPreprocessor(TextPreprocessor):
+    """Tokenizer, chat template and image processor of any architecture that takes images."""
+
+    companion = EMBEDDED_SIZE
+
+    def __init__(self, info: ModelInfo, tokenizer: Any, images: GenericImages) -> None:
+        super().__init__(info, tokenizer)
+        self._images = images
+        self.processor = processor = images.processor
+        self._placeholder = processor.marker
+        self._marker: int = tokenizer.convert_tokens_to_ids(processor.marker)
+        settings = json.dumps(processor.settings, sort_keys=True, default=str)
+        self.settings_digest = digest_of(
+            b"vsched.arrays.1",
+            info.family.encode(),
+            version("transformers").encode(),
+            settings.encode(),
+            str(info.item_tokens_max).encode(),
+        )
+        self._plan = lru_cache(SIZES_KEPT)(self._plan_of)
+        self._edges = ("", "")
+        edges = {self._edges_of(processor.shape(*size).text) for size in USUAL_SIZES}
+        if len(edges) == 1:  # else they are tokenized with the image alone
+            self._edges = edges.pop()
+        self._takes_parts = self._renders([{"type": "image"}], processor.marker)
+        self._takes_text = self._renders("vsched", "vsched")
+
+    def _renders(self, content: Any, wanted: str) -> bool:
+        """Return whether the chat template writes what is wanted for a message of this content."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return False
+        return wanted in text
+
+    def _edges_of(self, text: str) -> tuple[str, str]:
+        """Return the plain text that an expansion begins and ends with.
+
+        It is tokenized together with the text beside the image, as two line breaks with a third one before them.
+        """
+        backend = self._tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder()
+        encoded = backend.encode(text, add_special_tokens=False)
+        places = [
+            offsets
+            for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
+            if token in added
+        ]
+        return text[: places[0][0]], text[places[-1][1] :]
+
+    def _with_edges(self, text: str) -> str:
+        before, after = self._edges
+        if before or after:
+            text = text.replace(self._placeholder, f"{before}{self._placeholder}{after}")
+        return text.replace(IMAGE_MARK, f"{before}{self._placeholder}{after}")
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace each image by a bare part, or by its marker where the template knows no parts."""
+        content = message.get("content")
+        if isinstance(content, str):
+            parts = [{"type": "text", "text": content}]
+            return {**message, "content": content if self._takes_text else parts}
+        if not isinstance(content, list):
+            return dict(message)
+        parts = [
+            {"type": "image"}
+            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+            else part
+            for part in content
+        ]
+        if self._takes_parts:
+            return {**message, "content": parts}
+        lines = [
+            IMAGE_MARK if part.get("type") == "image" else part.get("text", "") for part in parts
+        ]
+        return {**message, "content": "\n".join(lines)}
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Return what an image of this size becomes.
+
+        Raises:
+            RequestRefused: When the image is empty, of a shape that the processor does not take, or of too many tokens.
+        """
+        check_sides(width, height)
+        size = self._images.fitting(width, height)
+        plan = self._plan(*size)
+        if size == (width, height):
+            return plan
+        # Resizing goes through an image of the old height and the new width.
+        resize_bytes = 4 * size[0] * (height + size[1])
+        return dataclasses.replace(plan, work_bytes=plan.work_bytes + resize_bytes)
+
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        """Return the plan of an image by its height and width; refuses as `plan_image` does."""
+        return self.plan_image(*embedded_size(companion))
+
+    def _plan_of(self, width: int, height: int) -> ImagePlan:
+        shape = self._images.shape(width, height)
+        arrays = tuple(ArraySpec(name, *each) for name, each in sorted(shape.arrays.items()))
+        before, after = self._edges
+        text = shape.text.removeprefix(before).removesuffix(after)
+        ids = tuple(self._special.ids(RenderedPrompt(text)))
+        tokens = ids.count(self.info.placeholder)
+        made = sum(spec.nbytes for spec in arrays)
+        return ImagePlan(
+            arrays=arrays,
+            tokens=tokens,
+            expansion=ids if len(ids) > tokens or self._marker != self.info.placeholder else (),
+            metadata=pack_metadata(shape.small),
+            work_bytes=PROCESS_RATIO * made + RESIZE_BYTES * width * height,
+        )
+
+    def image_recipe(self) -> ImageRecipe:
+        """Return how a process makes what processes images, without torch."""
+        return self._images.recipe()
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the arrays of an RGB image, but for its metadata.
+
+        Raises:
+            RequestRefused: As `plan_image`.
+        """
+        return self._images.process_image(image)
+
+    def expand(
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Replace the i-th image marker as `plans[i]` says; return the ids, and each image's placeholders.
+
+        Raises:
+            RequestRefused: When markers and images differ in number, or two images touch whose positions follow from
+                where they begin and end.
+        """
+        expanded = expand_images(
+            token_ids, plans, placeholder=self.info.placeholder, marker=self._marker
+        )
+        grids = any(
+            name.endswith("_thw") for plan in plans for name in unpack_metadata(plan.metadata)
+        )
+        if grids and touching(token_ids, self._marker):
+            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
+        return expanded

@@ -1,0 +1,29 @@
+"""Loads the front end of a checkpoint: of text, of a family with a path of its own, or of any other architecture."""
+
+from __future__ import annotations
+
+from vsched.types import ModelInfo
+from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.preprocess.generic import AnyPreprocessor
+from vsched_workers.checkpoint.preprocess.generic_images import load_images
+from vsched_workers.checkpoint.preprocess.qwen import load_qwen
+from vsched_workers.checkpoint.preprocess.text import TextPreprocessor
+from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
+from vsched_workers.families import FAMILIES
+
+
+def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
+    """Load tokenizer, template and, where images are taken, image processor, clamped to `info.item_tokens_max`.
+
+    Raises:
+        CheckpointError: When tokenizer or processor are missing or cannot be loaded.
+    """
+    directory = checkpoint_directory(info.path)
+    tokenizer = load_tokenizer(
+        directory, vocab_size=info.vocab_size, chat_template=info.chat_template
+    )
+    if not info.takes_images:
+        return TextPreprocessor(info, tokenizer)
+    if info.family in FAMILIES:
+        return load_qwen(info, directory, tokenizer)
+    return AnyPreprocessor(info, tokenizer, load_images(info, tokenizer))

@@ -1,0 +1,221 @@
+"""The front end of the Qwen families: their image processor's numbers without its detours.
+
+The image processor of transformers is asked once, at load, for its settings and for what it makes of each of the 256
+values of each channel. Processing an image is then a resize by Pillow, a look-up and a transposition: the same numbers
+to the bit, without the float64 intermediate of eight times the image's size, and without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.types import ModelInfo, Spans
+from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
+from vsched.worker.expansion import expand_images
+from vsched_workers.checkpoint.facts import image_limits, processor_settings
+from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.preprocess.text import (
+    PLACEHOLDERS_TOUCH,
+    TextPreprocessor,
+    check_sides,
+    digest_of,
+    too_many_tokens,
+    touching,
+)
+from vsched_workers.checkpoint.tokenizer_files import load_part
+from vsched_workers.families import family_of
+from vsched_workers.families.qwen_image import (
+    ASPECT_RATIO_MAX,
+    QwenImages,
+    ResizeLimits,
+    clamp_settings,
+    image_plan,
+    resized,
+)
+
+IMAGE_PROCESSOR = "Qwen2VLImageProcessorPil"
+"""The class of transformers for all these families, whatever older checkpoints call it."""
+
+
+class QwenPreprocessor(TextPreprocessor):
+    """Tokenizer, chat template and image processor of one checkpoint."""
+
+    companion = Companion("grid_thw", ("time", "height", "width in patches"))
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        limits: ResizeLimits,
+        levels: npt.NDArray[np.float32],
+    ) -> None:
+        super().__init__(info, tokenizer)
+        self._placeholder = tokenizer.backend_tokenizer.id_to_token(info.placeholder) or ""
+        self._limits = limits
+        self._patch = int(settings["patch_size"])
+        self._merge = int(settings["merge_size"])
+        self._temporal = int(settings["temporal_patch_size"])
+        self._channels = len(levels)
+        self._images = QwenImages(
+            patch=self._patch,
+            merge=self._merge,
+            temporal=self._temporal,
+            resample=int(settings["resample"]),
+            limits=limits,
+            levels=levels.tolist(),
+        )
+        self.settings_digest = _digest(info, settings, limits)
+
+    def image_recipe(self) -> ImageRecipe:
+        """Return how a process makes what processes images, without tokenizer and torch."""
+        return self._images.recipe()
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace each image by a bare marker, so that no image data runs through the template engine."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        parts = [
+            {"type": "image"}
+            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+            else part
+            for part in content
+        ]
+        return {**message, "content": parts}
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Return what an image of this size becomes; its metadata is its grid.
+
+        Raises:
+            RequestRefused: When the image is empty, too thin, or would have more tokens than allowed.
+        """
+        rows, columns = self._resized(width, height)
+        # Resizing goes through an image of the old height and the new width.
+        plan = self._plan(
+            (1, rows // self._patch, columns // self._patch),
+            work_bytes=4 * columns * (height + rows),
+        )
+        if plan.tokens > self.info.item_tokens_max:
+            raise too_many_tokens(width, height, plan.tokens, self.info.item_tokens_max)
+        return plan
+
+    def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
+        channels = self._channels
+        return image_plan(
+            grid,
+            merge=self._merge,
+            patch_values=channels * self._temporal * self._patch * self._patch,
+            work_bytes=work_bytes,
+        )
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        check_sides(width, height)
+        longer, shorter = max(width, height), min(width, height)
+        if longer / shorter > ASPECT_RATIO_MAX:
+            raise RequestRefused(
+                limit_message(
+                    f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
+                    value=round(longer / shorter, 1),
+                    limit=ASPECT_RATIO_MAX,
+                    remedy="crop or pad the image",
+                ),
+                code="image_aspect_ratio",
+            )
+        factor = self._patch * self._merge
+        return resized(height, width, factor=factor, limits=self._limits)
+
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        """Return the plan of a grid: patches in time, height and width.
+
+        Raises:
+            RequestRefused: When a side is empty or does not come out in whole merge units.
+        """
+        time, height, width = grid = companion
+        merge = self._merge
+        if min(grid) < 1 or height % merge or width % merge:
+            raise RequestRefused(
+                limit_message(
+                    "no image has such a grid",
+                    value=list(grid),
+                    limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
+                    remedy="send the image_grid_thw that the checkpoint's image processor gives",
+                ),
+                code="grid_thw_invalid",
+            )
+        return self._plan((time, height, width))
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
+
+        Raises:
+            RequestRefused: As `plan_image`.
+        """
+        self.plan_image(image.width, image.height)
+        return self._images.process_image(image)
+
+    def expand(
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Replace the i-th image placeholder as `plans[i]` says; return the ids, and each image's placeholders.
+
+        Raises:
+            RequestRefused: When placeholders and images differ in number, or two images touch.
+        """
+        placeholder = self.info.placeholder
+        expanded = expand_images(token_ids, plans, placeholder=placeholder)
+        if touching(token_ids, placeholder):
+            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
+        return expanded
+
+
+def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreprocessor:
+    """Load the image processor of a checkpoint of these families, clamped to `info.item_tokens_max`.
+
+    Raises:
+        CheckpointError: When its settings are not those of the checkpoint.
+    """
+    config = read_json(directory, "config.json")
+    family = family_of(config)
+    limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
+    part = load_part(IMAGE_PROCESSOR, directory, "image processor")
+    settings = part.to_dict()
+    patch = int(family.vision(config, "patch_size"))
+    merge = int(family.vision(config, "spatial_merge_size"))
+    clamped = clamp_settings(settings, tokens=info.item_tokens_max, factor=patch * merge)
+    for key, expected in (("patch_size", patch), ("merge_size", merge), ("do_resize", True)):
+        if clamped.get(key) != expected:
+            raise CheckpointError(
+                f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
+                "Remedy: use the processor settings that belong to this checkpoint."
+            )
+    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(part))
+
+
+def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
+    return digest_of(
+        b"vsched.pixels.1",
+        info.family.encode(),
+        json.dumps(settings, sort_keys=True, default=str).encode(),
+        f"{limits.minimum} {limits.maximum}".encode(),
+    )
+
+
+def _level_table(processor: Any) -> npt.NDArray[np.float32]:
+    """Ask the processor what it makes of each value of each channel: float32 [channels, 256]."""
+    channels = len(processor.image_mean)
+    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
+    image: Any = np.ascontiguousarray(ramp)
+    if processor.do_rescale:
+        image = processor.rescale(image, processor.rescale_factor)
+    if processor.do_normalize:
+        image = processor.normalize(image, processor.image_mean, processor.image_std)
+    return np.ascontiguousarray(np.asarray(image, dtype=np.float32).reshape(channels, 256))

@@ -1,0 +1,189 @@
+"""The front end of a model of text: chat template and tokenizer. Those of models with images stand on it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from vsched.errors import RequestRefused, limit_message
+from vsched.types import ModelInfo, Spans
+from vsched.worker.contract import Arrays, Companion, ImagePlan
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
+
+PLACEHOLDERS_TOUCH = (
+    "two image placeholders stand side by side. Remedy: separate them as the chat template does."
+)
+
+
+class TextPreprocessor:
+    """Tokenizer and chat template of one checkpoint; it refuses images.
+
+    Every method may be called from any thread: nothing is changed after loading.
+    """
+
+    settings_digest = b""
+    companion: Companion | None = None
+    _placeholder = ""
+
+    def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
+        self.info = info
+        self._tokenizer = tokenizer
+        backend = tokenizer.backend_tokenizer
+        self._table = TokenTable.of_tokenizer(backend)
+        self._special = SpecialTokens(backend, self._table.raw, info.context_tokens)
+
+    def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
+        """Render OpenAI-shaped messages with the chat template, one placeholder an image.
+
+        Special tokens in the messages are text, which `tokenize` knows from the value that this returns.
+
+        Raises:
+            RequestRefused: When the template rejects the messages, there is none, or their text cannot fit the context.
+        """
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise RequestRefused(
+                "this model has no chat template. "
+                "Remedy: send a prompt to /v1/completions, or serve it with model.chat_template.",
+                code="chat_template_missing",
+            )
+        self._special.check_size(*_texts(messages))
+        mark = self._special.mark
+        arguments = {"add_generation_prompt": True, **mark(template_arguments)}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [mark(self._for_template(message)) for message in messages],
+                tokenize=False,
+                **arguments,
+            )
+        except TemplateError as error:
+            raise RequestRefused(
+                f"the chat template rejects the messages: {error}", code="invalid_messages"
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestRefused(
+                "the messages do not have the form that the chat template expects",
+                code="invalid_messages",
+            ) from error
+        return self._special.unmark(self._with_edges(str(rendered)))
+
+    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
+        """Return token ids; other threads run meanwhile.
+
+        A text that no template made begins with the tokenizer's first tokens, such as `<s>`.
+        Special tokens are recognised but for those in messages. Without `images` the image placeholder is text.
+
+        Raises:
+            RequestRefused: When they exceed the context, or a stretch of text cannot be divided.
+        """
+        if images and not isinstance(text, RenderedPrompt):
+            text = self._with_edges(text)
+        return self._special.ids(text, plain="" if images else self._placeholder)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, special tokens skipped."""
+        return self._table.decode(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for."""
+        return self._table.bytes_of(token_id)
+
+    def detokenizer(self) -> ByteDetokenizer:
+        """Return a fresh incremental detokenizer for one request."""
+        return ByteDetokenizer(self._table)
+
+    def _with_edges(self, text: str) -> str:
+        """Return a text with what is to stand beside each image in it: nothing."""
+        return text
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message whose content is one string: templates of such models know no parts."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        return {**message, "content": "\n".join(part.get("text", "") for part in content)}
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Refuse an image."""
+        raise self._refusal()
+
+    def expand(
+        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+    ) -> tuple[list[int], list[Spans]]:
+        """Return the ids, in which nothing stands for an image.
+
+        Raises:
+            RequestRefused: When there are images.
+        """
+        if plans:
+            raise self._refusal()
+        return list(token_ids), []
+
+    def _refusal(self) -> RequestRefused:
+        return RequestRefused(
+            "the model takes no images. Remedy: send text alone.", code="images_not_taken"
+        )
+
+
+def check_sides(width: int, height: int) -> None:
+    """Refuse an image without pixels."""
+    if width < 1 or height < 1:
+        raise RequestRefused(
+            limit_message(
+                "an image side is empty",
+                value=min(width, height),
+                limit=1,
+                remedy="send an image with pixels",
+            ),
+            code="image_empty",
+        )
+
+
+def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> RequestRefused:
+    """Word that an image has more tokens than it may have."""
+    return RequestRefused(
+        limit_message(
+            f"an image of {width} x {height} pixels has too many tokens",
+            value=tokens,
+            limit=limit,
+            remedy="send an image that is less thin, or raise the token budget of one image",
+        ),
+        code="image_tokens_exceeded",
+    )
+
+
+def touching(token_ids: Sequence[int], marker: int) -> bool:
+    """Return whether two markers stand side by side."""
+    return any(one == next_one == marker for one, next_one in itertools.pairwise(token_ids))
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
+
+
+def digest_of(*parts: bytes) -> bytes:
+    """Digest what arrays depend on besides the image: equal in every process and on every host."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.digest()
