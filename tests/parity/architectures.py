@@ -111,7 +111,12 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": _GPT2,
     "gpt_neox": _ALL_HEADS,
     "gpt_oss": {**_LOCAL_EXPERTS, **_WINDOWS},
-    "granite": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
     "granite_swa": _WINDOWS,
     "granitemoe": _LOCAL_EXPERTS,
     "granitemoe_swa": {**_WINDOWS, **_LOCAL_EXPERTS},

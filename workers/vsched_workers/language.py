@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -18,7 +19,7 @@ from vsched.errors import ConfigError
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.backends.base import Backend, CapturedSteps, RunnableLanguage
+from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.image_inputs import ImageInputs
@@ -47,7 +48,7 @@ from vsched_workers.checkpoint.whole_model import (
 )
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
-from vsched_workers.families.decoder import AttentionKind
+from vsched_workers.families.decoder import AttentionKind, LogitRule
 from vsched_workers.families.decoders import text_positions
 from vsched_workers.memory.out_of_memory import (
     require_available,
@@ -90,6 +91,25 @@ class LanguageModel:
     captures: bool = True
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
+
+
+class RuledHead:
+    """A head whose logits are divided, or bent towards a bound, as transformers does it."""
+
+    def __init__(self, product: Product, rule: LogitRule) -> None:
+        """Take the product by the output projection."""
+        self._product = product
+        self._rule = rule
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocabulary] of hidden states [rows, hidden]."""
+        logits = self._product(hidden)
+        divisor, bound = self._rule
+        if divisor is not None:
+            logits = logits / divisor
+        if bound is not None:
+            logits = torch.tanh(logits / bound) * bound
+        return logits
 
 
 class LanguageWorker:
@@ -358,15 +378,20 @@ def family_language(
     kinds = family.decoder.kinds(text)
     kv_heads = text.num_key_value_heads // ranks
     values = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * info.itemsize)
+    runnable = backend.prepare_language(model, head, family.decoder)
+    rule = family.decoder.logit_rule(text)
+    if rule is not None:
+        runnable = dataclasses.replace(runnable, head=RuledHead(runnable.head, rule))
     return LanguageModel(
         module=model,
-        runnable=backend.prepare_language(model, head, family.decoder),
+        runnable=runnable,
         kv=[KvShape(kv_heads, values // 2, values // 2)] * text.num_hidden_layers,
         heads=text.num_attention_heads // ranks,
         positions=functools.partial(family.positions, config),
         first_layers=functools.partial(_cut_layers, model, kinds),
         shares_head=len(head) < text.vocab_size,
-        captures=not any(kind.window for kind in kinds),
+        captures=not any(kind.window for kind in kinds)
+        and family.decoder.score_bound(text) is None,
     )
 
 

@@ -215,9 +215,15 @@ def fill_module(
 
 def _make_buffers(module: nn.Module, device: str) -> None:
     """Make the buffers that no checkpoint holds (rotary frequencies): a meta build left them without values."""
+    import torch
+
     for child in module.modules():
         buffers = dict(child.named_buffers(recurse=False))
         if not any(buffer.is_meta for buffer in buffers.values()):
+            continue
+        if not hasattr(child, "config"):  # an embedding that is multiplied by a number
+            for name in buffers:
+                setattr(child, name, torch.tensor(getattr(child, f"scalar_{name}"), device=device))
             continue
         fresh: Any = type(child)(child.config)
         for name, buffer in fresh.named_buffers(recurse=False):

@@ -7,6 +7,7 @@ fused layers on a CPU, ranks that share the model. What does not fit takes the o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +15,73 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.families.base import Items
-from vsched_workers.families.decoder import Decoder, Windows
+from vsched_workers.families.decoder import (
+    Decoder,
+    Entries,
+    LayerNorms,
+    NormWeights,
+    Windows,
+)
 from vsched_workers.families.generic import text_config
 from vsched_workers.families.sharing import Sharing
 
 if TYPE_CHECKING:
     from torch import nn
 
+_GEMMA_NORMS = LayerNorms(
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+    weights=NormWeights.PLUS_ONE,
+)
+_GEMMA_ENTRIES = Entries(
+    activation="hidden_activation",
+    score_bound="attn_logit_softcapping",
+    logit_bound="final_logit_softcapping",
+)
+_OLMO = Decoder(
+    query_norm="q_norm",
+    key_norm="k_norm",
+    norms_all_heads=True,
+    norms=LayerNorms(
+        before_attention="",
+        after_attention="post_attention_layernorm",
+        before_feed_forward="",
+        after_feed_forward="post_feedforward_layernorm",
+        weights=NormWeights.BEFORE_ROUNDING,
+    ),
+)
+
 DECODERS: Mapping[str, Decoder] = {
     "cwm": Decoder(windows=Windows.NAMED),
+    "gemma": Decoder(norms=LayerNorms(weights=NormWeights.PLUS_ONE)),
+    "gemma2": Decoder(windows=Windows.NAMED, norms=_GEMMA_NORMS, entries=_GEMMA_ENTRIES),
+    "gemma3_text": Decoder(
+        windows=Windows.NAMED,
+        frequencies_by_kind=True,
+        query_norm="q_norm",
+        key_norm="k_norm",
+        norms=_GEMMA_NORMS,
+        # It has an entry for a bound of scores, too, and does not heed it.
+        entries=replace(_GEMMA_ENTRIES, score_bound=""),
+    ),
+    "granite": Decoder(
+        entries=Entries(
+            rows_factor="embedding_multiplier",
+            added_factor="residual_multiplier",
+            logit_divisor="logits_scaling",
+        )
+    ),
     "llama": Decoder(),
     "ministral": Decoder(windows=Windows.NAMED),
     "mistral": Decoder(windows=Windows.ALL),
+    "olmo2": _OLMO,
+    "olmo3": replace(_OLMO, windows=Windows.NAMED, frequencies_by_kind=True),
     "phi3": Decoder(qkv=("qkv_proj",), gate_up=("gate_up_proj",), windows=Windows.ALL),
     "qwen2": Decoder(windows=Windows.NAMED),
     "qwen3": Decoder(windows=Windows.NAMED, query_norm="q_norm", key_norm="k_norm"),
     "seed_oss": Decoder(),
-    "smollm3": Decoder(windows=Windows.NAMED, rotates="no_rope_layers"),
+    "smollm3": Decoder(windows=Windows.NAMED, entries=Entries(rotates="no_rope_layers")),
 }
 
 

@@ -49,6 +49,15 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "seed_oss": ("seed_oss", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", _NO_WINDOW),
     "qwen2": ("qwen2", _NO_WINDOW),
+    "norms of one plus their weights": ("gemma", {}),
+    "scores and logits that are bent": (
+        "gemma2",
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "frequencies by kinds of layers": ("gemma3_text", {}),
+    "factors": ("granite", {}),
+    "norms after": ("olmo2", {}),
+    "norms after, and windows": ("olmo3", {}),
     "qwen3 with yarn": ("qwen3", {**_NO_WINDOW, "rope_parameters": _YARN}),
 }
 """Each with what its configuration has beyond the table of parity."""

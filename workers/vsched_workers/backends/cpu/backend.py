@@ -14,6 +14,7 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
+from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels.argmax import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
@@ -21,6 +22,7 @@ from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
+from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
@@ -55,10 +57,13 @@ class CpuBackend(ReferenceBackend):
                     "experts are. Remedy: set it to false."
                 )
             return packed
-        if self._deterministic and any(kind.window for kind in decoder.kinds(model.config)):
+        ruled = decoder.score_bound(model.config) or any(
+            kind.window for kind in decoder.kinds(model.config)
+        )
+        if self._deterministic and ruled:
             raise ConfigError(
-                "model.deterministic: layers of this model have sliding windows, for which there is no such kernel. "
-                "Remedy: set it to false."
+                "model.deterministic: layers of this model have sliding windows, or bend scores, for which there is no "
+                "such kernel. Remedy: set it to false."
             )
         layers = FusedLanguage(model, decoder, self._threads, deterministic=self._deterministic)
         return dataclasses.replace(packed, layers=layers)
@@ -67,6 +72,12 @@ class CpuBackend(ReferenceBackend):
         super().prepare_tower(tower)
         if self._packs:
             fuse_blocks(tower, self._threads, deterministic=self._deterministic)
+
+    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
+        layers = merge_encoders(model) if self._packs else []
+        made = super().prepare_any_tower(model)
+        fuse_encoders(layers, self._threads)
+        return made
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         if logits.dtype != torch.bfloat16 or not logits.is_contiguous():

@@ -12,7 +12,7 @@ transformers' own modules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
+from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
     argmax,
@@ -32,10 +33,10 @@ from vsched_workers.backends.cpu.kernels import (
     panel_attention,
     rope,
 )
-from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode, score_tag
-from vsched_workers.backends.cpu.kernels.norm import add_norm
+from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.panel_attention import attend_rows
 from vsched_workers.backends.cpu.kernels.rope import (
     Bf16Array,
@@ -44,16 +45,17 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_prefill,
 )
 from vsched_workers.backends.cpu.merged_layers import MergedAttention
+from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
-from vsched_workers.batching.paged_attention import attend_by_rule
 from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.families.decoder import Activation
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.batching.paged_attention import PagedStep, Segment
-    from vsched_workers.families.decoder import Decoder
+    from vsched_workers.families.decoder import AttentionKind, Decoder
 
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
@@ -64,24 +66,23 @@ DECODE_VALUES_MIN = 1 << 18
 USUAL_BLOCK = 16
 """Kernels for blocks of this size are compiled at load, others by the profiling run."""
 
-
-@dataclass(slots=True)
-class Norm:
-    """An RMS norm: the address of its weights, which the module owns, their number, and epsilon."""
-
-    weight_at: int
-    width: int
-    eps: np.float32
-
-    @classmethod
-    def of(cls, module: Any) -> Norm:
-        """Take the weights of transformers' module."""
-        return cls(_weight_at(module), len(module.weight), np.float32(module.variance_epsilon))
+GATED: Mapping[Activation, Threaded] = {
+    Activation.SILU: swiglu,
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: gelu_tanh,
+}
+"""The kernels between the products of a feed-forward."""
 
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer: its products, norms and sizes."""
+    """One layer: its products, norms and sizes.
+
+    Attributes:
+        norm: Of the rows that attention takes, and `middle` of those that the feed-forward takes.
+        attended: Of what attention adds, and `fed` of what the feed-forward adds.
+        head_norms: Of the heads of queries, and of keys.
+    """
 
     qkv: Product
     output: Product
@@ -89,7 +90,10 @@ class _Layer:
     up: Product
     down: Product
     norm: Norm
+    attended: Norm
     middle: Norm
+    fed: Norm
+    head_norms: tuple[Norm, Norm]
     heads: npt.NDArray[Any]
     attention: MergedAttention
     kind: int
@@ -110,10 +114,9 @@ class _StepAttention:
 
     Attributes:
         parts: For each block its decode rows and its prefill rows.
-        rule: How scores become weights where a window is shorter than a context; None elsewhere.
-        first: The first of the step's rows whose heads are written to the room: decode rows have a kernel of their own,
-            but for where there is a rule.
-        room: Where the heads of rows from `first` on are written, [heads + 2 * kv heads, rows, head dim].
+        rule: How scores of chunks become weights where a window is shorter than a context, or scores are bent; None
+            elsewhere.
+        room: Where the heads of prefill rows are written, [heads + 2 * kv heads, rows, head dim].
         decode: The decode kernel, for one thread or all.
         decode_threads: Threads of it.
         rope: The kernel for the heads of prefill rows, for one thread or all.
@@ -122,7 +125,6 @@ class _StepAttention:
 
     parts: list[tuple[_Part | None, _Part | None]]
     rule: ScoreRule | None
-    first: int
     room: torch.Tensor
     decode: Any
     decode_threads: int
@@ -150,23 +152,36 @@ class FusedLanguage:
         self._deterministic = deterministic
         kinds = decoder.kinds(model.config)
         self._kinds = list(dict.fromkeys(kinds))
+        self._score_bound = decoder.score_bound(model.config)
         self._layers = [
-            _layer_of(layer, decoder, self._kinds.index(kind))
+            _layer_of(layer, decoder, self._kinds.index(kind), kind, self._score_bound)
             for layer, kind in zip(model.layers, kinds, strict=True)
         ]
         self._by_module = dict(zip(model.layers, self._layers, strict=True))
-        self._angles = angles_of(model.rotary_emb, axes=decoder.axes)
-        self._last = Norm.of(model.norm)
+        self._angles = {
+            kind.frequencies: angles_of(model.rotary_emb, kind.frequencies, axes=decoder.axes)
+            for kind in self._kinds
+        }
+        self._last = Norm.of(model.norm, decoder.norms.weights)
+        self._adds_plainly = decoder.adds_plainly
+        self._norms_all_heads = decoder.norms_all_heads
+        self._added_factor = np.float32(decoder.added_factor(model.config))
+        self._rows_factor = decoder.rows_factor(model.config)
+        self._gated = GATED[decoder.activation(model.config)]
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
         self._custom = min((weight.custom_rows_max for weight in packed), default=0)
         use_threads(threads)
-        for kernels in (norm, activation, rope):
+        for kernels in (norm, rope):
             kernels.warm_up(threads=threads)
+        if not self._adds_plainly or self._norms_all_heads:
+            norm.warm_up_normed(threads=threads)
+        activation.warm_up(self._gated, threads=threads)
         argmax.warm_up()
         if deterministic:
             panel_attention.warm_up(threads=threads)
             return
         head_dim = self._layers[0].attention.head_dim
+        self._prefill_by_rule = choose_ruled_prefill(threads, head_dim)
         decode_attention.warm_up(score_tag(head_dim, USUAL_BLOCK), threads=threads)
 
     def __call__(
@@ -185,7 +200,9 @@ class FusedLanguage:
             step = step.as_decode_rows()
         count = len(token_ids)
         ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._custom) - count))
-        hidden = functional.embedding(ids, self._model.embed_tokens.weight)
+        hidden = self._model.embed_tokens(ids)
+        if self._rows_factor != 1.0:
+            hidden *= self._rows_factor
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
         if images is not None:
@@ -194,14 +211,14 @@ class FusedLanguage:
             levels = list(images.levels[1:])
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
-        angles = self._angles(positions)
+        angles = {name: made(positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run takes some only, if any
             layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.norm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
-        self._add_norm(rows, None, norms[0])
+        self._add_norm(rows, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Nobody asks for the others any more, nor are any added to.
@@ -214,11 +231,11 @@ class FusedLanguage:
             self._feed_forward(layer, rows, following)
             if index < len(levels):
                 rows.hidden[places] += levels[index]
-                self._add_norm(rows, None, following)
+                self._add_norm(rows, following)
         return rows.normed if select is None else rows.normed[select]
 
     def _prepare_attention(
-        self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
+        self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
     ) -> list[_StepAttention]:
         """Return what attention needs of a step, for each kind of layers."""
         attention = self._layers[0].attention
@@ -229,14 +246,15 @@ class FusedLanguage:
         found = []
         for kind in self._kinds:
             cut = kind.window is not None and step.longest > kind.window
-            first = 0 if cut else step.decode_rows
-            room = rows.hidden.new_empty(written, rows.count - first, attention.head_dim)
-            turned = angles if kind.rotates else unrotated(angles)
+            ruled = cut or self._score_bound is not None
+            window = kind.window if cut else None
+            room = rows.hidden.new_empty(written, rows.count - step.decode_rows, attention.head_dim)
+            turned = angles[kind.frequencies]
+            turned = turned if kind.rotates else unrotated(turned)
             found.append(
                 _StepAttention(
-                    parts=_parts(rows, turned, step, first),
-                    rule=ScoreRule(attention.scaling, kind.window) if cut else None,
-                    first=first,
+                    parts=_parts(rows, turned, step),
+                    rule=ScoreRule(attention.scaling, window, self._score_bound) if ruled else None,
                     room=room,
                     decode=kernel.parallel if many else kernel.serial,
                     decode_threads=self._threads if many else 1,
@@ -263,6 +281,8 @@ class FusedLanguage:
         for block, (decoding, prefilling) in zip(rows.blocks, given.parts, strict=True):
             qkv = layer.qkv(block.normed)
             qkv_at = qkv.data_ptr()
+            if self._norms_all_heads:
+                self._norm_heads(layer, qkv)
             if decoding is not None:
                 arguments = (
                     qkv_at,
@@ -283,7 +303,7 @@ class FusedLanguage:
                     given.decode(*arguments, shares, given.tag)
             if prefilling is not None:
                 skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
-                place = (prefilling.start - given.first) * attention.head_dim * qkv.itemsize
+                place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
                 given.rope(
                     qkv_at + skipped,
                     given.room.data_ptr() + place,
@@ -293,31 +313,32 @@ class FusedLanguage:
                     keys,
                     values,
                 )
-        if given.rule is not None:
-            cached = step.cache.keys[attention.index], step.cache.values[attention.index]
-            asked = dataclasses.replace(step, segments=list(segments))
-            queries = given.room[: attention.heads]
-            attended = attend_by_rule(queries, *cached, asked, given.rule)
-            rows.attended[: rows.count] = attended.flatten(1)
-        elif segments:
-            self._attend_chunks(attention, rows, given.room, step, segments)
+        if segments:
+            self._attend_chunks(attention, rows, given, step, segments)
 
-    @staticmethod
     def _attend_chunks(
+        self,
         attention: MergedAttention,
         rows: StepRows,
-        room: torch.Tensor,
+        given: _StepAttention,
         step: PagedStep,
         segments: Sequence[Segment],
     ) -> None:
         """Attend for rows of prefill, whose heads lie in the room."""
-        queries, keys, values = room.split(
+        queries, keys, values = given.room.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
         for segment in segments:
             part = slice(segment.start - step.decode_rows, segment.stop - step.decode_rows)
             of_chunk = queries[:, part], keys[:, part], values[:, part]
-            attended = step.prefill(*of_chunk, attention.index, segment, step, attention.scaling)
+            if given.rule is None:
+                attended = step.prefill(
+                    *of_chunk, attention.index, segment, step, attention.scaling
+                )
+            else:
+                attended = self._prefill_by_rule(
+                    of_chunk[0], attention.index, segment, step, given.rule
+                )
             rows.attended[segment.start : segment.stop].view(
                 -1, attention.heads, attention.head_dim
             ).copy_(attended.transpose(0, 1))
@@ -325,18 +346,42 @@ class FusedLanguage:
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
         for block in rows.blocks:
-            self._add_norm_block(block, layer.output(block.attended), layer.middle)
+            delta = layer.output(block.attended)
+            self._add_norm_block(block, delta, layer.attended, layer.middle)
             gate, up = layer.gate(block.normed), layer.up(block.normed)
-            kernel = self._pick(swiglu, gate.numel())
+            kernel = self._pick(self._gated, gate.numel())
             kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
-            self._add_norm_block(block, layer.down(gate), following)
+            self._add_norm_block(block, layer.down(gate), layer.fed, following)
 
-    def _add_norm(self, rows: StepRows, delta: torch.Tensor | None, norm: Norm) -> None:
+    def _norm_heads(self, layer: _Layer, qkv: torch.Tensor) -> None:
+        """Norm the queries of each row, all heads at once, and the keys."""
+        at = qkv.data_ptr()
+        for each in layer.head_norms:
+            kernel = self._pick(norm_parts, len(qkv) * each.width)
+            kernel(at, qkv.shape[1] * qkv.itemsize, each.width, each.record, len(qkv))
+            at += each.width * qkv.itemsize
+
+    def _add_norm(self, rows: StepRows, norm: Norm) -> None:
         for block in rows.blocks:
-            self._add_norm_block(block, delta, norm)
+            self._add_norm_block(block, None, norm, norm)
 
-    def _add_norm_block(self, block: RowBlock, delta: torch.Tensor | None, norm: Norm) -> None:
-        """Write the norms of a block's rows, to which `delta` is added before."""
+    def _add_norm_block(
+        self, block: RowBlock, delta: torch.Tensor | None, added: Norm, norm: Norm
+    ) -> None:
+        """Write the norms of a block's rows, to which `delta` is added before; `added` is the norm of that."""
+        if not self._adds_plainly:
+            kernel = self._pick(add_normed, block.rows * norm.width)
+            kernel(
+                block.hidden_at,
+                0 if delta is None else delta.data_ptr(),
+                added.record,
+                self._added_factor,
+                norm.record,
+                norm.width,
+                block.normed_at,
+                block.rows,
+            )
+            return
         kernel = self._pick(add_norm, block.rows * norm.width)
         kernel(
             block.hidden_at,
@@ -357,9 +402,9 @@ class FusedLanguage:
 
 
 def _parts(
-    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep, first: int
+    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
 ) -> list[tuple[_Part | None, _Part | None]]:
-    """Return for each block of rows those before the first one that is treated as one of prefill, and the others."""
+    """Return for each block of rows the decode rows, and the others."""
     (cos, sin), slots = angles, step.slots.numpy()
 
     def part_of(start: int, stop: int) -> _Part | None:
@@ -372,31 +417,46 @@ def _parts(
     parts = []
     for block in rows.blocks:
         stop = min(block.stop, rows.count)
-        middle = min(max(first, block.start), stop)
+        middle = min(max(step.decode_rows, block.start), stop)
         parts.append((part_of(block.start, middle), part_of(middle, stop)))
     return parts
 
 
-def _layer_of(layer: Any, decoder: Decoder, kind: int) -> _Layer:
+def _layer_of(
+    layer: Any, decoder: Decoder, number: int, kind: AttentionKind, score_bound: float | None
+) -> _Layer:
     attention: MergedAttention = getattr(layer, decoder.attention)
     feed_forward = getattr(layer, decoder.feed_forward)
+    norms, width = decoder.norms, feed_forward.gate_proj.in_features
+
+    def norm_named(name: str) -> Norm:
+        return Norm.of(getattr(layer, name) if name else None, norms.weights, width=width)
+
+    of_heads = [Norm.of(each, norms.weights) for each in (attention.query_norm, attention.key_norm)]
+    alone = [0, 0] if decoder.norms_all_heads else [each.record_at for each in of_heads]
     return _Layer(
         qkv=product_of(attention.qkv_proj),
         output=product_of(attention.o_proj),
         gate=product_of(feed_forward.gate_proj),
         up=product_of(feed_forward.up_proj),
         down=product_of(feed_forward.down_proj),
-        norm=Norm.of(layer.input_layernorm),
-        middle=Norm.of(layer.post_attention_layernorm),
+        norm=norm_named(norms.before_attention),
+        attended=norm_named(norms.after_attention),
+        middle=norm_named(norms.before_feed_forward),
+        fed=norm_named(norms.after_feed_forward),
+        head_norms=(of_heads[0], of_heads[1]),
         heads=heads_of(
             attention.heads,
-            _weight_at(attention.query_norm),
-            _weight_at(attention.key_norm),
-            getattr(attention.query_norm, "variance_epsilon", 0.0),
+            alone[0],
+            alone[1],
+            float(of_heads[0].eps),
             attention.scaling,
+            norm_once=of_heads[0].once,
+            softcap=score_bound,
+            window=kind.window,
         ),
         attention=attention,
-        kind=kind,
+        kind=number,
     )
 
 
@@ -419,12 +479,3 @@ def product_of(module: nn.Module) -> Product:
         return module.packed
     forward: Product = module.forward
     return forward
-
-
-def _weight_at(norm: Any) -> int:
-    """Return the address of a norm's weights; 0 where there is no norm."""
-    if norm is None:
-        return 0
-    weight: torch.Tensor = norm.weight
-    assert weight.is_contiguous(), "its values are read one after the other"
-    return weight.data_ptr()

@@ -17,7 +17,7 @@ class MergedAttention(nn.Module):
 
     def __init__(self, attention: Any, decoder: Decoder) -> None:
         super().__init__()
-        self.qkv_proj: nn.Module = _merged([getattr(attention, name) for name in decoder.qkv])
+        self.qkv_proj: nn.Module = merged([getattr(attention, name) for name in decoder.qkv])
         self.o_proj: Any = getattr(attention, decoder.output)
         self.query_norm: Any = getattr(attention, decoder.query_norm, None)
         self.key_norm: Any = getattr(attention, decoder.key_norm, None)
@@ -56,7 +56,7 @@ def fuse(model: Any, decoder: Decoder) -> bool:
     return True
 
 
-def _merged(linears: Sequence[nn.Linear]) -> nn.Linear:
+def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
     """Return one linear layer of several with the same inputs."""
     if len(linears) == 1:
         return linears[0]
@@ -65,9 +65,9 @@ def _merged(linears: Sequence[nn.Linear]) -> nn.Linear:
     assert len(biases) in {0, len(linears)}, "all or none have a bias"
     outputs = sum(each.out_features for each in linears)
     merged = nn.Linear(linears[0].in_features, outputs, bool(biases), device="meta")
-    merged.weight = _frozen(torch.cat(weights))
+    merged.weight = frozen(torch.cat(weights))
     if biases:
-        merged.bias = _frozen(torch.cat(biases))
+        merged.bias = frozen(torch.cat(biases))
     return merged
 
 
@@ -76,12 +76,13 @@ def _halves(linear: nn.Linear) -> list[nn.Linear]:
     halves = []
     for index, weight in enumerate(linear.weight.chunk(2)):
         half = nn.Linear(linear.in_features, len(weight), linear.bias is not None, device="meta")
-        half.weight = _frozen(weight)
+        half.weight = frozen(weight)
         if linear.bias is not None:
-            half.bias = _frozen(linear.bias.chunk(2)[index])
+            half.bias = frozen(linear.bias.chunk(2)[index])
         halves.append(half)
     return halves
 
 
-def _frozen(values: torch.Tensor) -> nn.Parameter:
+def frozen(values: torch.Tensor) -> nn.Parameter:
+    """Return values as weights that are not trained."""
     return nn.Parameter(values, requires_grad=False)

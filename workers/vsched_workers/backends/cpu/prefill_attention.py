@@ -17,6 +17,7 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL
 from vsched_workers.backends.cpu.kernels.prefill_attention import PrefillArguments, attend
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
+from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -40,12 +41,22 @@ def prefill(
     scaling: float,
 ) -> torch.Tensor:
     """Attend for the rows of a chunk, whose keys and values are in the cache already, to all before and among them."""
-    heads, rows, head_dim = query.shape
-    if not fits(head_dim):
+    if not fits(query.shape[2]):
         return tiled_attention.prefill(query, key, value, layer, segment, step, scaling)
+    return prefill_by_rule(query, layer, segment, step, ScoreRule(scaling))
+
+
+def prefill_by_rule(
+    query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+) -> torch.Tensor:
+    """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read."""
+    heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     keys, values = step.cache.keys[layer].transpose(0, 1), step.cache.values[layer].transpose(0, 1)
-    _attend(query[:, None], keys, values, segment.slots().numpy(), scaling, out[None], causal=True)
+    slots = segment.slots().numpy()
+    if rule.window is not None:
+        slots = slots[max(segment.first + 1 - rule.window, 0) :]
+    _attend(query[:, None], keys, values, slots, rule, out[None], causal=True)
     return out.transpose(0, 1)
 
 
@@ -70,7 +81,7 @@ def attend_patches(
         return
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
-    _attend(query, keys, values, slots, scaling, out, causal=False, parallel=parallel)
+    _attend(query, keys, values, slots, ScoreRule(scaling), out, causal=False, parallel=parallel)
 
 
 def _attend(
@@ -78,7 +89,7 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: npt.NDArray[np.int64],
-    scaling: float,
+    rule: ScoreRule,
     out: torch.Tensor,
     *,
     causal: bool,
@@ -113,7 +124,9 @@ def _attend(
         packed_at=packed.data_ptr(),
         padded_keys=padded_keys,
         causal=int(causal),
-        factor=np.float32(scaling * LOG2_E),
+        window=rule.window or 0,
+        factor=np.float32(rule.scaling * LOG2_E),
+        softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
         out_at=out.data_ptr(),
         tag=operand(),
     )

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, Protocol
 
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
 from vsched_workers.backends.cpu.kernels import prefill_attention as custom_kernel
 from vsched_workers.backends.cpu.kernels import softmax
 from vsched_workers.batching.paged_attention import PatchKernel, PrefillKernel
+from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
+
+if TYPE_CHECKING:
+    import torch
+
+    from vsched_workers.batching.paged_attention import PagedStep, Segment
+
+
+class RuledPrefillKernel(Protocol):
+    """Attention of the rows of one chunk, whose keys and values are in the cache already, by a rule."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        rule: ScoreRule,
+        /,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape."""
+        ...
 
 
 def choose_prefill(threads: int) -> PrefillKernel:
     """Return the kernel for the chunks of prompts."""
     return prefill_attention.prefill if _custom_pays(threads) else tiled_attention.prefill
+
+
+def choose_ruled_prefill(threads: int, head_dim: int) -> RuledPrefillKernel:
+    """Return the kernel for the chunks of prompts in layers with windows or bent scores, for heads of this size."""
+    if _custom_pays(threads) and prefill_attention.fits(head_dim):
+        return prefill_attention.prefill_by_rule
+    return _prefill_by_torch
+
+
+def _prefill_by_torch(
+    query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+) -> torch.Tensor:
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    return prefill_by_rule(query, keys, values, segment.slots(), rule).transpose(0, 1)
 
 
 def choose_patches(threads: int, *, deterministic: bool = False) -> PatchKernel:

@@ -16,9 +16,12 @@ Angles = Callable[[torch.Tensor], tuple[Bf16Array, Bf16Array]]
 _ONE = np.uint16(0x3F80)
 
 
-def angles_of(rotary: Any, *, axes: bool) -> Angles:
-    """Return the angles of a model's rotary embedding; `axes` is whether it takes positions on three axes."""
-    return AxesAngles(rotary) if axes else TextAngles(rotary)
+def angles_of(rotary: Any, kind: str, *, axes: bool) -> Angles:
+    """Return the angles of a model's rotary embedding, for a kind of layer where they have frequencies of their own.
+
+    `axes` is whether it takes positions on three axes.
+    """
+    return AxesAngles(rotary) if axes else TextAngles(rotary, kind)
 
 
 class TextAngles:
@@ -28,9 +31,10 @@ class TextAngles:
     Some kinds change them beyond an original length, and that length is then the longest context.
     """
 
-    def __init__(self, rotary: Any) -> None:
-        self._frequencies: torch.Tensor = rotary.inv_freq
-        self._scaling: float = rotary.attention_scaling
+    def __init__(self, rotary: Any, kind: str = "") -> None:
+        prefix = f"{kind}_" if kind else ""
+        self._frequencies: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
+        self._scaling: float = getattr(rotary, f"{prefix}attention_scaling")
 
     def __call__(self, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
         """Return cosines and sines; see `Angles`."""

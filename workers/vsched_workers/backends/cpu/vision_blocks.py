@@ -17,12 +17,13 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import activation, norm, rope
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
-from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, Norm, product_of
+from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
@@ -42,7 +43,7 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
         return False
     use_threads(threads)
     norm.warm_up(threads=threads)
-    activation.warm_up(threads=threads)
+    activation.warm_up(swiglu, threads=threads)
     rope.warm_up_patches(threads=threads)
     attend = choose_patches(threads, deterministic=deterministic)
     least = 0 if deterministic else PARALLEL_VALUES_MIN

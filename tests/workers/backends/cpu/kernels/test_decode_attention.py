@@ -59,7 +59,17 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     heads = (stop - first) * group
     query = torch.randn(heads, head_dim).bfloat16()
     summed = np.zeros((heads, head_dim), dtype=np.float32)
-    context = RowContext(_bf16(keys), _bf16(values), table.numpy(), length, block_size, first, stop)
+    context = RowContext(
+        _bf16(keys),
+        _bf16(values),
+        table.numpy(),
+        0,
+        length,
+        block_size,
+        first,
+        stop,
+        np.float32(0.0),
+    )
     attend(query.data_ptr(), context, np.float32(scaling), summed)
     seen, taken = (
         each[slots, first:stop].double().repeat_interleave(group, dim=1).transpose(0, 1)
@@ -76,7 +86,9 @@ TAGS = [
 ]
 
 
-def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
+def _decode(
+    kernel: Any, tag: Any, contexts: list[int], shares: int, **rule: Any
+) -> list[torch.Tensor]:
     """Decode a row of each of some sequences; return what is attended, and the keys and values that were written.
 
     All else in the cache and in the result is no number.
@@ -101,7 +113,7 @@ def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[tor
     kernel(
         qkv.data_ptr(),
         out.data_ptr(),
-        heads_of(heads, 0, 0, 0.0, 0.125),
+        heads_of(heads, 0, 0, 0.0, 0.125, **rule),
         RopeRows(cos, sin, written),
         _bf16(keys),
         _bf16(values),

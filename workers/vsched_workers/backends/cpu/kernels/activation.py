@@ -1,8 +1,16 @@
-"""SwiGLU, the activation between the products of a feed-forward layer, of bfloat16 rows.
+"""The activations between the products of a feed-forward layer, of bfloat16 rows.
 
     gate <- silu(gate) * up,   silu(x) = x / (1 + exp(-x))    (silu and product rounded)
+    gate <- gelu(gate) * up
+    rows <- gelu(rows)
 
-Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+where gelu(x) = x P(N <= x) of a normal N, or one of the two functions that are taken for it:
+
+    x / (1 + exp(-2 c (x + 0.044715 x^3))),   c = sqrt(2 / pi)
+    x / (1 + exp(-1.702 x))
+
+Source: Shazeer, "GLU Variants Improve Transformer" (2020); Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016);
+the tail of the normal distribution by Abramowitz and Stegun, formula 7.1.26.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -10,11 +18,13 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, exp, narrow, through_bf16, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import Threaded, compiled, threaded
 
 _SILU_INPUT_MIN = np.float32(-87.0)
 """Below it silu is less than 1e-35, and its exponential more than a float32 holds."""
@@ -40,7 +50,120 @@ def swiglu(gate_at: int, up_at: int, rows: int, width: int) -> None:
         _swiglu_row(gate_at + 2 * row * width, up_at + 2 * row * width, width)
 
 
-def warm_up(*, threads: int) -> None:
-    """Compile now, so that the first request does not wait for it."""
-    for kernel in swiglu.needed(threads):
-        kernel(0, 0, 0, 1)
+_CLEAR = np.float32(16.0)
+"""Beyond it all three are the value itself, or nothing."""
+_ROOT_HALF = np.float32(0.7071067811865476)
+_TANH_FACTOR = np.float32(2.0 * 0.7978845608028654)
+_CUBE = np.float32(0.044715)
+_QUICK_FACTOR = np.float32(1.702)
+
+
+@compiled()
+def _sigmoid(value: Any) -> Any:
+    return np.float32(1.0) / (np.float32(1.0) + exp(-value))
+
+
+@compiled()
+def _within(value: Any) -> Any:
+    return min(max(value, -_CLEAR), _CLEAR)
+
+
+@compiled()
+def _gelu(value: Any) -> Any:
+    distance = abs(_within(value)) * _ROOT_HALF
+    part = np.float32(1.0) / (np.float32(1.0) + np.float32(0.3275911) * distance)
+    series = np.float32(1.061405429) * part - np.float32(1.453152027)
+    series = series * part + np.float32(1.421413741)
+    series = series * part - np.float32(0.284496736)
+    series = (series * part + np.float32(0.254829592)) * part
+    tail = np.float32(0.5) * series * exp(-distance * distance)
+    return value * (tail if value < np.float32(0.0) else np.float32(1.0) - tail)
+
+
+@compiled()
+def _gelu_tanh(value: Any) -> Any:
+    near = _within(value)
+    return value * _sigmoid(_TANH_FACTOR * (near + _CUBE * near * near * near))
+
+
+@compiled()
+def _gelu_quick(value: Any) -> Any:
+    return value * _sigmoid(_QUICK_FACTOR * _within(value))
+
+
+@compiled()
+def _gelu_row(gate_at: int, up_at: int, width: int) -> None:
+    gate = bf16_array(gate_at, width)
+    if up_at:
+        up = bf16_array(up_at, width)
+        for index in range(width):
+            active = through_bf16(_gelu(widen(gate[index])))
+            gate[index] = narrow(active * widen(up[index]))
+    else:
+        for index in range(width):
+            gate[index] = narrow(_gelu(widen(gate[index])))
+
+
+@threaded
+def gelu(gate_at: int, up_at: int, rows: int, width: int) -> None:
+    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+
+    Shape: gate, up [rows, width].
+    """
+    for row in numba.prange(rows):
+        up_row_at = up_at + 2 * row * width if up_at else 0
+        _gelu_row(gate_at + 2 * row * width, up_row_at, width)
+
+
+@compiled()
+def _gelu_tanh_row(gate_at: int, up_at: int, width: int) -> None:
+    gate = bf16_array(gate_at, width)
+    if up_at:
+        up = bf16_array(up_at, width)
+        for index in range(width):
+            active = through_bf16(_gelu_tanh(widen(gate[index])))
+            gate[index] = narrow(active * widen(up[index]))
+    else:
+        for index in range(width):
+            gate[index] = narrow(_gelu_tanh(widen(gate[index])))
+
+
+@threaded
+def gelu_tanh(gate_at: int, up_at: int, rows: int, width: int) -> None:
+    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+
+    Shape: gate, up [rows, width].
+    """
+    for row in numba.prange(rows):
+        up_row_at = up_at + 2 * row * width if up_at else 0
+        _gelu_tanh_row(gate_at + 2 * row * width, up_row_at, width)
+
+
+@compiled()
+def _gelu_quick_row(gate_at: int, up_at: int, width: int) -> None:
+    gate = bf16_array(gate_at, width)
+    if up_at:
+        up = bf16_array(up_at, width)
+        for index in range(width):
+            active = through_bf16(_gelu_quick(widen(gate[index])))
+            gate[index] = narrow(active * widen(up[index]))
+    else:
+        for index in range(width):
+            gate[index] = narrow(_gelu_quick(widen(gate[index])))
+
+
+@threaded
+def gelu_quick(gate_at: int, up_at: int, rows: int, width: int) -> None:
+    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+
+    Shape: gate, up [rows, width].
+    """
+    for row in numba.prange(rows):
+        up_row_at = up_at + 2 * row * width if up_at else 0
+        _gelu_quick_row(gate_at + 2 * row * width, up_row_at, width)
+
+
+def warm_up(kernel: Threaded, *, threads: int) -> None:
+    """Compile a kernel now, so that the first request does not wait for it."""
+    for each in kernel.needed(threads):
+        each(0, 0, 0, 1)

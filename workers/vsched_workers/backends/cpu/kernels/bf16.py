@@ -101,6 +101,27 @@ def bf16_array(address: int, count: int) -> Any:
     return numba.carray(_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
 
 
+_SINGLES = numba.types.CPointer(numba.float32)
+
+
+def _pointing_to_singles(_context: Any, _address: Any) -> Any:
+    """Take an address for that of float32 values."""
+
+    def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(_SINGLES))
+
+    return _SINGLES(numba.intp), point
+
+
+_single_pointer: Any = numba.extending.intrinsic(_pointing_to_singles)
+
+
+@compiled()
+def float32_array(address: int, count: int) -> Any:
+    """Return the `count` float32 values at an address as an array."""
+    return numba.carray(_single_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
+
+
 @compiled()
 def copy(source_at: int, target_at: int, count: int) -> None:
     """Copy `count` bfloat16 values."""

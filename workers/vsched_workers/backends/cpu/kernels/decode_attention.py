@@ -70,7 +70,7 @@ def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, context: RowCo
     for kv_head in range(context.kv_first, context.kv_stop):
         at = row_at + (heads.queries + kv_head) * size
         place = (rows.slots[row] * kv_heads + kv_head) * size
-        rope_head(at, keys.ctypes.data + place, rows, row, heads.key_norm_at, heads.norm_eps)
+        rope_head(at, keys.ctypes.data + place, rows, row, heads.key_norm_at, heads)
         copy(at + kv_heads * size, values.ctypes.data + place, head_dim)
 
 
@@ -95,7 +95,7 @@ def _decode_task(
     to = out_at + (row * heads.queries + first) * size
     for head in range(count):
         source_at = row_at + head * size
-        rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads.norm_eps)
+        rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads)
     _attend_row(tag, to, context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
@@ -135,10 +135,21 @@ def decode(
         tag: The dtype tag that keys are scored in (`score_tag`).
     """
     size = keys.shape[1] // shares
+    window, softcap = heads[0].window, heads[0].softcap
     for task in numba.prange(len(rows.slots) * shares):
-        row, first = task // shares, task % shares * size
+        row, kv_first = task // shares, task % shares * size
+        unseen = contexts[row] - window if 0 < window < contexts[row] else 0
+        skipped = unseen // block_size
         context = RowContext(
-            keys, values, tables[row], contexts[row], block_size, first, first + size
+            keys,
+            values,
+            tables[row][skipped:],
+            unseen - skipped * block_size,
+            contexts[row] - skipped * block_size,
+            block_size,
+            kv_first,
+            kv_first + size,
+            softcap,
         )
         _write_row(qkv_at, heads[0], rows, row, context)
         _decode_task(qkv_at, out_at, heads[0], rows, row, context, tag)
@@ -180,7 +191,15 @@ def decode_queries(
     for task in numba.prange(query.shape[0] * shares):
         row, first = task // shares, task % shares * size
         context = RowContext(
-            keys, values, tables[row], contexts[row], block_size, first, first + size
+            keys,
+            values,
+            tables[row],
+            0,
+            contexts[row],
+            block_size,
+            first,
+            first + size,
+            np.float32(0.0),
         )
         _attend_task(query, row, context, scaling, out)
 

@@ -24,6 +24,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.decode_attention_float import (
     RowContext,
+    bend,
     prefetch_heads,
     softmax,
 )
@@ -195,6 +196,11 @@ def attend_bf16(query_at: int, context: RowContext, scaling: Any, summed: Any) -
     width = (context.length + KEYS - 1) // KEYS * KEYS
     scores = np.empty((len(summed), width), dtype=np.float32)
     _score(query_at, context, scores)
+    factor = scaling * LOG2_E
+    if context.softcap > np.float32(0.0):
+        factor = LOG2_E
+        for head in range(len(summed)):
+            bend(scores, head, context.length, scaling, context.softcap)
     for head in range(len(summed)):
-        softmax(scores, head, context.length, scaling * LOG2_E)
+        softmax(scores, head, context.first, context.length, factor)
     _combine(scores, context, summed)

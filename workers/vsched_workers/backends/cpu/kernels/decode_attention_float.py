@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, exp2, larger, widen
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, exp, exp2, larger, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.simd import prefetch
 
@@ -31,36 +31,53 @@ class RowContext(NamedTuple):
     Attributes:
         keys: The keys of a layer, [slots, kv heads, head dim], float32 or bfloat16.
         values: The values, as the keys.
-        table: The blocks of the row's sequence, int32.
-        length: Tokens of the sequence.
+        table: The blocks of the row's sequence, int32, from that of the first token on that the row sees.
+        first: That token, counted as all tokens here from the beginning of that block.
+        length: Tokens of these blocks up to the end of the sequence.
         block_size: Tokens of a block; block b holds the slots from `b * block_size` on.
         kv_first: First of the key heads that the queries share.
         kv_stop: The key head behind the last of them.
+        softcap: Scores are bent towards plus and minus this; 0 for straight ones.
     """
 
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
     table: npt.NDArray[np.int32]
+    first: int
     length: int
     block_size: int
     kv_first: int
     kv_stop: int
+    softcap: np.float32
 
 
 @compiled()
-def softmax(scores: Any, head: int, length: int, factor: Any) -> None:
-    """Replace a head's scores s by 2**(factor (s_t - max s)), divided by their sum."""
-    highest = scores[head, 0]
-    for index in range(1, length):
-        highest = larger(highest, scores[head, index])
-    total = np.float32(0.0)
+def bend(scores: Any, head: int, length: int, scaling: Any, softcap: Any) -> None:
+    """Replace a head's scores s, times `scaling`, by c tanh(s / c)."""
+    factor = np.float32(2.0) * scaling / softcap
     for index in range(length):
-        weight = exp2((scores[head, index] - highest) * factor)
-        scores[head, index] = weight
+        share = np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[head, index]))
+        scores[head, index] = softcap - softcap * share
+
+
+@compiled()
+def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> None:
+    """Replace a head's scores s by 2**(factor (s_t - max s)), divided by their sum; those before `first` by zeros."""
+    # Parts, for an index that begins anywhere might be negative, and is looked at one by one.
+    unseen, seen = scores[head][:first], scores[head][first:length]
+    for index in range(len(unseen)):
+        unseen[index] = np.float32(0.0)
+    highest = seen[0]
+    for index in range(1, len(seen)):
+        highest = larger(highest, seen[index])
+    total = np.float32(0.0)
+    for index in range(len(seen)):
+        weight = exp2((seen[index] - highest) * factor)
+        seen[index] = weight
         total += weight
     share = np.float32(1.0) / total
-    for index in range(length):
-        scores[head, index] *= share
+    for index in range(len(seen)):
+        seen[index] *= share
 
 
 @compiled()
@@ -207,5 +224,7 @@ def attend_float(query: Any, context: RowContext, summed: Any) -> None:
     scores = np.empty((heads, context.length), dtype=np.float32)
     _score(query, context, scores)
     for head in range(heads):
-        softmax(scores, head, context.length, LOG2_E)
+        if context.softcap > np.float32(0.0):
+            bend(scores, head, context.length, np.float32(1.0), context.softcap)
+        softmax(scores, head, context.first, context.length, LOG2_E)
     _combine(scores, context, summed)

@@ -1,9 +1,11 @@
-"""Residual sum and RMS norm, of bfloat16 rows.
+"""Residual sum and norm, of bfloat16 rows: RMS norms of language models, layer norms of vision towers.
 
     hidden <- hidden + delta                                   (rounded)
     out     = weight * (hidden / sqrt(mean(hidden^2) + eps))   (both products rounded)
+    out     = weight * (hidden - mean(hidden)) / sqrt(var(hidden) + eps) + bias
 
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (NeurIPS 2019).
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (NeurIPS 2019); Ba et al., "Layer Normalization"
+(2016).
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -15,8 +17,16 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, narrow, through_bf16, widen
+from vsched_workers.backends.cpu.kernels.bf16 import (
+    bf16_array,
+    copy,
+    float32_array,
+    narrow,
+    through_bf16,
+    widen,
+)
 from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
 
 
@@ -61,7 +71,156 @@ def add_norm(
         _add_norm_row(hidden_at + skip, delta_row_at, weight_at, width, eps, out_at + skip)
 
 
+NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
+"""A norm, an array of one record: where its weights lie, 0 where there is no norm, and epsilon.
+
+The weights are bfloat16; or, where `once` is 1, float32, and the result is rounded but once.
+"""
+
+
+@compiled()
+def _any_norm_row(values: Any, norm: Any, out: Any) -> None:
+    width = len(values)
+    squares = np.float32(0.0)
+    for index in range(width):
+        squares += widen(values[index]) * widen(values[index])
+    if norm.once:
+        weight = float32_array(norm.weight_at, width)
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + norm.eps)
+        for index in range(width):
+            out[index] = narrow(weight[index] * (widen(values[index]) * scale))
+    else:
+        _norm_row(values, bf16_array(norm.weight_at, width), squares, norm.eps, out)
+
+
+@compiled()
+def _add_row(hidden: Any, delta: Any, factor: Any) -> None:
+    if factor == np.float32(1.0):
+        for index in range(len(hidden)):
+            hidden[index] = narrow(widen(hidden[index]) + widen(delta[index]))
+    else:
+        for index in range(len(hidden)):
+            added = through_bf16(widen(delta[index]) * factor)
+            hidden[index] = narrow(widen(hidden[index]) + added)
+
+
+@threaded
+def add_normed(
+    hidden_at: int,
+    delta_at: int,
+    added_norm: Any,
+    factor: Any,
+    norm: Any,
+    width: int,
+    out_at: int,
+    rows: int,
+) -> None:
+    """Add the norms of `delta`, times a factor, to `hidden` in place and write the norms of the sums to `out`.
+
+    Shape: hidden, delta, out [rows, width], of which `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0
+    adds nothing. Where there is no norm, rows are taken as they are.
+    """
+    norms_added, norms_sums = added_norm[0].weight_at, norm[0].weight_at
+    for row in numba.prange(rows):
+        skip = 2 * row * width
+        hidden = bf16_array(hidden_at + skip, width)
+        if delta_at:
+            delta = bf16_array(delta_at + skip, width)
+            if norms_added:
+                _any_norm_row(delta, added_norm[0], delta)
+            _add_row(hidden, delta, factor)
+        if norms_sums:
+            _any_norm_row(hidden, norm[0], bf16_array(out_at + skip, width))
+        else:
+            copy(hidden_at + skip, out_at + skip, width)
+
+
+@threaded
+def norm_parts(rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
+    """Replace a part of each row, `width` values from its beginning, by its norm; rows are `row_bytes` apart."""
+    for row in numba.prange(rows):
+        part = bf16_array(rows_at + row * row_bytes, width)
+        _any_norm_row(part, norm[0], part)
+
+
+@compiled()
+def _add_scaled(hidden: Any, delta: Any, scale_at: int) -> None:
+    """Add a row to another, times a row of scales if there is one at the address."""
+    if scale_at:
+        scale = bf16_array(scale_at, len(hidden))
+        for index in range(len(hidden)):
+            scaled = through_bf16(widen(scale[index]) * widen(delta[index]))
+            hidden[index] = narrow(widen(hidden[index]) + scaled)
+    else:
+        for index in range(len(hidden)):
+            hidden[index] = narrow(widen(hidden[index]) + widen(delta[index]))
+
+
+@compiled()
+def _layer_norm_row(hidden: Any, weight_at: int, bias_at: int, eps: Any, out: Any) -> None:
+    width = len(hidden)
+    weight, bias = bf16_array(weight_at, width), bf16_array(bias_at, width)
+    total = np.float32(0.0)
+    for index in range(width):
+        total += widen(hidden[index])
+    mean = total / np.float32(width)
+    squares = np.float32(0.0)
+    for index in range(width):
+        apart = widen(hidden[index]) - mean
+        squares += apart * apart
+    share = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+    for index in range(width):
+        value = (widen(hidden[index]) - mean) * share
+        out[index] = narrow(widen(weight[index]) * value + widen(bias[index]))
+
+
+@threaded
+def add_layer_norm(
+    hidden_at: int,
+    delta_at: int,
+    scale_at: int,
+    weight_at: int,
+    bias_at: int,
+    width: int,
+    eps: Any,
+    out_at: int,
+    rows: int,
+) -> None:
+    """Add `delta`, times `scale`, to `hidden` in place and write the layer norms of the sums to `out`.
+
+    Shape: hidden, delta, out [rows, width]; scale, weight, bias [width]. A `delta_at` of 0 adds nothing, a `scale_at`
+    of 0 does not scale, and an `out_at` of 0 has no norms written.
+    """
+    for row in numba.prange(rows):
+        skip = 2 * row * width
+        hidden = bf16_array(hidden_at + skip, width)
+        if delta_at:
+            _add_scaled(hidden, bf16_array(delta_at + skip, width), scale_at)
+        if out_at:
+            _layer_norm_row(hidden, weight_at, bias_at, eps, bf16_array(out_at + skip, width))
+
+
 def warm_up(*, threads: int) -> None:
-    """Compile now, so that the first request does not wait for it."""
+    """Compile what a language model needs, so that the first request does not wait for it."""
     for kernel in add_norm.needed(threads):
         kernel(0, 0, 0, 1, np.float32(1.0), 0, 0)
+
+
+def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
+    """Return the record of a norm; its weights must outlive it."""
+    return np.array([(weight_at, eps, int(once))], dtype=NORM)
+
+
+def warm_up_normed(*, threads: int) -> None:
+    """Compile what a language model with other norms than the usual ones needs."""
+    none = norm_of(0, 0.0, once=False)
+    for kernel in add_normed.needed(threads):
+        kernel(0, 0, none, np.float32(1.0), none, 1, 0, 0)
+    for kernel in norm_parts.needed(threads):
+        kernel(0, 0, 1, none, 0)
+
+
+def warm_up_layer_norm(*, threads: int) -> None:
+    """Compile what a vision tower with layer norms needs."""
+    for kernel in add_layer_norm.needed(threads):
+        kernel(0, 0, 0, 0, 0, 1, np.float32(1.0), 0, 0)

@@ -137,7 +137,7 @@ def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, val
     is_last = row + 1 == len(rows.slots) or rows.slots[row + 1] != slot + 1
     rotated = np.empty(head_dim, dtype=np.uint16)
     for _ in range(kv_heads):
-        rope_head(source_at, rotated.ctypes.data, rows, row, heads.key_norm_at, heads.norm_eps)
+        rope_head(source_at, rotated.ctypes.data, rows, row, heads.key_norm_at, heads)
         for pair in range(head_dim // 2):
             at = keys.ctypes.data + place + (pair * KEYS + lane) * 4
             copy_pair(rotated.ctypes.data + 4 * pair, at)
@@ -287,7 +287,7 @@ def _attend_run(
         row, head = first + query // group, kv_head * group + query % group
         source_at = qkv_at + row * row_bytes + head * size
         to_at = queries.ctypes.data + query * size
-        rope_head(source_at, to_at, rows, row, heads.query_norm_at, heads.norm_eps)
+        rope_head(source_at, to_at, rows, row, heads.query_norm_at, heads)
     length = context + stop - first - 1
     panels = (length + KEYS - 1) // KEYS
     offsets = _offsets(table, panels, block_size, kv_heads * KEYS * size, kv_head * KEYS * size)

@@ -33,6 +33,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched_workers.backends.cpu.kernels.bf16 import (
     as_type_of,
     bf16_array,
+    exp,
     exp2,
     larger,
     narrow,
@@ -66,7 +67,9 @@ class PrefillArguments(NamedTuple):
             multiple of 64.
         padded_keys: Keys of a sequence, padded to whole panels.
         causal: 1 has the last row see all keys, and each row one less than the next; 0 has all rows see all keys.
+        window: Keys that a row sees at most, the last before it and its own; 0 for no such limit.
         factor: Scores times this, float32, are logarithms to the base 2.
+        softcap: Such logarithms are bent towards plus and minus this; 0 for straight ones.
         out_at: The result, [sequences, rows, heads, head dim].
         tag: The dtype tag of the operands.
     """
@@ -86,7 +89,9 @@ class PrefillArguments(NamedTuple):
     packed_at: int
     padded_keys: int
     causal: int
+    window: int
     factor: np.float32
+    softcap: np.float32
     out_at: int
     tag: npt.NDArray[Any]
 
@@ -196,22 +201,34 @@ def _pack_panel(given: PrefillArguments, task: int) -> None:
 
 
 @compiled()
-def _softmax(scores: Any, seen: int, width: int, factor: Any) -> Any:
+def _bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
+    """Replace scores s by c tanh(factor s / c)."""
+    doubled = np.float32(2.0) * factor / softcap
+    for index in range(count):
+        share = np.float32(2.0) / (np.float32(1.0) + exp(doubled * widen(scores[index])))
+        scores[index] = as_type_of(scores[0], softcap - softcap * share)
+
+
+@compiled()
+def _softmax(scores: Any, unseen: int, seen: int, width: int, factor: Any) -> Any:
     """Replace the scores that a row sees by weights 2**(factor (s_t - max s)), and the others by zero.
 
-    Returns what the weights are to be divided by.
+    It does not see the first `unseen` ones, and those from `seen` on. Returns what the weights are to be divided by.
     """
+    before, behind = scores[:unseen], scores[seen:width]
+    for index in range(len(before)):
+        before[index] = 0
+    for index in range(len(behind)):
+        behind[index] = 0
+    scores = scores[unseen:seen]
     highest = widen(scores[0])
-    for index in range(seen):
+    for index in range(len(scores)):
         highest = larger(highest, widen(scores[index]))
     total = np.float32(0.0)
-    for index in range(seen):
+    for index in range(len(scores)):
         weight = exp2((widen(scores[index]) - highest) * factor)
         scores[index] = as_type_of(scores[0], weight)
         total += weight
-    unseen = scores[seen:width]
-    for index in range(len(unseen)):
-        unseen[index] = 0
     return total
 
 
@@ -236,8 +253,10 @@ def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
 
 
 @compiled()
-def _combine(weights: Any, width: int, values_at: int, padded_keys: int, summed: Any) -> None:
-    """Write the products of weights, whole passes of them, with the values of `width` keys."""
+def _combine(
+    weights: Any, first: int, width: int, values_at: int, padded_keys: int, summed: Any
+) -> None:
+    """Write the products of weights, whole passes of them, with the values of `width` keys from `first` on."""
     padded_rows, head_dim = summed.shape
     column = 0
     while column < head_dim:
@@ -249,7 +268,7 @@ def _combine(weights: Any, width: int, values_at: int, padded_keys: int, summed:
                 vectors,
                 weights[row].ctypes.data,
                 weights.strides[0],
-                values_at + padded_keys * column * 2,
+                values_at + padded_keys * column * 2 + first // 2 * vectors * LINE,
                 width // 2,
                 summed[row].ctypes.data + column * summed.itemsize,
                 summed.strides[0],
@@ -276,6 +295,9 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     head, sequence = which // given.sequences, which % given.sequences
     start, rows = sequence * given.rows + first, min(BLOCK, given.rows - first)
     seen = len(given.slots) - (given.rows - 1 - first) * given.causal
+    # No row of the block sees what lies before the first one's window.
+    skipped = (max(seen - given.window, 0) // PANEL * PANEL) if given.window else 0
+    seen -= skipped
     width = (seen + (rows - 1) * given.causal + PANEL - 1) // PANEL * PANEL
     packed = head // (given.heads // given.kv_heads) * given.sequences + sequence
     keys_at = given.packed_at + packed * 2 * given.padded_keys * size
@@ -283,12 +305,20 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     queries = _read_rows(query_at, rows, head_dim, given.tag)
     # A vector apart, or the rows of a pass would lie where the cache has few places for them.
     scores = np.empty((len(queries), width + LANES), dtype=given.tag.dtype)
-    _score(queries, keys_at, width, scores)
+    _score(queries, keys_at + skipped * size, width, scores)
+    factor = given.factor
+    if given.softcap > np.float32(0.0):
+        factor = np.float32(1.0)
+        for row in range(rows):
+            _bend(scores[row], width, given.factor, given.softcap)
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
-        totals[row] = _softmax(scores[row], seen + row * given.causal, width, given.factor)
+        stop = seen + row * given.causal
+        unseen = max(stop - given.window, 0) if given.window else 0
+        totals[row] = _softmax(scores[row], unseen, stop, width, factor)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
-    _combine(scores, width, keys_at + given.padded_keys * size, given.padded_keys, summed)
+    values_at = keys_at + given.padded_keys * size
+    _combine(scores, skipped, width, values_at, given.padded_keys, summed)
     for row in range(rows):
         out = bf16_array(given.out_at + ((start + row) * given.heads + head) * size, head_dim)
         of_row, share = summed[row], np.float32(1.0) / totals[row]
@@ -323,7 +353,9 @@ def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
         packed_at=0,
         padded_keys=0,
         causal=0,
+        window=0,
         factor=np.float32(1.0),
+        softcap=np.float32(0.0),
         out_at=0,
         tag=tag,
     )

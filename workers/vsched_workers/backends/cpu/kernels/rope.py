@@ -23,7 +23,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, copy, narrow, through_bf16, widen
+from vsched_workers.backends.cpu.kernels.bf16 import (
+    bf16_array,
+    copy,
+    float32_array,
+    narrow,
+    through_bf16,
+    widen,
+)
 from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
 
 Bf16Array = npt.NDArray[np.uint16]
@@ -34,21 +41,44 @@ HEADS = np.dtype(
         ("query_norm_at", np.int64),
         ("key_norm_at", np.int64),
         ("norm_eps", np.float32),
+        ("norm_once", np.int64),
         ("scaling", np.float32),
+        ("softcap", np.float32),
+        ("window", np.int64),
     ]
 )
 """What the heads of a layer have in common, an array of one record (see `heads_of`).
 
-`queries` is the number of query heads. Weights of norms are bfloat16 [head dim], and their address is 0 where heads
-have no norm. Scores are multiplied with `scaling`.
+`queries` is the number of query heads. Weights of norms are [head dim], and their address is 0 where heads have no
+norm; they are bfloat16, or, where `norm_once` is 1, float32, and the result is rounded but once. Scores are multiplied
+with `scaling`, and then bent towards plus and minus `softcap`, unless that is 0. A row sees `window` tokens, itself
+included; 0 for all before it.
 """
 
 
 def heads_of(
-    queries: int, query_norm_at: int, key_norm_at: int, norm_eps: float, scaling: float
+    queries: int,
+    query_norm_at: int,
+    key_norm_at: int,
+    norm_eps: float,
+    scaling: float,
+    *,
+    norm_once: bool = False,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> npt.NDArray[Any]:
     """Return the record of a layer's heads; what lies at the addresses must outlive it."""
-    return np.array([(queries, query_norm_at, key_norm_at, norm_eps, scaling)], dtype=HEADS)
+    record = (
+        queries,
+        query_norm_at,
+        key_norm_at,
+        norm_eps,
+        int(norm_once),
+        scaling,
+        softcap or 0.0,
+        window or 0,
+    )
+    return np.array([record], dtype=HEADS)
 
 
 class RopeRows(NamedTuple):
@@ -66,26 +96,43 @@ class RopeRows(NamedTuple):
 
 
 @compiled()
+def _norm_head(source_at: int, target_at: int, half: int, norm_at: int, heads: Any) -> None:
+    """Write the norm of one head of two halves."""
+    lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
+    lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
+    squares = np.float32(0.0)
+    for index in range(half):
+        first, second = widen(lower[index]), widen(upper[index])
+        squares += first * first + second * second
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(2 * half) + heads.norm_eps)
+    if heads.norm_once:
+        lower_single, upper_single = (
+            float32_array(norm_at, half),
+            float32_array(norm_at + 4 * half, half),
+        )
+        for index in range(half):
+            lower_out[index] = narrow(lower_single[index] * (widen(lower[index]) * scale))
+            upper_out[index] = narrow(upper_single[index] * (widen(upper[index]) * scale))
+        return
+    lower_weight, upper_weight = bf16_array(norm_at, half), bf16_array(norm_at + 2 * half, half)
+    for index in range(half):
+        first = through_bf16(widen(lower[index]) * scale)
+        lower_out[index] = narrow(widen(lower_weight[index]) * first)
+        second = through_bf16(widen(upper[index]) * scale)
+        upper_out[index] = narrow(widen(upper_weight[index]) * second)
+
+
+@compiled()
 def rope_head(
-    source_at: int, target_at: int, rows: RopeRows, row: int, norm_at: int, eps: Any
+    source_at: int, target_at: int, rows: RopeRows, row: int, norm_at: int, heads: Any
 ) -> None:
-    """Write one head of a row, normed if there are weights at `norm_at`, and rotated."""
+    """Write one head of a row, normed if there are weights at `norm_at`, and rotated; `heads` is the layer's record."""
     half = rows.cos.shape[1]
     # Two arrays each: an index that has something added to it is not seen to be positive.
     lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
     lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
     if norm_at:
-        lower_weight, upper_weight = bf16_array(norm_at, half), bf16_array(norm_at + 2 * half, half)
-        squares = np.float32(0.0)
-        for index in range(half):
-            first, second = widen(lower[index]), widen(upper[index])
-            squares += first * first + second * second
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(2 * half) + eps)
-        for index in range(half):
-            first = through_bf16(widen(lower[index]) * scale)
-            lower_out[index] = narrow(widen(lower_weight[index]) * first)
-            second = through_bf16(widen(upper[index]) * scale)
-            upper_out[index] = narrow(widen(upper_weight[index]) * second)
+        _norm_head(source_at, target_at, half, norm_at, heads)
         lower, upper = lower_out, upper_out
     for index in range(half):
         first, second = widen(lower[index]), widen(upper[index])
@@ -107,18 +154,18 @@ def _rope_row(
 ) -> None:
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     query_heads, size = heads.queries, 2 * head_dim
-    head_bytes, eps = out_rows * size, heads.norm_eps
+    head_bytes = out_rows * size
     source_at = qkv_at + row * (query_heads + 2 * kv_heads) * size
     target_at = out_at + row * size
     for head in range(query_heads):
         to = target_at + head * head_bytes
-        rope_head(source_at + head * size, to, rows, row, heads.query_norm_at, eps)
+        rope_head(source_at + head * size, to, rows, row, heads.query_norm_at, heads)
     source_at += query_heads * size
     target_at += query_heads * head_bytes
     place = rows.slots[row] * kv_heads * size
     for head in range(kv_heads):
         to = target_at + head * head_bytes
-        rope_head(source_at + head * size, to, rows, row, heads.key_norm_at, eps)
+        rope_head(source_at + head * size, to, rows, row, heads.key_norm_at, heads)
         copy(to, keys.ctypes.data + place + head * size, head_dim)
         value_at = source_at + (kv_heads + head) * size
         copy(value_at, to + kv_heads * head_bytes, head_dim)

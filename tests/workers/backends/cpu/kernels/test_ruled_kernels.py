@@ -1,0 +1,229 @@
+"""Windows and bent scores in the kernels of attention, norms of all kinds, and activations, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("numba")
+
+from vsched_workers.backends.cpu import prefill_attention
+from vsched_workers.backends.cpu.decoder_norms import Norm
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
+from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.batching.paged_attention import KvCache, KvShape, Segment, context_slots
+from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
+from vsched_workers.families.decoder import NormWeights
+
+needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="the processor has no VDPBF16PS")
+TAGS = [pytest.param(BF16, id="bf16", marks=needs_bf16_dot), pytest.param(FLOAT32, id="float32")]
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
+RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def bf16(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    array: npt.NDArray[np.uint16] = tensor.view(torch.uint16).numpy()
+    return array
+
+
+def weights_of(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    bent = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    return bent.softmax(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize(("window", "softcap"), RULES)
+def test_decode_reads_the_blocks_of_its_window_alone(
+    tag: Any, window: int | None, softcap: float | None
+) -> None:
+    """In all others there are no numbers, as if they had been given to somebody else."""
+    contexts = [1, 16, 17, 36, 37, 38, 200]
+    rows, width = len(contexts), 13
+    shuffled = np.random.default_rng(1).permutation(rows * width)
+    tables = shuffled.astype(np.int32).reshape(rows, width)
+    keys, values = (
+        torch.full((tables.size * BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan).bfloat16()
+        for _ in "kv"
+    )
+    starts = [max(0, length - (window or length)) for length in contexts]
+    slots = [
+        torch.from_numpy(context_slots(table, length, BLOCK_SIZE))
+        for table, length in zip(tables, contexts, strict=True)
+    ]
+    for each, start in zip(slots, starts, strict=True):
+        kept = each[start // BLOCK_SIZE * BLOCK_SIZE : -1]
+        keys[kept], values[kept] = (draw(len(kept), KV_HEADS, HEAD_DIM, seed=n) for n in (2, 3))
+    qkv = draw(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, seed=4)
+    cos, sin = (make(rows, HEAD_DIM // 2).bfloat16() for make in (torch.ones, torch.zeros))
+    out = torch.full((rows, HEADS, HEAD_DIM), torch.nan).bfloat16()
+    decode.serial(
+        qkv.data_ptr(),
+        out.data_ptr(),
+        heads_of(HEADS, 0, 0, 0.0, SCALING, softcap=softcap, window=window),
+        RopeRows(bf16(cos), bf16(sin), np.array([each[-1] for each in slots])),
+        bf16(keys),
+        bf16(values),
+        tables,
+        np.array(contexts, dtype=np.int32),
+        BLOCK_SIZE,
+        1,
+        tag,
+    )
+    for row, (each, start) in enumerate(zip(slots, starts, strict=True)):
+        seen, taken = (
+            cached[each[start:]].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+            for cached in (keys, values)
+        )
+        scores = torch.einsum("hd,lhd->hl", qkv[row, :HEADS].double(), seen) * SCALING
+        wanted = torch.einsum("hl,lhd->hd", weights_of(scores, softcap), taken)
+        torch.testing.assert_close(out[row].double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("operand", [BF16, FLOAT32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize(("first", "rows"), [(0, 9), (130, 70), (36, 1), (4, 33)])
+def test_prefill_by_rule_is_that_of_torch(
+    operand: Any,
+    window: int | None,
+    softcap: float | None,
+    first: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_attention, "operand", lambda: operand)
+    last = first + rows
+    blocks = -(-last // BLOCK_SIZE)
+    cache = KvCache(
+        [KvShape(KV_HEADS, HEAD_DIM, HEAD_DIM)],
+        blocks=blocks,
+        block_size=BLOCK_SIZE,
+        dtype=torch.bfloat16,
+        allocate=torch.zeros,
+    )
+    for number, tensor in enumerate((cache.keys[0], cache.values[0])):
+        tensor.copy_(draw(*tensor.shape, seed=number))
+    table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    segment = Segment(table, start=0, first=first, last=last, block_size=BLOCK_SIZE, device="cpu")
+    query = draw(HEADS, rows, HEAD_DIM, seed=5)
+    rule = ScoreRule(SCALING, window, softcap)
+    step: Any = SimpleNamespace(cache=cache)
+    found = prefill_attention.prefill_by_rule(query, 0, segment, step, rule)
+    wanted = prefill_by_rule(
+        query.float(), cache.keys[0].float(), cache.values[0].float(), segment.slots(), rule
+    )
+    torch.testing.assert_close(found.float(), wanted.transpose(0, 1), rtol=4e-2, atol=4e-2)
+
+
+def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:
+    single = rows.float()
+    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + 1e-6)
+    if kind is NormWeights.AFTER_ROUNDING:
+        return weight * single.bfloat16()
+    return (single * (weight.float() + float(kind is NormWeights.PLUS_ONE))).bfloat16()
+
+
+def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The order of a sum may move a number over the edge between two."""
+    assert (found == wanted).float().mean() > 0.97
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", NormWeights)
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+@pytest.mark.parametrize("normed", ["both", "added", "taken", "neither"])
+def test_add_normed_equals_the_modules(kind: NormWeights, factor: float, normed: str) -> None:
+    width, rows = 40, 5
+    hidden, delta = draw(rows, width), draw(rows, width, seed=1)
+    weights = [draw(width, seed=seed) for seed in (2, 3)]
+    modules = [SimpleNamespace(weight=weight, eps=1e-6) for weight in weights]
+    added = Norm.of(modules[0] if normed in {"both", "added"} else None, kind, width=width)
+    taken = Norm.of(modules[1] if normed in {"both", "taken"} else None, kind, width=width)
+    plus = norm_written_out(delta, weights[0], kind) if added.record_at else delta
+    wanted = hidden + plus * factor
+    out = torch.empty_like(hidden)
+    add_normed.serial(
+        hidden.data_ptr(),
+        delta.data_ptr(),
+        added.record,
+        np.float32(factor),
+        taken.record,
+        width,
+        out.data_ptr(),
+        rows,
+    )
+    mostly_equal(hidden, wanted)
+    mostly_equal(out, norm_written_out(hidden, weights[1], kind) if taken.record_at else hidden)
+
+
+@pytest.mark.parametrize("kind", NormWeights)
+def test_norm_parts_equals_the_modules_and_leaves_the_rest(kind: NormWeights) -> None:
+    rows = draw(5, 50)
+    before, weight = rows.clone(), draw(32, seed=1)
+    norm = Norm.of(SimpleNamespace(weight=weight, variance_epsilon=1e-6), kind)
+    norm_parts.serial(rows.data_ptr() + 2 * 8, 2 * 50, 32, norm.record, 5)
+    mostly_equal(rows[:, 8:40], norm_written_out(before[:, 8:40], weight, kind))
+    assert torch.equal(rows[:, :8], before[:, :8])
+    assert torch.equal(rows[:, 40:], before[:, 40:])
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_add_layer_norm_equals_the_modules(scaled: bool) -> None:
+    width, rows = 72, 7
+    hidden, delta = draw(rows, width) * 3 + 1, draw(rows, width, seed=1)
+    scale, weight, bias = (draw(width, seed=seed) for seed in (2, 3, 4))
+    wanted = hidden + (scale * delta if scaled else delta)
+    out = torch.empty_like(hidden)
+    add_layer_norm.serial(
+        hidden.data_ptr(),
+        delta.data_ptr(),
+        scale.data_ptr() if scaled else 0,
+        weight.data_ptr(),
+        bias.data_ptr(),
+        width,
+        np.float32(1e-6),
+        out.data_ptr(),
+        rows,
+    )
+    assert torch.equal(hidden, wanted)
+    mostly_equal(out, functional.layer_norm(wanted, (width,), weight, bias, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        (gelu, functional.gelu),
+        (gelu_tanh, lambda rows: functional.gelu(rows, approximate="tanh")),
+        (gelu_quick, lambda rows: rows * torch.sigmoid(1.702 * rows)),
+    ],
+    ids=["exact", "tanh", "quick"],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gelu_equals_the_modules(
+    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], gated: bool
+) -> None:
+    """Far from zero it is the value itself, or nothing."""
+    rows, up = draw(7, 64) * 4, draw(7, 64, seed=1)
+    rows[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
+    active = function(rows.float()).bfloat16()
+    wanted = active * up if gated else active
+    kernel.serial(rows.data_ptr(), up.data_ptr() if gated else 0, 7, 64)
+    clear = wanted.abs() > 1e-3  # torch takes the difference of two numbers that are nearly equal
+    assert (rows == wanted)[clear].float().mean() > 0.95
+    torch.testing.assert_close(rows, wanted, rtol=0.01, atol=1e-6)

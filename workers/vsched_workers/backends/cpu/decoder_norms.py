@@ -1,0 +1,58 @@
+"""The norms of a language model, as its fused layers use them: addresses, widths and how weights are multiplied by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched_workers.backends.cpu.kernels.norm import norm_of
+from vsched_workers.families.decoder import NormWeights
+
+
+@dataclass(slots=True)
+class Norm:
+    """An RMS norm, or none.
+
+    Attributes:
+        weight_at: The address of its weights, which the module owns, bfloat16; 0 where there is no norm.
+        width: Their number.
+        eps: What is added to the mean of squares.
+        record: The same for kernels that know all kinds of norms.
+        weights: What lies at the address of the record.
+    """
+
+    weight_at: int
+    width: int
+    eps: np.float32
+    record: npt.NDArray[Any]
+    weights: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, module: Any, kind: NormWeights = NormWeights.AFTER_ROUNDING, *, width: int = 0
+    ) -> Norm:
+        """Take the weights of transformers' module; `width` is that of rows without a norm, where it is None."""
+        if module is None:
+            return cls(0, width, np.float32(0.0), norm_of(0, 0.0, once=False), None)
+        weights: torch.Tensor = module.weight
+        assert weights.is_contiguous(), "its values are read one after the other"
+        address = weights.data_ptr()
+        if kind is not NormWeights.AFTER_ROUNDING:
+            weights = weights.float() + float(kind is NormWeights.PLUS_ONE)
+        eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        record = norm_of(weights.data_ptr(), eps, once=kind is not NormWeights.AFTER_ROUNDING)
+        return cls(address, len(weights), np.float32(eps), record, weights)
+
+    @property
+    def once(self) -> bool:
+        """Whether the weights of the record are float32, and the result is rounded but once."""
+        return bool(self.record[0]["once"])
+
+    @property
+    def record_at(self) -> int:
+        """The address of the weights of the record; 0 where there is no norm."""
+        return int(self.record[0]["weight_at"])

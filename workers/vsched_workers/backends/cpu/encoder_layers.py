@@ -1,0 +1,319 @@
+"""The layers of vision towers of the usual make (`families/encoder.py`) in bfloat16 on a CPU, fused.
+
+As in `vision_blocks.py`, rows go through the products in blocks, and a layer is four products of packed weights and
+what lies between: queries, keys and values are one product, which attention reads where it lies. Heads that are not
+whole vectors are padded with zeros, in the weights, so that attention has a kernel for them.
+
+Layers stay the modules that they are, and only their `forward` is replaced: transformers records hidden states by the
+classes of modules, and some models take those of a layer before the last. So a layer overwrites nothing that it is
+given.
+
+What has the modules of a make may compute something else from them. So the first layer of a tower is tried: in float32,
+against the same written out. The activation is found out in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.kernels import activation, norm
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
+from vsched_workers.backends.cpu.kernels.simd import LANES
+from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
+from vsched_workers.backends.cpu.merged_layers import frozen, merged
+from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.reference.packed_weights import MANY_ROWS
+from vsched_workers.batching.paged_attention import PatchKernel
+from vsched_workers.families.encoder import ENCODERS, Encoder
+
+BLOCK = MANY_ROWS[-1]
+TRIED_ROWS = 5
+TRIED_WITHIN = 1e-3
+"""Share of the largest value that a layer may be apart from what is written out: float32, in another order."""
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: Sequence[tuple[_Function, Threaded]] = (
+    (functional.gelu, gelu),
+    (lambda rows: functional.gelu(rows, approximate="tanh"), gelu_tanh),
+    (lambda rows: rows * torch.sigmoid(1.702 * rows), gelu_quick),
+)
+"""Activations as torch has them, and the kernels that do the same."""
+
+
+@dataclass(frozen=True)
+class MadeLayer:
+    """A layer of a make that was recognised, and the kernel of its activation."""
+
+    layer: Any
+    make: Encoder
+    activation: Threaded
+
+
+def merge_encoders(model: nn.Module) -> list[MadeLayer]:
+    """Find the layers below a module that can be fused, and merge their first products; return them.
+
+    The linear layers are packed afterwards, and the layers fused by `fuse_encoders`.
+    """
+    found = []
+    for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        made = _made_of(list(layers))
+        for layer in layers if made else ():
+            assert made is not None
+            make, kernel = made
+            attention: Any = getattr(layer, make.attention)
+            setattr(layer, make.attention, MergedEncoderAttention(attention, make))
+            found.append(MadeLayer(layer, make, kernel))
+    return found
+
+
+def fuse_encoders(layers: Sequence[MadeLayer], threads: int) -> None:
+    """Replace what layers do whose linear layers are packed."""
+    if not layers:
+        return
+    use_threads(threads)
+    norm.warm_up_layer_norm(threads=threads)
+    for kernel in {id(each.activation): each.activation for each in layers}.values():
+        activation.warm_up(kernel, threads=threads)
+    attend = choose_patches(threads)
+    for each in layers:
+        each.layer.forward = FusedEncoderLayer(each, threads, attend)
+
+
+class MergedEncoderAttention(nn.Module):
+    """The attention of one layer: its first three products merged, and its heads padded to whole vectors."""
+
+    def __init__(self, attention: Any, make: Encoder) -> None:
+        super().__init__()
+        linears = [getattr(attention, name) for name in make.qkv]
+        self.heads: int = attention.num_heads
+        size: int = linears[0].out_features // self.heads
+        self.head_dim = -(-size // LANES) * LANES
+        self.scaling = size**-0.5
+        padded = [_padded_outputs(each, self.heads, self.head_dim) for each in linears]
+        self.qkv: nn.Module = merged(padded)
+        self.output: nn.Module = _padded_inputs(
+            getattr(attention, make.output), self.heads, self.head_dim
+        )
+
+
+class FusedEncoderLayer:
+    """What one layer computes: takes and returns what transformers' own does."""
+
+    def __init__(self, made: MadeLayer, threads: int, attend: PatchKernel) -> None:
+        """Take a layer whose linear layers are packed."""
+        layer, make = made.layer, made.make
+        self._threads = threads
+        self._attend = attend
+        self._activation = made.activation
+        attention: MergedEncoderAttention = getattr(layer, make.attention)
+        self._attention = attention
+        self._qkv, self._output = product_of(attention.qkv), product_of(attention.output)
+        inner = getattr(layer, make.inner)
+        self._first, self._second = (product_of(getattr(inner, name)) for name in make.linears)
+        self._norms = [_LayerNorm.of(getattr(layer, name)) for name in make.norms]
+        scales = [getattr(layer, name) for name in make.scales] or [None, None]
+        self._scales_at = [0 if scale is None else scale.data_ptr() for scale in scales]
+        self._kept = scales
+
+    def __call__(
+        self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: object
+    ) -> torch.Tensor:
+        """Run the layer over sequences [sequences, rows, hidden]."""
+        width = hidden.shape[-1]
+        # Embeddings that a convolution made lie column by column.
+        rows = hidden.reshape(-1, width).clone(memory_format=torch.contiguous_format)
+        attended = self._attended(rows, hidden.shape[:-1], attention_mask)
+        before, after = self._norms
+        normed = rows.new_empty(min(len(rows), BLOCK), width)
+        for part in _parts(rows):
+            block = rows[part]
+            self._add_norm(block, self._output(attended[part]), self._scales_at[0], after, normed)
+            inner = self._first(normed[: len(block)])
+            self._pick(self._activation, inner.numel())(inner.data_ptr(), 0, *inner.shape)
+            self._add_norm(block, self._second(inner), self._scales_at[1], before, None)
+        return rows.view(hidden.shape)
+
+    def _attended(
+        self, rows: torch.Tensor, shape: Sequence[int], mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what the output product takes, [sequences * rows, heads * head dim]."""
+        attention = self._attention
+        heads, head_dim = attention.heads, attention.head_dim
+        qkv = rows.new_empty(len(rows), 3 * heads * head_dim)
+        normed = rows.new_empty(min(len(rows), BLOCK), rows.shape[1])
+        for part in _parts(rows):
+            block = rows[part]
+            self._add_norm(block, None, 0, self._norms[0], normed)
+            qkv[part] = self._qkv(normed[: len(block)])
+        split = qkv.view(*shape, 3, heads, head_dim)
+        query, key, value = (each.permute(2, 0, 1, 3) for each in split.unbind(2))
+        out = rows.new_empty(*shape, heads, head_dim)
+        if mask is None or (mask.dtype == torch.bool and bool(mask.all())):
+            self._attend(query, key, value, attention.scaling, out)
+        else:
+            queries, keys, values = (each.transpose(0, 1) for each in (query, key, value))
+            masked = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=attention.scaling
+            )
+            out.copy_(masked.transpose(1, 2))
+        return out.view(len(rows), -1)
+
+    def _add_norm(
+        self,
+        rows: torch.Tensor,
+        delta: torch.Tensor | None,
+        scale_at: int,
+        norm: _LayerNorm,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Add to rows, and write their norms if they are wanted."""
+        self._pick(add_layer_norm, rows.numel())(
+            rows.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            scale_at,
+            norm.weight_at,
+            norm.bias_at,
+            rows.shape[1],
+            norm.eps,
+            0 if out is None else out.data_ptr(),
+            len(rows),
+        )
+
+    def _pick(self, kernel: Threaded, values: int) -> Any:
+        """Return the variant of a kernel that is faster for this number of values."""
+        many = self._threads > 1 and values >= PARALLEL_VALUES_MIN
+        return kernel.parallel if many else kernel.serial
+
+
+@dataclass(frozen=True)
+class _LayerNorm:
+    """A layer norm: the addresses of its weights, which the module owns, and epsilon."""
+
+    weight_at: int
+    bias_at: int
+    eps: np.float32
+
+    @classmethod
+    def of(cls, module: nn.LayerNorm) -> _LayerNorm:
+        return cls(module.weight.data_ptr(), module.bias.data_ptr(), np.float32(module.eps))
+
+
+def _parts(rows: torch.Tensor) -> Iterator[slice]:
+    """Cut rows into those that are multiplied at once."""
+    for start in range(0, len(rows), BLOCK):
+        yield slice(start, start + BLOCK)
+
+
+def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Threaded] | None:
+    """Return the make of layers, and the kernel of their activation; None where they are of none that is known."""
+    for make in ENCODERS if layers else ():
+        if not all(type(each) is type(layers[0]) and _has_modules(each, make) for each in layers):
+            continue
+        kernel = _activation_of(getattr(getattr(layers[0], make.inner), make.activation))
+        if kernel is not None and _computes(layers[0], make):
+            return make, kernel
+    return None
+
+
+def _has_modules(layer: Any, make: Encoder) -> bool:
+    attention, inner = (getattr(layer, name, None) for name in (make.attention, make.inner))
+    linears: list[Any] = [getattr(attention, name, None) for name in (*make.qkv, make.output)]
+    linears += [getattr(inner, name, None) for name in make.linears]
+    norms = [getattr(layer, name, None) for name in make.norms]
+    scales = [getattr(layer, name, None) for name in make.scales]
+    heads: int = getattr(attention, "num_heads", 0)
+    return (
+        all(type(each) is nn.Linear for each in linears)
+        and len({each.weight.shape for each in linears[:3]}) == 1
+        and len({each.bias is None for each in linears[:3]}) == 1
+        and bool(heads)
+        and linears[0].out_features % heads == 0
+        and all(type(each) is nn.LayerNorm and each.bias is not None for each in norms)
+        and all(isinstance(each, torch.Tensor) for each in scales)
+        and {each.dtype for each in layer.parameters()} == {torch.bfloat16}
+        and isinstance(getattr(inner, make.activation, None), nn.Module)
+    )
+
+
+def _activation_of(module: nn.Module) -> Threaded | None:
+    ramp = torch.linspace(-6, 6, 200)
+    made = module(ramp)
+    for function, kernel in ACTIVATIONS:
+        if torch.allclose(function(ramp), made, atol=1e-5, rtol=1e-4):
+            return kernel
+    return None
+
+
+@torch.inference_mode()
+def _computes(layer: Any, make: Encoder) -> bool:
+    """Return whether a layer computes what is written out of its make."""
+    twin = copy.deepcopy(layer).float()
+    width = getattr(layer, make.norms[0]).weight.shape[0]
+    chance = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, TRIED_ROWS, width, generator=chance)
+    takes_mask = "attention_mask" in inspect.signature(twin.forward).parameters
+    try:
+        made = twin(rows.clone(), attention_mask=None) if takes_mask else twin(rows.clone())
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False  # it wants something else, as angles
+    if not isinstance(made, torch.Tensor) or made.shape != rows.shape:
+        return False
+    apart = (made - _written_out(twin, make, rows)).abs().max()
+    return bool(apart < TRIED_WITHIN * made.abs().max())
+
+
+def _written_out(layer: Any, make: Encoder, rows: torch.Tensor) -> torch.Tensor:
+    attention, inner = getattr(layer, make.attention), getattr(layer, make.inner)
+    first, second = (getattr(layer, name) for name in make.norms)
+    scales = [getattr(layer, name) for name in make.scales] or [1.0, 1.0]
+    normed = first(rows)
+    query, key, value = (
+        getattr(attention, name)(normed).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        for name in make.qkv
+    )
+    attended = functional.scaled_dot_product_attention(query, key, value)
+    attended = getattr(attention, make.output)(attended.transpose(1, 2).flatten(2))
+    rows = rows + scales[0] * attended
+    linears = [getattr(inner, name) for name in make.linears]
+    wide = getattr(inner, make.activation)(linears[0](second(rows)))
+    made: torch.Tensor = rows + scales[1] * linears[1](wide)
+    return made
+
+
+def _padded_outputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
+    """Return a linear layer whose outputs are heads of this size, padded with zeros."""
+    missing = head_dim - linear.out_features // heads
+    if not missing:
+        return linear
+    padded = nn.Linear(linear.in_features, heads * head_dim, linear.bias is not None, device="meta")
+    weight = linear.weight.unflatten(0, (heads, -1))
+    padded.weight = frozen(functional.pad(weight, (0, 0, 0, missing)).flatten(0, 1))
+    if linear.bias is not None:
+        bias = functional.pad(linear.bias.unflatten(0, (heads, -1)), (0, missing))
+        padded.bias = frozen(bias.flatten())
+    return padded
+
+
+def _padded_inputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
+    """Return a linear layer whose inputs are heads of this size, of which the last values count for nothing."""
+    missing = head_dim - linear.in_features // heads
+    if not missing:
+        return linear
+    padded = nn.Linear(heads * head_dim, linear.out_features, device="meta")
+    weight = functional.pad(linear.weight.unflatten(1, (heads, -1)), (0, missing))
+    padded.weight = frozen(weight.flatten(1))
+    padded.bias = linear.bias
+    return padded
