@@ -3,10 +3,11 @@
 Bodies that images need are large, and a thousand connections could bring one each. So a body that does not fit into
 the connection's own buffer waits for room until it is read, and keeps it until its request is prepared.
 
-Decoding holds the GIL. What makes a body expensive is not its size but the number of its values: 30 MB of empty lists
-take two seconds and a gigabyte, one text of 30 MB takes 15 ms. So the values are counted before, slice by slice, which
-stays in the processor's cache. Large bodies are counted and decoded in a thread, one after the other: if several held
-the GIL in turns, the event loop would wait for all of them.
+Decoding holds the GIL. A body is expensive by the number of its values (30 MB of empty lists take two seconds and a
+gigabyte) and by its texts (30 MB take 25 ms, and 100 where other processes want the processor). So images are taken out
+of a large body before, what is left of it has a limit, and its values are counted slice by slice, which stays in the
+processor's cache. Large bodies are read in a thread, one after the other: if several held the GIL in turns, the event
+loop would wait for all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from vsched.api import parameters
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
+from vsched.api.long_base64 import put_beside, take_base64
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 
@@ -29,6 +31,9 @@ SMALL_BYTES = 256 * 1024
 """A body up to this size is decoded as it is: it cannot take long."""
 VALUES_MAX = 128 * 1024
 """Beyond the tokens of the context, each of which can be a value of a prompt."""
+TEXT_BYTES_MAX = 4 * 1024 * 1024
+TOKEN_BYTES = 16
+"""For each token of the context, beyond `TEXT_BYTES_MAX`, a body may have so many bytes besides images."""
 ESCAPES_MAX = 1024 * 1024
 """Backslashes of a body, beyond sixteen for each token of the context: what has them takes long to decode, too."""
 _THREAD_BYTES = 1024 * 1024
@@ -65,9 +70,9 @@ class RequestBodies:
         """
         pieces = await exchange.read_body(self._body_bytes_max, self._room)
         if sum(map(len, pieces)) <= _THREAD_BYTES:
-            return _decoded(pieces, kind, tokens)
+            return read_request(pieces, kind, tokens)
         async with self._turn:
-            return await asyncio.to_thread(_decoded, pieces, kind, tokens)
+            return await asyncio.to_thread(read_request, pieces, kind, tokens)
 
     async def _room(self, size: int) -> Grant:
         """Return room for a body, the largest there can be if need be.
@@ -100,13 +105,51 @@ class RequestBodies:
         return grant
 
 
-def _decoded(pieces: list[bytes], kind: type[Body], tokens: int) -> Body:
+def read_request(pieces: list[bytes], kind: type[Body], tokens: int) -> Body:
+    """Return the body that came in these pieces as a request, which may hold as many values as `tokens` need.
+
+    Blocks: for milliseconds a megabyte; call it off the event loop for large ones.
+
+    Raises:
+        RequestRefused: When it would take too long, or is no such request.
+    """
     # The join of large ones releases the GIL. The pieces end with it: two copies are the most that there are.
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     pieces.clear()
-    if len(body) > SMALL_BYTES:
-        check_json_values(body, tokens)
+    if len(body) <= SMALL_BYTES:
+        return parameters.decode_body(body, kind)
+    reduced = take_base64(body)
+    check_texts(reduced.body, tokens)
+    check_json_values(reduced.body, tokens)
+    request = parameters.decode_body(reduced.body, kind)
+    if put_beside(request, reduced):
+        return request
+    # It is long base64 in another place: a text as others.
+    check_texts(body, tokens)
+    check_json_values(body, tokens)
     return parameters.decode_body(body, kind)
+
+
+def text_bytes_max(context_tokens: int) -> int:
+    """Return how large a body may be besides images: more than any prompt that fits."""
+    return TEXT_BYTES_MAX + TOKEN_BYTES * context_tokens
+
+
+def check_texts(body: bytes, context_tokens: int) -> None:
+    """Refuse what takes long to decode, and cannot fit.
+
+    Raises:
+        RequestRefused: With status 413.
+    """
+    limit = text_bytes_max(context_tokens)
+    if len(body) > limit:
+        message = limit_message(
+            "the request body holds too much besides images",
+            value=f"{len(body)} bytes",
+            limit=f"{limit} bytes",
+            remedy="send a shorter text",
+        )
+        raise RequestRefused(message, code="text_too_large", status=413)
 
 
 def check_json_values(body: bytes, context_tokens: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.media.base64_text import base64_bytes
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.embeddings import (
     EmbeddedImage,
@@ -203,8 +204,8 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaSetting
 def reference_bytes(reference: ImageReference) -> int:
     """Return the bytes that a reference holds while its request is prepared: itself, and its base64 decoded."""
     if isinstance(reference, EmbeddedImage):
-        return len(reference.data) * 7 // 4
-    return len(reference) * 7 // 4 if is_data(reference) else len(reference)
+        return base64_bytes(reference.data) * 7 // 4
+    return base64_bytes(reference) * 7 // 4 if is_data(reference) else len(reference)
 
 
 def check_work(size: int, settings: MediaSettings) -> None:

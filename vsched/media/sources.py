@@ -6,22 +6,19 @@ no error text quotes it, nor a path or an address that it led to.
 
 from __future__ import annotations
 
-import binascii
-import io
 import os
 import stat
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
+from vsched.media.base64_text import base64_bytes, base64_of, decode_base64
 from vsched.media.embeddings import EmbeddedImage, malformed
 from vsched.media.fetch import Reserve, fetch, uncounted
 from vsched.media.settings import FORMATS, MediaSettings
 
 _MEDIA_TYPES = frozenset({*FORMATS, "image/jpg", "image/x-ms-bmp"})
 _DATA_HEADER_CHARACTERS_MAX = 64
-_PIECE_CHARACTERS = 256 * 1024
-"""Decoded in one go: base64 holds the GIL, 2 ms a megabyte."""
 
 
 def refuse_size(
@@ -147,29 +144,16 @@ def _decode_base64(
     what: str,
 ) -> bytes:
     # The decoded length follows from the encoded one, so that an oversized image costs no decoding.
-    size = (len(text) - start) // 4 * 3
+    size = base64_bytes(text, start) // 4 * 3
     if size > bytes_max + 2:
         raise refuse_size(size, bytes_max, what)
     try:
-        content = _decoded(text, start)
+        content = decode_base64(base64_of(text, start))
     except ValueError:
         raise malformed("its base64 is not valid") from None
-    padding = len(text) - len(text.rstrip("="))
-    if not content or len(content) != size - padding:
-        # Python's strict mode still lets surplus padding pass.
-        raise malformed("its base64 is empty or wrongly padded")
     if len(content) > bytes_max:
         raise refuse_size(len(content), bytes_max, what)
     return content
-
-
-def _decoded(text: str, start: int) -> bytes:
-    # Piece by piece, so that the event loop gets its turns. A piece that is padded is shorter than it should be, which
-    # tells whoever knows the size; the buffer is handed on as it is.
-    content = io.BytesIO()
-    for at in range(start, len(text), _PIECE_CHARACTERS):
-        content.write(binascii.a2b_base64(text[at : at + _PIECE_CHARACTERS], strict_mode=True))
-    return content.getvalue()
 
 
 def _file_refused() -> RequestRefused:

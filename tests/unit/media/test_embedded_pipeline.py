@@ -122,7 +122,7 @@ async def test_switch_refuses_with_its_name() -> None:
         (EmbeddedImage("AA==="), "embeddings_invalid", "its base64"),
         (EmbeddedImage("AA\nAA"), "embeddings_invalid", "its base64 is not valid"),
         (EmbeddedImage("\ud800"), "embeddings_invalid", "its base64 is not valid"),
-        (EmbeddedImage(""), "embeddings_invalid", "its base64 is empty"),
+        (EmbeddedImage(""), "embeddings_invalid", "its base64 is not valid"),
         (embedded(b"no tensors at all"), "embeddings_invalid", "malformed|too long"),
         (
             embedded(tensors_file({"embeds": tensor_of(rows_of(2))})),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.media.fakes import data_url, image_bytes
 from vsched.errors import RequestRefused
-from vsched.media import sources
+from vsched.media import base64_text
 from vsched.media.settings import FORMATS, MediaSettings
 from vsched.media.sources import is_local, read_local, scheme_of
 
@@ -51,17 +51,17 @@ def test_data_url_is_strict(reference: str) -> None:
 @pytest.mark.parametrize("size", [5, 6, 7, 12, 13])
 def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the pieces end, all of it is decoded; a piece that is padded in the middle is noticed."""
-    pieces: list[str] = []
+    pieces: list[bytes] = []
 
-    def decode(text: str, *, strict_mode: bool) -> bytes:
+    def decode(text: bytes, *, strict_mode: bool) -> bytes:
         pieces.append(text)
         return binascii.a2b_base64(text, strict_mode=strict_mode)
 
-    monkeypatch.setattr(sources, "_PIECE_CHARACTERS", 8)
-    monkeypatch.setattr(sources, "binascii", SimpleNamespace(a2b_base64=decode))
+    monkeypatch.setattr(base64_text, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(base64_text, "binascii", SimpleNamespace(a2b_base64=decode))
     content = bytes(range(size))
     assert read_local(data_url(content), SETTINGS) == content
-    assert "".join(pieces) == data_url(content).partition(",")[2]
+    assert b"".join(pieces).decode() == data_url(content).partition(",")[2]
     assert max(map(len, pieces)) == 8
     for wrong in ("AAAAAA==AAAA", "AAAAAAA=AAAAAAAA", "AAAAAAAA=AAA", "AAAAAAAA===="):
         with pytest.raises(RequestRefused, match="base64"):

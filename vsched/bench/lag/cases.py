@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vsched.api.bodies import VALUES_MAX
+from vsched.api.bodies import VALUES_MAX, text_bytes_max
 from vsched.api.contract import ApiSettings
 from vsched.bench.load.cases import draw_text
 from vsched.config import MediaConfig
@@ -38,14 +38,19 @@ class _Limits(NamedTuple):
     api: ApiSettings
 
     @property
-    def text_bytes(self) -> int:
-        """What a body leaves for one text."""
+    def body_bytes(self) -> int:
+        """What a body leaves for its largest value."""
         return self.api.body_bytes_max - _MARGIN_BYTES
+
+    @property
+    def text_bytes(self) -> int:
+        """What a body leaves for one text that is no image."""
+        return min(text_bytes_max(self.info.context_tokens) - _MARGIN_BYTES, self.body_bytes)
 
     @property
     def image_bytes(self) -> int:
         """What a body, and the limit of an image, leave for an image in base64."""
-        return min(self.text_bytes * 3 // 4, self.media.image_bytes_max) - _MARGIN_BYTES
+        return min(self.body_bytes * 3 // 4, self.media.image_bytes_max) - _MARGIN_BYTES
 
 
 def lag_cases(info: ModelInfo, media: MediaConfig, api: ApiSettings) -> list[LagCase]:
@@ -66,6 +71,7 @@ def _texts(limits: _Limits) -> list[LagCase]:
         LagCase("a text that fills the context", _CHAT, _chat(words)),
         LagCase("the same, tokenized only", _TOKENIZE, _body(prompt=words)),
         LagCase("words, refused", _CHAT, _chat(_fill(sentence, size))),
+        LagCase("the most words, refused", _CHAT, _chat(_fill(sentence, limits.body_bytes))),
         LagCase("words, tokenized only, refused", _TOKENIZE, _body(prompt=_fill(sentence, size))),
         LagCase("words far apart", _CHAT, _chat(_fill("a" + " " * 400, size))),
         LagCase("one long word, refused", _CHAT, _chat("a" * 1_000_000)),
@@ -83,7 +89,7 @@ def _values(limits: _Limits) -> list[LagCase]:
     long = [_message("user", "b" * share) for _ in range(api.messages_max)]
     parts = [{"type": "text", "text": "a"} for _ in range(api.parts_max)]
     tokens = [100 + i % 100 for i in range(info.context_tokens - OUTPUT_TOKENS - 1)]
-    lists = b",".join([b"[]"] * (limits.text_bytes // 3))
+    lists = b",".join([b"[]"] * (limits.body_bytes // 3))
     refused: list[list[int]] = [[] for _ in range(100_000)]
     allowed = refused[
         : (VALUES_MAX + info.context_tokens) // 2 - 64
@@ -125,6 +131,11 @@ def _images(limits: _Limits) -> list[LagCase]:
     return [
         *cases,
         LagCase("an image of the most bytes", _CHAT, _picture(largest)),
+        LagCase(
+            "the same, slashes escaped",
+            _CHAT,
+            _picture(largest[: limits.image_bytes * 63 // 64]).replace(b"/", rb"\/"),
+        ),
         LagCase("the most images", _CHAT, _body(messages=[_message("user", many)])),
     ]
 
