@@ -287,7 +287,7 @@ def _plot(report: AccuracyReport, path: Path) -> None:
     axis.set_ylabel("right answers, % (Wilson's 95 % interval)")
     axis.set_title(f"{report.model}: what a clamp costs, {report.questions} questions a setting")
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
 

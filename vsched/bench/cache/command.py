@@ -148,5 +148,5 @@ def _plot(conversations: list[Conversation], path: Path) -> None:
         axis.set_title(title)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    axes[0].legend(loc="upper left", fontsize=8)
     figure.savefig(path, dpi=110)

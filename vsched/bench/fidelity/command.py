@@ -254,6 +254,6 @@ def _plot(runs: Sequence[Run], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.invert_yaxis()
     cdfs[0].set_ylabel("% of requests")
-    cdfs[0].legend()
-    bars[0].legend(fontsize="small")
+    cdfs[0].legend(loc="lower right")
+    bars[0].legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=100)

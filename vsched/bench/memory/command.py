@@ -144,6 +144,6 @@ def _plot(runs: list[MemoryRun], limit_bytes: int, path: Path) -> None:
         lost = sum(run.lost.values())
         axis.set_title(f"{run.policy}: {run.served} served, {lost} lost")
         axis.set_xlabel("seconds under load")
-        axis.legend()
+        axis.legend(loc="lower right")
     axes[0].set_ylabel("private memory of the rank, MiB")
     figure.savefig(path, dpi=130)

@@ -64,5 +64,5 @@ def _plot(rows: list[RanksRow], path: Path) -> None:
         axis.set_title("back to back" if pause_ms == 0 else f"after {pause_ms:g} ms idle")
         axis.set_xlabel("µs, one way")
         axis.invert_yaxis()
-        axis.legend()
+        axis.legend(loc="lower right")
     figure.savefig(path, dpi=110)

@@ -210,7 +210,7 @@ def _line(axes: Any, series: Series, values: Sequence[float], stroke: str, label
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+        axes.legend(loc="upper right")
 
 
 def _times(series: Series) -> list[float]:
