@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vsched.api.access import access_middleware
-from vsched.api.bodies import RequestBodies
+from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ErrorBody, ErrorEnvelope

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
-from vsched.api.bodies import RequestBodies
+from vsched.api.bodies.reading import RequestBodies
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vsched.api import parameters
-from vsched.api.bodies import RequestBodies
+from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ParameterRefused, envelope, unsupported

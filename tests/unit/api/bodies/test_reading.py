@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api import ApiSettings, bodies, create_app, parameters
-from vsched.api.bodies import count_values
+from vsched.api import ApiSettings, create_app, parameters
+from vsched.api.bodies import reading
+from vsched.api.bodies.reading import count_values
 from vsched.errors import RequestRefused
 
 VALUES = st.recursive(
@@ -38,7 +39,7 @@ def marks(value: Any) -> int:
 def test_count_sees_no_text(value: Any, size: int) -> None:
     """Whatever stands in strings, and wherever the slices lie."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "_SLICE_BYTES", size)
+        patch.setattr(reading, "_SLICE_BYTES", size)
         assert count_values(json.dumps(value).encode(), 10**9) == marks(value)
 
 
@@ -65,7 +66,7 @@ async def test_a_body_of_many_values_is_refused_before_it_is_decoded(
 async def test_a_body_of_escapes_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "ESCAPES_MAX", 200_000)
+    monkeypatch.setattr(reading, "ESCAPES_MAX", 200_000)
     text = "\n" * 210_000
     assert (await post(FakeEngine(), "/v1/chat/completions", chat(user=text))).status == 200
     monkeypatch.setattr(parameters, "decode_body", None)
@@ -163,25 +164,25 @@ async def test_large_bodies_are_read_one_by_one_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoding holds the GIL: several at a time would keep it from the event loop in turns."""
-    decode, reading, most = parameters.decode_body, [], []
+    decode, readers, most = parameters.decode_body, [], []
 
     def decode_body(body: bytes, kind: type[Any]) -> Any:
-        reading.append(threading.current_thread())
-        most.append(len(reading))
+        readers.append(threading.current_thread())
+        most.append(len(readers))
         time.sleep(0.01)  # another one could begin meanwhile
         request = decode(body, kind)
-        reading.remove(threading.current_thread())
+        readers.remove(threading.current_thread())
         return request
 
     monkeypatch.setattr(parameters, "decode_body", decode_body)
-    monkeypatch.setattr(bodies, "_THREAD_BYTES", 50_000)
+    monkeypatch.setattr(reading, "_THREAD_BYTES", 50_000)
     threads: set[threading.Thread] = set()
     monkeypatch.setattr(
-        bodies,
+        reading,
         "check_json_values",
         lambda body, tokens: threads.add(threading.current_thread()),
     )
-    monkeypatch.setattr(bodies, "SMALL_BYTES", 50_000)
+    monkeypatch.setattr(reading, "SMALL_BYTES", 50_000)
     app = create_app(FakeEngine(), ApiSettings())
     replies = [Client(app).send("POST", CHAT, LARGE) for _ in range(8)]
     assert [reply.status for reply in await asyncio.gather(*replies)] == [200] * 8

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.api import parameters
+from vsched.api.bodies.long_base64 import put_beside, take_base64
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
-from vsched.api.long_base64 import put_beside, take_base64
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 

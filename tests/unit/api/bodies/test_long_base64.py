@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.api import bodies, long_base64, parameters
-from vsched.api.bodies import read_request
+from vsched.api import parameters
+from vsched.api.bodies import long_base64, reading
+from vsched.api.bodies.long_base64 import take_base64
+from vsched.api.bodies.reading import read_request
 from vsched.api.errors import ParameterRefused
-from vsched.api.long_base64 import take_base64
 from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl
 from vsched.errors import RequestRefused
 from vsched.media.base64_text import TextWithBase64, base64_of
@@ -30,7 +31,7 @@ URL = f"data:image/png;base64,{BASE64}"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "SMALL_BYTES", 0)
     monkeypatch.setattr(long_base64, "LONG_BYTES", LONG)
 
 
@@ -155,7 +156,7 @@ def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
             return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "SMALL_BYTES", 0)
+        patch.setattr(reading, "SMALL_BYTES", 0)
         patch.setattr(long_base64, "LONG_BYTES", LONG)
         assert outcome(whole_body=False) == outcome(whole_body=True)
 
@@ -178,7 +179,7 @@ def test_long_texts_are_refused_before_they_are_decoded(
     part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not images, which have limits of their own."""
-    monkeypatch.setattr(bodies, "TEXT_BYTES_MAX", 10_000)
+    monkeypatch.setattr(reading, "TEXT_BYTES_MAX", 10_000)
     assert list(sent_texts(read(body_of(image(URL + BASE64 * 100)))))
     decoded: list[int] = []
     decode = parameters.decode_body

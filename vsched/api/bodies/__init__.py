@@ -1,0 +1,1 @@
+"""Bodies of requests: what they may hold, and how they are read."""
