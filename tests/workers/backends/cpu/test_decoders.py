@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
-from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cpu.twins import Twins, run_twins
 from tests.workers.driver import Driver, Question, Stage
+from tests.workers.parallel.ranks import Ranks
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
@@ -94,3 +96,38 @@ def test_deterministic_refuses_windows(tmp_path: Path) -> None:
     settings = WorkerSettings(threads=1, deterministic=True)
     with pytest.raises(ConfigError, match=r"model.deterministic: .*sliding windows.*Remedy: "):
         Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Path) -> None:
+    """The greedy choice does not show it, sampling and log-probabilities do."""
+    make_checkpoint(
+        name, tmp_path, **({"final_logit_softcapping": 5.0} if name == "gemma2" else {})
+    )
+    stage = Stage.load(str(tmp_path), attention="exact", dtype="float32")
+    generator: Any = stage.generator
+    head, kept = generator._head, []
+
+    def watch(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(head(hidden))
+        return kept[-1]
+
+    generator._head = watch
+    prompt = prompts()[0]
+    Driver(stage, chunk=1000).run([Question(prompt, count=1)])
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = whole(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(kept[0][0], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_ranks_share_makes_with_norms_after_and_factors(
+    name: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    make_checkpoint(name, tmp_path, initializer_range=0.1)
+    questions = [Question(prompt, count=8) for prompt in prompts()]
+    first, second = ranks.run(run_twins, str(tmp_path), questions)
+    assert first == second
+    assert len(first) > 20
