@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ async def test_large_image_is_processed_elsewhere_without_torch(
     make_vision_checkpoint("mistral3", tmp_path, weights=False)
     preprocessor = load(tmp_path, item_tokens_max=6)
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     layout = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1)
     arena = Arena.create(layout)
     pipeline = MediaPipeline(
@@ -144,6 +147,8 @@ async def test_large_image_is_processed_elsewhere_without_torch(
         maps = await asyncio.to_thread(Path(f"/proc/{server}/maps").read_text)
         assert "libtorch" not in maps
         assert "numpy" in maps
+        threads = await asyncio.to_thread(os.listdir, f"/proc/{server}/task")
+        assert len(threads) == 1, "it forks"
         prepared.lease.release()
         del raw, found
     finally:

@@ -139,7 +139,7 @@ def test_a_layer_equals_the_module_and_overwrites_nothing(
     given, mask = hidden.clone(), None
     if masked:
         mask = torch.ones(3, 1, 150, 150, dtype=torch.bool)
-        mask[1, :, :, 100:] = False
+        mask[1, :, :, 3:] = False
     wanted = exact.layers[0](hidden, attention_mask=mask).float()
     found = model.layers[0](hidden, attention_mask=mask).float()
     assert torch.equal(hidden, given)

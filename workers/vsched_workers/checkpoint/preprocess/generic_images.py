@@ -6,6 +6,7 @@ a tokenizer.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -106,8 +107,11 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
 
 
 def image_processing(settings: bytes) -> GenericImages:
-    """Make what processes images, by `GenericImages.recipe`, in a process that is to have no torch."""
+    """Make what processes images, by `GenericImages.recipe`, in a process that forks, and is to have no torch."""
     forgo_torch()
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # its threads would be there when the process forks
+    )
     info = msgspec.json.decode(settings, type=ModelInfo)
     tokenizer = load_tokenizer(
         checkpoint_directory(info.path),
