@@ -106,7 +106,8 @@ def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Pat
     )
     stage = Stage.load(str(tmp_path), attention="exact", dtype="float32")
     generator: Any = stage.generator
-    head, kept = generator._head, []
+    head = generator._head
+    kept: list[torch.Tensor] = []
 
     def watch(hidden: torch.Tensor) -> torch.Tensor:
         kept.append(head(hidden))
