@@ -16,6 +16,9 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen and when it ends.
 
+    `logit_bias` are pairs of a token and what is added to its logit. `bad_words` are sequences of tokens that are not
+    generated: the last token of one is forbidden where the others came just before.
+
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
     batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
     added unless `ignore_eos`. `logprobs` is the number of alternatives to report a token, None for none at all.
@@ -35,17 +38,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens that came before change logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the argmax of the raw logits is the answer."""
         return (
             self.temperature == 0.0
-            and self.repetition_penalty == 1.0
-            and self.presence_penalty == 0.0
-            and self.frequency_penalty == 0.0
+            and not self.has_penalty
             and self.logprobs is None
             and self.min_tokens == 0
+            and not self.logit_bias
+            and not self.bad_words
         )
 
 

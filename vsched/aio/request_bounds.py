@@ -10,6 +10,7 @@ from vsched.worker.slots import STOP_TOKENS_MAX
 
 _INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
+_WORD_TOKENS_MAX = 1024
 
 
 def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:
@@ -23,6 +24,13 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
         _within("a token id of the prompt", max(token_ids), 0, vocab_size - 1)
     for token_id in sampling.stop_token_ids:
         _within("a stop token id", token_id, 0, vocab_size - 1)
+    for token_id, bias in sampling.logit_bias:
+        _within("a token id of logit_bias", token_id, 0, vocab_size - 1)
+        _within("logit_bias", bias, -1e6, 1e6)
+    for word in sampling.bad_words:
+        _within("the number of tokens of a bad word", len(word), 1, _WORD_TOKENS_MAX)
+        for token_id in word:
+            _within("a token id of bad_words", token_id, 0, vocab_size - 1)
     _within("max_tokens", sampling.max_tokens, 0, _INT32_MAX)
     _within("min_tokens", sampling.min_tokens, 0, _INT32_MAX)
     _within("top_k", sampling.top_k, -1, _INT32_MAX)

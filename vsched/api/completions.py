@@ -173,6 +173,7 @@ class CompletionEndpoint:
             logprobs=logprobs,
             info=self._engine.info,
             settings=self._settings,
+            bad_words=parameters.bad_words(request, self._engine.preprocessor, self._settings),
         )
         options = request.stream_options
         return CheckedRequest(

@@ -37,6 +37,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         stop_max: Stop strings of one request.
         stop_characters_max: Characters of one stop string.
         stop_token_ids_max: Stop tokens of one request.
+        logit_bias_max: Tokens of one request with a bias.
+        bad_words_max: Words of one request that are not to be generated.
         logprobs_max: Alternatives reported a token.
         cache_salt_characters_max: Characters of a cache salt.
         template_arguments: Names that `chat_template_kwargs` may set.
@@ -55,6 +57,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stop_max: _Positive = 16
     stop_characters_max: _Positive = 256
     stop_token_ids_max: _Positive = 64
+    logit_bias_max: _Positive = 1024
+    bad_words_max: _Positive = 64
     logprobs_max: _Positive = 20
     cache_salt_characters_max: _Positive = 256
     template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")

@@ -23,6 +23,7 @@ from vsched.api.request_schema import (
 from vsched.errors import limit_message
 from vsched.media import EmbeddedImage, ImageReference
 from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.contract import Preprocessor
 
 Body = TypeVar("Body")
 
@@ -42,13 +43,13 @@ _KIND_WORDS = {
     "null": "null",
 }
 _SHOWN_CHARACTERS_MAX = 40
+_TOKEN_DIGITS_MAX = 10
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 # What each unsupported field may hold without changing the meaning of a request, and what to do instead.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("n", (1,), "send n = 1, once for each answer that you want"),
     ("best_of", (1,), "send no best_of"),
-    ("logit_bias", ({},), "send no logit_bias"),
     ("audio", (), "ask for text"),
     ("function_call", ("none", "auto"), "send no functions"),
     ("functions", ([],), "describe the functions in the prompt"),
@@ -161,6 +162,7 @@ def sampling_params(
     logprobs: int | None,
     info: ModelInfo,
     settings: ApiSettings,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Build the engine's parameters.
 
@@ -211,7 +213,63 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(request.stop_token_ids, info, settings),
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
+        logit_bias=_logit_bias(request.logit_bias, info, settings),
+        bad_words=bad_words,
     )
+
+
+def _logit_bias(
+    biases: dict[str, float] | None, info: ModelInfo, settings: ApiSettings
+) -> tuple[tuple[int, float], ...]:
+    biases = biases or {}
+    if len(biases) > settings.logit_bias_max:
+        raise out_of_bounds(
+            "logit_bias",
+            value=f"{len(biases)} tokens",
+            limit=f"{settings.logit_bias_max} tokens",
+            remedy="send fewer",
+        )
+    for name in biases:
+        if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX):
+            raise out_of_bounds(
+                "logit_bias",
+                value="a key that is no token id",
+                limit=f"token ids from 0 to {info.vocab_size - 1}",
+                remedy="send token ids of this model as keys",
+            )
+    pairs = tuple((int(name), float(bias)) for name, bias in biases.items())
+    check_vocabulary("logit_bias", [token for token, _ in pairs], info)
+    return pairs
+
+
+def bad_words(
+    request: SamplingFields, preprocessor: Preprocessor, settings: ApiSettings
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the words that are not to be generated: at the start of a text, and behind a blank.
+
+    Raises:
+        ParameterRefused: When they are too many or too long.
+    """
+    words = request.bad_words or []
+    if len(words) > settings.bad_words_max:
+        raise out_of_bounds(
+            "bad_words",
+            value=f"{len(words)} words",
+            limit=f"{settings.bad_words_max} words",
+            remedy="send fewer",
+        )
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not 0 < len(word) <= settings.stop_characters_max:
+            raise out_of_bounds(
+                "bad_words",
+                value=f"{len(word)} characters",
+                limit=f"1 to {settings.stop_characters_max} characters",
+                remedy="send a word of that length",
+            )
+        texts = (word.lstrip() or word, " " + word.lstrip())
+        found += (tuple(preprocessor.tokenize(text, images=False)) for text in texts)
+    return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
 def _stop(stop: str | list[str] | None, settings: ApiSettings) -> tuple[str, ...]:

@@ -98,7 +98,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     n: Any = None
     best_of: Any = None
-    logit_bias: Any = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    bad_words: list[str] | None = None
 
     user: Any = None
     metadata: Any = None

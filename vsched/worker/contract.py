@@ -127,6 +127,8 @@ class SequenceState:
         prompt_length: How many of them are the prompt.
         items: Where each image lies, in prompt order.
         state: What the plug-in keeps of it (positions, rope delta, sampler state); set by `GenerateWorker.prepare`.
+        token_mask: The tokens that may be chosen next, uint32 [words]: bit i of word j allows token 32 j + i; tokens
+            beyond its words are forbidden. None allows all. Whoever sets it has the rank call the request special.
     """
 
     number: int
@@ -137,6 +139,7 @@ class SequenceState:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     state: Any = None
+    token_mask: npt.NDArray[np.uint32] | None = None
 
     @property
     def outputs(self) -> npt.NDArray[np.int32]:

@@ -250,7 +250,8 @@ class LanguageWorker:
             if self._language.shares_head:
                 # Every rank samples, from the same logits, and so draws the same token.
                 logits = self._group.all_gather(logits)
-            return choose_tokens(self._backend.argmax(logits), logits, special_rows(batch))
+            greedy = self._backend.argmax(logits)
+            return choose_tokens(greedy, logits, special_rows(batch), self._backend.draw)
 
     def hooks(self) -> Mapping[str, float]:
         """Return the collective work that is due now and then: balancing experts, where ranks share any."""

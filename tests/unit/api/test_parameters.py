@@ -65,6 +65,8 @@ async def test_every_sampling_field_arrives() -> None:
         "stop_token_ids": (5,),
         "ignore_eos": True,
         "logprobs": 3,
+        "logit_bias": (),
+        "bad_words": (),
     }
     assert engine.calls[0]["ttft_target_ms"] == 250
     assert (engine.calls[0]["priority"], engine.calls[0]["cache_salt"]) == (-4, "tenant")
@@ -176,7 +178,6 @@ async def test_too_many_logprobs_are_refused() -> None:
         ("n", 2),
         ("n", True),
         ("best_of", 3),
-        ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
         ("functions", [{}]),
         ("tool_choice", "required"),
@@ -198,6 +199,35 @@ async def test_unsupported_meaning_is_refused(field: str, value: object) -> None
 async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[str, Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": "x", **fields})
     assert reply.error["code"] == "unsupported_parameter"
+
+
+async def test_biases_and_bad_words_reach_the_engine() -> None:
+    """A bad word is forbidden at the start of a text and behind a blank."""
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, chat(logit_bias={"5": -100, "3": 1.5}, bad_words=["no"]))
+    assert reply.status == 200
+    sampling = engine.calls[0]["sampling"]
+    assert dict(sampling.logit_bias) == {5: -100.0, 3: 1.5}
+    tokenize = engine.preprocessor.tokenize
+    assert set(sampling.bad_words) == {tuple(tokenize(text)) for text in ("no", " no")}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {"5": 101}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {str(10**9): 1}},
+        {"logit_bias": {str(token): 0 for token in range(1025)}},
+        {"bad_words": [""]},
+        {"bad_words": ["a"] * 65},
+    ],
+)
+async def test_biases_and_bad_words_have_limits(fields: dict[str, Any]) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(**fields))
+    assert reply.status == 400
+    assert next(iter(fields)) in reply.error["param"]
 
 
 async def test_harmless_fields_are_ignored() -> None:

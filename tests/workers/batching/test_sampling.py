@@ -15,7 +15,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.types import SamplingParams
 from vsched.worker.contract import Sampled, SequenceState, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.batching.sampling import SpecialRow, choose_tokens, uniform
+from vsched_workers.batching.sampling import SpecialRow, choose_tokens, draw_in_numpy, uniform
 
 VOCABULARY = 50
 
@@ -23,7 +23,7 @@ VOCABULARY = 50
 def sample(logits: torch.Tensor, special: Sequence[SpecialRow]) -> Sampled:
     """Choose tokens as a worker on a CPU does."""
     backend = choose_backend(WorkerSettings(), torch.bfloat16)
-    return choose_tokens(backend.argmax(logits), logits, special)
+    return choose_tokens(backend.argmax(logits), logits, special, backend.draw)
 
 
 def sequence(
@@ -215,3 +215,87 @@ def test_logits_that_are_no_numbers_are_told(value: float, top_p: float) -> None
     one = special(0, SamplingParams(temperature=1.0, top_p=top_p, seed=1))
     with pytest.raises(FloatingPointError, match=r"token 1 of request 0 is (nan|inf).*model.dtype"):
         sample(logits_of({3: value}), [one])
+
+
+def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:
+    """Draw with the compiled sampler, once it was compared with numpy's."""
+    backend = choose_backend(WorkerSettings(), torch.bfloat16)
+    found: list[int] = backend.draw(logits, rows).tolist()
+    assert found == draw_in_numpy(logits, rows).tolist()
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "nucleus": {"top_p": 0.95},
+    "tiny nucleus": {"top_p": 1e-9},
+    "almost all": {"top_p": 0.999999},
+    "top-k": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "larger than the vocabulary": {"top_k": 10**6, "top_p": 0.5},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "rewards": {"frequency_penalty": -1.0, "temperature": 0.0},
+    "bias": {"logit_bias": ((3, 9.0), (4, -100.0)), "top_p": 0.9},
+    "bad words": {"bad_words": ((7,), (0, 5), (9, 9, 8))},
+    "greedy": {"temperature": 0.0, "repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
+def test_compiled_sampler_equals_numpy(
+    options: dict[str, Any], dtype: torch.dtype, spread: float
+) -> None:
+    """Also with ties, with forbidden tokens and with a mask; a row is the same alone and in a batch."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.standard_normal((6, 5000)) * spread).to(dtype)
+    logits[:, ::7] = -torch.inf
+    rows = [
+        special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 9]) for row in range(6)
+    ]
+    rows[2].sequence.token_mask = rng.integers(0, 2**32, 100, dtype=np.uint32)
+    together = drawn(logits, rows)
+    assert together[2] < 3200
+    for index, row in enumerate(rows):
+        assert drawn(logits, [row]) == [together[index]]
+
+
+def test_top_k_reaches_below_all_weights() -> None:
+    """One logit is far above the others; the limit lies where weights are zero, or among forbidden tokens."""
+    logits = torch.full((1, 3000), -400.0)
+    logits[0, 17] = 0.0
+    assert drawn(logits, [special(0, SamplingParams(seed=1, top_k=5, top_p=0.9))]) == [17]
+    logits[0, 18:] = -torch.inf
+    assert drawn(logits, [special(0, SamplingParams(seed=1, top_k=100))]) == [17]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"logit_bias": ((1, 1.0),)}]
+)
+def test_draws_pass_a_chi_square_test(options: dict[str, Any]) -> None:
+    """4,000 draws of eight tokens against the probabilities that the parameters name."""
+    values = np.array([1.6, 1.2, 0.9, 0.5, 0.0, -0.4, -0.9, -1.5])
+    biased = values.copy()
+    for token, bias in options.get("logit_bias", ()):
+        biased[token] += bias
+    weights = np.exp(biased)
+    weights[options.get("top_k", 8) :] = 0.0
+    before = np.cumsum(weights) - weights
+    weights[before >= options.get("top_p", 1.0) * weights.sum()] = 0.0
+    weights[weights < options.get("min_p", 0.0) * weights.max()] = 0.0
+    expected = 4000 * weights / weights.sum()
+    logits = torch.from_numpy(values)[None].float()
+    counts = np.bincount(draws(SamplingParams(seed=3, **options), logits, 4000), minlength=8)
+    kept = expected > 0
+    assert not counts[~kept].any()
+    statistic = float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
+    assert statistic < 24.3, "of seven degrees of freedom, one in a thousand is above"
+
+
+def test_a_mask_that_allows_nothing_is_told() -> None:
+    row = special(0, SamplingParams(seed=1))
+    row.sequence.token_mask = np.zeros(2, np.uint32)
+    with pytest.raises(FloatingPointError, match="-inf"):
+        sample(logits_of({3: 1.0}), [row])

@@ -20,6 +20,7 @@ import torch
 from vsched.worker.contract import Batch, Sampled, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
 from vsched_workers.parallel.rank_group import Collectives
 
 if TYPE_CHECKING:
@@ -137,6 +138,14 @@ class Backend(ABC):
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         """Return the place of the largest logit of each row, the first of equal ones; logits [rows, vocabulary]."""
+
+    def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+        """Choose the tokens of special rows, as `draw_in_numpy` does, which is what there is by default.
+
+        Raises:
+            FloatingPointError: When there is nothing to draw from.
+        """
+        return draw_in_numpy(logits, special)
 
     # --- attention and captured steps ---
 

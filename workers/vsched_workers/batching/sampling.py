@@ -5,25 +5,27 @@ what is drawn for a row depends on its own logits, its own history, its seed and
 beside it. The uniform number of a draw is the first of a Philox stream keyed by (seed, position): no state has to
 be kept, restored or moved, and a request that is recomputed after a preemption draws what it drew before.
 
-Order of the steps: penalties, minimum length, temperature, top-k, top-p, min-p, draw. Log-probabilities are those
-of the raw logits.
+Order of the steps: penalties, logit bias, minimum length and bad words, the mask of allowed tokens, temperature, top-k,
+top-p, min-p, draw. Log-probabilities are those of the raw logits.
+
+This is the definition, in numpy; `Backend.draw` may compute the same faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched.types import SamplingParams
 from vsched.worker.contract import Sampled, SequenceState, TokenLogprobs
 
-_SEED_MASK = (1 << 64) - 1
+SEED_MASK = (1 << 64) - 1
 
-_TEMPERATURE_MIN = 1e-6
+TEMPERATURE_MIN = 1e-6
 """Below it every draw is the argmax already, and the quotient would overflow."""
 
 Logits = npt.NDArray[np.float32]
@@ -38,62 +40,112 @@ class SpecialRow:
     sequence: SequenceState
 
 
+Draw = Callable[[torch.Tensor, Sequence[SpecialRow]], npt.NDArray[np.int32]]
+"""Chooses the tokens of special rows, from the logits of all rows; see `draw_in_numpy`."""
+
+
 def choose_tokens(
-    tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
+    tokens: npt.NDArray[np.int32],
+    logits: torch.Tensor,
+    special: Sequence[SpecialRow],
+    draw: Draw | None = None,
 ) -> Sampled:
     """Choose one token per row: the argmax, which `tokens` holds and is overwritten in, but for the special rows.
 
+    `draw` is the backend's; without it, numpy's.
+
     Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
+
+    Raises:
+        FloatingPointError: When there is nothing to draw from.
     """
     if not special:
         return Sampled(tokens=tokens)
-    picked = logits[[entry.row for entry in special]].float().cpu().numpy()
+    drawn = (draw or draw_in_numpy)(logits, special)
+    tokens[[entry.row for entry in special]] = drawn
+    reporting = [entry for entry in special if entry.sequence.sampling.logprobs is not None]
+    if not reporting:
+        return Sampled(tokens=tokens)
     reported: list[TokenLogprobs] = []
-    for entry, raw in zip(special, picked, strict=True):
-        params = entry.sequence.sampling
-        adjusted = _adjust(raw, entry)
-        token = int(adjusted.argmax()) if params.temperature == 0.0 else _draw(adjusted, entry)
-        tokens[entry.row] = token
-        if params.logprobs is not None:
-            reported.append(_logprobs(raw, entry.row, token, params.logprobs))
+    for entry, raw in zip(reporting, _on_host(logits, reporting), strict=True):
+        count = entry.sequence.sampling.logprobs or 0
+        reported.append(_logprobs(raw, entry.row, int(tokens[entry.row]), count))
     return Sampled(tokens=tokens, logprobs=reported)
+
+
+def draw_in_numpy(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+    """Return the token of each special row: the definition, which compiled samplers are compared with.
+
+    Raises:
+        FloatingPointError: When there is nothing to draw from.
+    """
+    drawn = np.empty(len(special), np.int32)
+    for index, (entry, raw) in enumerate(zip(special, _on_host(logits, special), strict=True)):
+        adjusted = _adjust(raw, entry)
+        greedy = entry.sequence.sampling.temperature == 0.0
+        drawn[index] = int(adjusted.argmax()) if greedy else _draw(adjusted, entry)
+    return drawn
+
+
+def _on_host(logits: torch.Tensor, special: Sequence[SpecialRow]) -> Logits:
+    found: Logits = logits[[entry.row for entry in special]].float().cpu().numpy()
+    return found
 
 
 def uniform(seed: int, position: int) -> float:
     """Return the uniform number in [0, 1) of one draw."""
-    key = np.array([seed & _SEED_MASK, position], dtype=np.uint64)
+    key = np.array([seed & SEED_MASK, position], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key)).random())
 
 
-def _adjust(raw: Logits, entry: SpecialRow) -> Logits:
-    """Apply penalties and the minimum length; returns `raw` itself where there is nothing to do."""
+def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
+    """Return what is added to single logits of a row: its logit bias, and what it must not draw now.
+
+    Forbidden are stop tokens below the minimum length, and the last token of a bad word whose others came just before.
+    """
     params, sequence = entry.sequence.sampling, entry.sequence
+    added = {token: bias for token, bias in params.logit_bias if token < vocabulary}
     outputs = sequence.tokens[sequence.prompt_length : entry.position]
-    below_minimum = len(outputs) < params.min_tokens and bool(sequence.stop_token_ids)
-    if not (below_minimum or _has_penalty(params)):
+    forbidden: list[int] = []
+    if len(outputs) < params.min_tokens:
+        forbidden += sequence.stop_token_ids
+    for *before, last in params.bad_words:
+        begun = len(before) <= len(outputs)
+        if begun and outputs[len(outputs) - len(before) :].tolist() == before:
+            forbidden.append(last)
+    added.update((token, -np.inf) for token in forbidden if 0 <= token < vocabulary)
+    return added
+
+
+def _adjust(raw: Logits, entry: SpecialRow) -> Logits:
+    """Apply penalties, biases and the mask; returns `raw` itself where there is nothing to do."""
+    params, sequence = entry.sequence.sampling, entry.sequence
+    added = biases(entry, len(raw))
+    if not (added or params.has_penalty or sequence.token_mask is not None):
         return raw
     adjusted = raw.copy()
-    if params.repetition_penalty != 1.0:
-        seen = np.unique(sequence.tokens[: entry.position])
-        values = adjusted[seen]
-        penalty = np.float32(params.repetition_penalty)
-        adjusted[seen] = np.where(values > 0, values / penalty, values * penalty)
-    if len(outputs) and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = np.unique(outputs, return_counts=True)
-        adjusted[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(
-            np.float32
-        )
-    if below_minimum:
-        stops = [token for token in sequence.stop_token_ids if 0 <= token < len(adjusted)]
-        adjusted[stops] = -np.inf
+    if params.has_penalty:
+        _penalise(adjusted, entry)
+    for token, bias in added.items():
+        adjusted[token] += np.float32(bias)
+    if sequence.token_mask is not None:
+        allowed = np.unpackbits(sequence.token_mask.view(np.uint8), bitorder="little")
+        adjusted[: len(allowed)][allowed[: len(adjusted)] == 0] = -np.inf
+        adjusted[len(allowed) :] = -np.inf
     return adjusted
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
+def _penalise(adjusted: Logits, entry: SpecialRow) -> None:
+    params, sequence = entry.sequence.sampling, entry.sequence
+    tokens = sequence.tokens[: entry.position]
+    seen = np.unique(tokens[tokens < len(adjusted)])
+    values = adjusted[seen]
+    penalty = np.float32(params.repetition_penalty)
+    adjusted[seen] = np.where(values > 0, values / penalty, values * penalty)
+    outputs = tokens[sequence.prompt_length :]
+    ids, counts = np.unique(outputs[outputs < len(adjusted)], return_counts=True)
+    adjusted[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(
+        np.float32
     )
 
 
@@ -106,14 +158,9 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
     params = entry.sequence.sampling
     scaled = logits.astype(np.float64)
     highest = scaled.max()
-    if not np.isfinite(highest):
-        raise FloatingPointError(
-            f"the largest logit of token {entry.position} of request {entry.sequence.number} is {highest}, no finite "
-            "number. Remedy: where activations overflow float16, set model.dtype to bfloat16 or float32; otherwise "
-            "check the weights."
-        )
+    check_highest(float(highest), entry)
     scaled -= highest
-    scaled /= max(params.temperature, _TEMPERATURE_MIN)
+    scaled /= max(params.temperature, TEMPERATURE_MIN)
     candidates: npt.NDArray[np.int64] | None = None
     if 0 < params.top_k < len(scaled):
         candidates = _largest(scaled, params.top_k, np.partition(scaled, -params.top_k))
@@ -134,6 +181,20 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
     target = uniform(params.seed, entry.position) * cumulative[-1]
     place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
     return place if candidates is None else int(candidates[place])
+
+
+def check_highest(highest: float, entry: SpecialRow) -> None:
+    """Check that there is something to draw from.
+
+    Raises:
+        FloatingPointError: When the highest logit is no finite number.
+    """
+    if not math.isfinite(highest):
+        raise FloatingPointError(
+            f"the largest logit of token {entry.position} of request {entry.sequence.number} is {highest}, no finite "
+            "number. Remedy: where activations overflow float16, set model.dtype to bfloat16 or float32; otherwise "
+            "check the weights, and that logit_bias and bad_words leave a token."
+        )
 
 
 def _largest(

@@ -1,9 +1,10 @@
-"""The host with kernels that numba compiles: fused layers, decode attention over the paged cache, products, argmax."""
+"""The host with kernels that numba compiles: fused layers, decode attention over the paged cache, products, sampler."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +16,20 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
+from vsched_workers.backends.cpu.kernels import sampling
 from vsched_workers.backends.cpu.kernels.argmax import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
+from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+from vsched_workers.batching.sampling import SpecialRow
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +90,13 @@ class CpuBackend(ReferenceBackend):
         argmax(logits.data_ptr(), *logits.shape, found)
         return found
 
+    def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+        if logits.dtype not in (torch.bfloat16, torch.float32):
+            return super().draw(logits, special)
+        return draw_compiled(logits, special)
+
     def load_attention(self) -> None:
+        sampling.warm_up()
         prefill = (
             choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
         )

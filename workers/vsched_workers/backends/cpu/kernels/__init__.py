@@ -10,6 +10,7 @@
 | `softmax.py` | the online softmax of attention in tiles (`tiled_attention.py`) |
 | `activation.py` | SwiGLU |
 | `argmax.py` | greedy sampling |
+| `sampling.py` | drawing tokens: penalties, filters, draws |
 
 They are made of `compilation.py` (numba, its cache, threads), `bf16.py` (numbers) and `simd.py` (vectors, written for
 LLVM).

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numba
 
 
-def compiled(**options: Any) -> Callable[[Any], Any]:
+def compiled(**given: Any) -> Callable[[Any], Any]:
     """Compile with a cache on disk where there is a place for one.
 
-    The error model is numpy's: a division that may raise is not vectorised.
+    The error model is numpy's: a division that may raise is not vectorised. `fastmath` may be a set of LLVM's flags.
     """
     _key_cache_by_content()
-    options |= {"fastmath": True, "nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"fastmath": True, "nogil": True, "error_model": "numpy"} | given
 
     def compile_function(function: Any) -> Any:
         try:
