@@ -109,9 +109,8 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
 def image_processing(settings: bytes) -> GenericImages:
     """Make what processes images, by `GenericImages.recipe`, in a process that forks, and is to have no torch."""
     forgo_torch()
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # its threads would be there when the process forks
-    )
+    # Its threads would be there when the process forks.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     info = msgspec.json.decode(settings, type=ModelInfo)
     tokenizer = load_tokenizer(
         checkpoint_directory(info.path),
