@@ -263,7 +263,7 @@ def _pixels_max(config: Config) -> int:
 
 def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
     """Return the share of one rank in the KV cache of a token."""
-    return info.kv_bytes_per_token // config.generate.tensor_parallel
+    return info.kv_bytes_per_token // (config.generate.tensor_parallel if info.shares_kv else 1)
 
 
 def state_snapshots(config: Config, info: ModelInfo) -> int:

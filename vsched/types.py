@@ -200,6 +200,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         dtype: `float32`, `bfloat16` or `float16`: weights, KV cache and embeddings alike.
         embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
         kv_bytes_per_token: Bytes of K and V of one token over all layers.
+        shares_kv: Of several ranks each has a part of them, and not all.
         state_bytes: Bytes of what layers keep of a sequence besides, however long it is; 0 where they keep nothing.
             Such a state is of the last token alone, so the blocks of an earlier request are of no use without it.
         item_tokens_max: Most tokens that one image may have after the clamp.
@@ -219,6 +220,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens: int
     kv_bytes_per_token: int
+    shares_kv: bool = True
     state_bytes: int = 0
     item_tokens_max: int = 0
     item_atomic: bool = False

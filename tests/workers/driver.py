@@ -95,9 +95,8 @@ class Stage:
         settings = dataclasses.replace(
             settings, attention=attention, slots=SLOTS, state_snapshots=SLOTS
         )
-        share = msgspec.structs.replace(
-            info, kv_bytes_per_token=info.kv_bytes_per_token // settings.ranks
-        )
+        kept_by = settings.ranks if info.shares_kv else 1
+        share = msgspec.structs.replace(info, kv_bytes_per_token=info.kv_bytes_per_token // kept_by)
         generator = plugin.load_generator(share, settings, lambda _label, _fraction: None)
         generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
         encoder = None

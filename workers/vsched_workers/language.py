@@ -23,7 +23,12 @@ from vsched_workers.backends.base import Backend, CapturedSteps, Product, Runnab
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.image_inputs import ImageInputs
-from vsched_workers.backends.reference.whole_model import check_built, check_kept, first_run
+from vsched_workers.backends.reference.whole_model import (
+    check_built,
+    check_kept,
+    first_run,
+    first_run_of_share,
+)
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
 from vsched_workers.batching.paged_attention import (
@@ -50,12 +55,15 @@ from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind, LogitRule
 from vsched_workers.families.decoders import text_positions
+from vsched_workers.families.generic import read_config
+from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (
     require_available,
     stage_remedy,
     typed_out_of_memory,
 )
 from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
+from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 
@@ -303,6 +311,8 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
     family = language_family(info.family, info.path)
+    if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
+        family = None  # only its plan tells how to share it
     load = _load_any if family is None else functools.partial(_load_family, family)
     loading = typed_out_of_memory("loading the language model", remedy=stage_remedy("generate"))
     # What packing frees would stay in the heap, as much as the weights again, and the KV cache would go without it.
@@ -411,15 +421,17 @@ def _cut_layers(model: Any, kinds: Sequence[AttentionKind], count: int) -> Itera
         model.layers = layers
 
 
-def build_any(info: ModelInfo) -> Any:
+def build_any(info: ModelInfo, share: Callable[[Any], None] | None = None) -> Any:
     """Return a model of an architecture that has no path of its own, without weights, on the meta device.
+
+    `share` leaves a rank its share of it, where there are several.
 
     Raises:
         CheckpointError: When it cannot run, as far as can be seen without weights.
     """
     build = build_without_tower if info.takes_images else build_whole
     built = build(info.path, info.family, getattr(torch, info.dtype))
-    check_built(built, info)
+    check_built(built, info, share)
     return built
 
 
@@ -427,7 +439,6 @@ def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model of an architecture that has no path of its own."""
-    assert settings.ranks == 1, "such a model is not shared"
     what = f"model_type {info.family!r} has no path of its own, and the one for any architecture"
     if not isinstance(backend, ReferenceBackend):
         raise ConfigError(
@@ -436,7 +447,12 @@ def _load_any(
         )
     if settings.deterministic:
         raise ConfigError(f"model.deterministic: {what} cannot do so. Remedy: set it to false.")
-    built = build_any(info)
+    ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
+    text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
+    if settings.ranks > 1:
+        plan = parallel_plan(text, info.family)
+        share = functools.partial(share_by_plan, plan=plan, family=info.family, ranks=ranks)
+    built = build_any(info, share)
     model = load_whole(
         built,
         info.path,
@@ -444,25 +460,28 @@ def _load_any(
         dtype=backend.dtype,
         device=settings.device,
         progress=progress,
+        share=share,
     )
     inputs = ImageInputs(model, levels=info.embedding_levels) if info.takes_images else None
-    found = first_run(model, info, inputs)
+    found = first_run(model, info, inputs) if share is None else first_run_of_share(model, info)
     check_kept(found, info)
     if backend.compiles:
         progress("compiling kernels", 1.0)
     backend.load_attention()
+    group = RankGroup(settings, "generate", backend.collectives)
+    ranks.join(group)
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model, inputs),
         kv=found.kv,
-        heads=model.config.get_text_config().num_attention_heads,
+        heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
         captures=False,
         states=found.states if info.state_bytes else None,
         mutual=_mutual(info),
     )
-    return language, RankGroup(settings, "generate", backend.collectives)
+    return language, group
 
 
 def _mutual(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:

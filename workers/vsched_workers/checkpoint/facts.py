@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ from vsched_workers.checkpoint.image_processor import (
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import FAMILIES, Family, family_of, language_family, model_type_of
-from vsched_workers.families.generic import context_tokens, kv_values, refusal, text_config
+from vsched_workers.families.generic import (
+    context_tokens,
+    kv_values,
+    read_config,
+    refusal,
+    text_config,
+)
 from vsched_workers.families.generic_vision import takes_images, vision_facts
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
@@ -30,6 +36,7 @@ from vsched_workers.families.qwen_image import (
     worst_tokens,
 )
 from vsched_workers.families.recurrent import state_bytes
+from vsched_workers.families.sharing import parallel_plan, shares_heads, unshared
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -183,6 +190,7 @@ def _inspect_any(
         vocab_size=int(text.vocab_size),
         context_tokens=context_tokens(text, family),
         kv_bytes_per_token=kv_values(text) * itemsize,
+        shares_kv=bool(_usual_sizes(family, str(directory))) or shares_heads(text),
         state_bytes=kept,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
@@ -233,11 +241,6 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
         CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
     """
     sizes = _shared_sizes(info, stage)
-    if not sizes:
-        raise CheckpointError(
-            f"config.json: model_type {info.family!r} runs on one rank only. "
-            "Remedy: set generate.tensor_parallel to 1."
-        )
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
     if not wrong:
         return
@@ -258,8 +261,31 @@ def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:
         sharing = family.vision_sharing if stage == "encode" else family.language_sharing
         read = family.vision if stage == "encode" else family.text
         return {f"{part}.{key}": int(read(config, key)) for key in sharing.sizes}
-    language = language_family(info.family, info.path)
-    if language is None:
-        return {}
-    stated = language.model_config(info.path)
-    return {key: int(getattr(stated, key)) for key in language.language_sharing.sizes}
+    directory = checkpoint_directory(info.path)
+    if stage == "encode":
+        raise CheckpointError(
+            f"config.json: the vision tower of model_type {info.family!r} runs on one rank only. "
+            "Remedy: set encode.tensor_parallel to 1."
+        )
+    keys = _usual_sizes(info.family, info.path)
+    stated = read_config(directory, info.family).get_text_config()
+    if not keys:
+        if info.takes_images:
+            raise unshared(
+                info.family, "models that take images are not shared by transformers' plan"
+            )
+        if info.state_bytes:
+            raise unshared(info.family, "layers with a state are not shared by transformers' plan")
+        parallel_plan(stated, info.family)
+        keys = HEADS if shares_heads(stated) else ()
+    return {key: int(getattr(stated, key)) for key in keys}
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Sizes that ranks share where they have heads of their own; a rank sees to the others when it builds the model."""
+
+
+def _usual_sizes(family: str, path: str) -> Sequence[str]:
+    """Return what the number of ranks must divide in a model of the usual make; empty where it is of none."""
+    language = language_family(family, path)
+    return () if language is None else language.language_sharing.sizes

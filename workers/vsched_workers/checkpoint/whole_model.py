@@ -138,8 +138,11 @@ def load_whole(
     progress: Progress,
     attention: str | None = None,
     label: str = LABEL,
+    share: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return the model with its weights; `built` is what `build_whole`, or another function here, returned.
+
+    `share` leaves a rank its share, before anything is copied from where the files are mapped.
 
     Raises:
         CheckpointError: When tensors are missing or of another shape, or a file cannot be read.
@@ -180,6 +183,8 @@ def load_whole(
             raise CheckpointError(
                 f"tensor {first} {what} ({len(found)} such). Remedy: download the checkpoint again."
             )
+    if share is not None:
+        share(model)
     model.to(device).requires_grad_(requires_grad=False).eval()
     _own_memory(model)
     progress(label, 1.0)

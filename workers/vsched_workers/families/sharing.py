@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from vsched.errors import CheckpointError
 
 
 class Split(enum.Enum):
@@ -32,3 +35,72 @@ class Sharing:
     counts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: str = ""
     absent: Sequence[str] = ()
+
+
+class PlanEntry(enum.Enum):
+    """What an entry of transformers' plan for tensor parallelism asks of the ranks.
+
+    COLUMN: share the outputs; PACKED: those of two parts (gate and up) each. GATHERED: share them, and put the results
+    together. ROW: share the inputs, and add up; SPLIT_ROW: the same of inputs that every rank has in full. SUMMED: add
+    up what a module returns, whose weights have entries of their own. WHOLE: every rank has all of it.
+    """
+
+    COLUMN = enum.auto()
+    PACKED = enum.auto()
+    GATHERED = enum.auto()
+    ROW = enum.auto()
+    SPLIT_ROW = enum.auto()
+    SUMMED = enum.auto()
+    WHOLE = enum.auto()
+
+
+PLAN_STYLES: Mapping[str, PlanEntry] = {
+    "all_reduce": PlanEntry.SUMMED,
+    "colwise": PlanEntry.COLUMN,
+    "colwise_gather_output": PlanEntry.GATHERED,
+    "colwise_rep": PlanEntry.GATHERED,
+    "mla_kv_a_proj": PlanEntry.WHOLE,
+    "moe_tp_experts": PlanEntry.SUMMED,
+    "packed_colwise": PlanEntry.PACKED,
+    "replicate": PlanEntry.WHOLE,
+    "replicated_with_grad_allreduce": PlanEntry.WHOLE,
+    "rowwise": PlanEntry.ROW,
+    "rowwise_rep": PlanEntry.SPLIT_ROW,
+    "rowwise_split_input": PlanEntry.SPLIT_ROW,
+}
+"""transformers' names of entries that are known here."""
+
+KEYS = ("k_proj", "kv_b_proj", "query_key_value", "qkv_proj")
+"""Linear layers that return the heads of keys."""
+
+
+def parallel_plan(config: Any, family: str) -> dict[str, PlanEntry]:
+    """Return transformers' plan for a language model, `base_model_tp_plan`, by patterns of modules and parameters.
+
+    Raises:
+        CheckpointError: When there is none, or it has an entry that is not known here.
+    """
+    stated: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not stated:
+        raise unshared(family, "transformers has no plan for tensor parallelism of it")
+    unknown = sorted({style for style in stated.values() if style not in PLAN_STYLES})
+    if unknown:
+        raise unshared(family, f"transformers' plan for it has entries {', '.join(unknown)}")
+    return {name: PLAN_STYLES[style] for name, style in stated.items()}
+
+
+def shares_heads(config: Any) -> bool:
+    """Return whether ranks that follow the plan have heads of their own, and so a part of the KV cache each."""
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    return any(
+        name.rpartition(".")[2] in KEYS and PLAN_STYLES.get(style) is PlanEntry.COLUMN
+        for name, style in plan.items()
+    )
+
+
+def unshared(family: str, why: str) -> CheckpointError:
+    """Word why ranks cannot share a language model."""
+    return CheckpointError(
+        f"config.json: model_type {family!r} runs on one rank only: {why}. "
+        "Remedy: set generate.tensor_parallel to 1."
+    )

@@ -24,9 +24,12 @@ from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, ru
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.families.generic import NO_ATTENTION, OWN_ATTENTION, refusal
 from vsched_workers.families.recurrent import NEITHER, layer_kinds
+from vsched_workers.families.sharing import unshared
 
 FIRST_RUN = "vsched_first_run"
 NOTHING_KEPT = KvShape(0, 0, 0)
+UNRUNNABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
+"""What modules raise that cannot run as they are asked to."""
 
 
 class WholeModel:
@@ -228,19 +231,42 @@ def check_kept(found: FirstRun, info: ModelInfo) -> None:
             )
 
 
-def check_built(model: Any, info: ModelInfo) -> None:
+def check_built(model: Any, info: ModelInfo, share: Callable[[Any], None] | None = None) -> None:
     """Do the first run with a model that has no weights yet, on the meta device, where that is possible.
 
+    With `share`, which leaves a rank its share of a model, it is done again then; `info` tells what that keeps.
+
     Raises:
-        CheckpointError: As `first_run` and `check_kept`.
+        CheckpointError: As `first_run` and `check_kept`; also when the model runs, but a rank's share of it does not.
     """
     try:
-        check_kept(first_run(model, info), info)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        found = first_run(model, info)
+    except UNRUNNABLE as error:
         # Experts that are chosen by values cannot run without any; other models have no excuse, but that those with
         # a state do not say whether they use the interface.
         if not (model._supports_attention_backend or model._is_stateful):  # noqa: SLF001
             raise refusal(info.family, OWN_ATTENTION) from error
+        if share is not None:
+            share(model)
+        return
+    if share is None:
+        check_kept(found, info)
+        return
+    share(model)
+    check_kept(first_run_of_share(model, info), info)
+
+
+def first_run_of_share(model: Any, info: ModelInfo) -> FirstRun:
+    """Do the first run with a rank's share of a model that runs as a whole.
+
+    Raises:
+        CheckpointError: As `first_run`; also when the share does not run.
+    """
+    try:
+        return first_run(model, info)
+    except UNRUNNABLE as error:
+        why = "its modules do not run as transformers' plan shares them"
+        raise unshared(info.family, why) from error
 
 
 def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:
@@ -258,7 +284,7 @@ def _runs_without(model: Any, layers: DecoderLayers) -> bool:
         for kept in (0, 2):
             with layers.first(kept):
                 _run_two_tokens(model)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+    except UNRUNNABLE:
         return False
     return True
 
