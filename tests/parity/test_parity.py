@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,11 @@ from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
     VISION_REFUSED,
     VISION_SAMPLE,
+    save_model,
 )
 from tests.parity.vision_compare import compare_vision
 from vsched.errors import CheckpointError
+from vsched_workers.plugin import plugin
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -29,10 +32,14 @@ def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
 
 
-def test_features_that_cannot_be_given_to_a_model_are_told() -> None:
+def test_features_that_cannot_be_given_to_a_model_are_told_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
     """Its prompts have tokens around images, which get features of their own."""
-    with pytest.raises(CheckpointError, match="features of images that cannot be given"):
-        compare_vision("ovis2")
+    save_model("ovis2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="features of its tower for tokens of the text"):
+        plugin.inspect(str(tmp_path), dtype="float32", item_tokens_max=0)
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,10 @@ def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
 
 
-def test_an_image_processor_that_needs_torchvision_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
+def test_an_image_processor_that_needs_torchvision_is_refused(tmp_path: Path, named: str) -> None:
     make_vision_checkpoint("llava", tmp_path, weights=False)
-    settings = {"image_processor_type": "Lfm2VlImageProcessor"}
+    settings = {"image_processor_type": named}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="for torchvision alone"):
         load(tmp_path)

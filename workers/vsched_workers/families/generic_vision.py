@@ -24,7 +24,9 @@ from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.worker.contract import Companion
 from vsched_workers.families.generic import check_text, read_config, refusal
 
-UNEQUAL: Mapping[str, str] = {}
+UNEQUAL: Mapping[str, str] = {
+    "ovis2": "features of its tower for tokens of the text around an image",
+}
 """Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
 
 EMBEDDED_SIZE = Companion("image_size", ("height", "width in pixels"))
