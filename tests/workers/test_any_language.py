@@ -18,8 +18,10 @@ from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
+from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.host_memory import HostMemory
 from vsched_workers.checkpoint.description import describe_checkpoint
+from vsched_workers.language import _load_any
 from vsched_workers.plugin import plugin
 
 
@@ -153,6 +155,36 @@ def test_load_refuses_what_such_models_cannot(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(generic, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"device": "cuda:0"},
+            "generate.device: .* runs on cpu alone so far, not on cuda:0. Remedy",
+        ),
+        ({"deterministic": True}, "model.deterministic: .* cannot do so. Remedy"),
+    ],
+)
+def test_settings_that_such_models_cannot_have_are_refused_before_weights_are_read(
+    generic: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    """Also where the device and the processor could."""
+    path = edit(generic, tmp_path)
+    (path / "model.safetensors").write_bytes(b"no tensors at all")
+    backend: Any = object()
+    if "device" not in settings:
+        backend = ReferenceBackend(WorkerSettings(), torch.float32)
+    with pytest.raises(ConfigError, match=message):
+        _load_any(
+            inspect_written(generic, path), WorkerSettings(**settings), backend, lambda *_: None
+        )
+
+
+def inspect_written(made: Path, path: Path) -> ModelInfo:
+    """Return the facts of a checkpoint for its copy, whose weights are no more."""
+    return msgspec.structs.replace(inspect(made), path=str(path))
 
 
 def test_load_tells_a_missing_tensor_and_one_of_another_shape(
