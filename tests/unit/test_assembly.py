@@ -121,6 +121,12 @@ def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | 
     assert leader_deadlines(config_of(set_)).hooks_s == hooks_s
 
 
+def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
+    config, info = config_of(*TWO_BY_TWO), msgspec.structs.replace(INFO, shares_kv=False)
+    sizing = kv_sizing(config, info, resolve_policies(config))
+    assert sizing._limits.bytes_per_token == INFO.kv_bytes_per_token
+
+
 def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     """What a token takes on one rank; statistics speak of all ranks together."""
     config = config_of(*TWO_BY_TWO)
