@@ -264,7 +264,7 @@ def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
     assert isinstance(worker.device_memory(), HostMemory)
 
 
-@pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "cohere2"])
 def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) -> None:
     """A profiling run needs each kind of layer: dense, experts, windows."""
     make_checkpoint(name, tmp_path)
@@ -281,7 +281,7 @@ def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) 
         return list(ran)
 
     worker.build_kv(blocks=400, block_size=4)
-    kinds = {"stablelm": 1, "deepseek_v3": 2, "gemma3_text": 2}[name]
+    kinds = {"stablelm": 1, "deepseek_v3": 2, "cohere2": 2}[name]
     with worker.first_layers(1):
         assert len(layers_of_a_step()) == kinds
     with worker.first_layers(0):
