@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import binascii
 import os
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
+import pybase64
 import pytest
 
 from tests.unit.media.fakes import data_url, image_bytes
@@ -53,12 +53,12 @@ def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatc
     """Wherever the pieces end, all of it is decoded; a piece that is padded in the middle is noticed."""
     pieces: list[bytes] = []
 
-    def decode(text: bytes, *, strict_mode: bool) -> bytes:
+    def decode(text: bytes, *, validate: bool) -> bytes:
         pieces.append(text)
-        return binascii.a2b_base64(text, strict_mode=strict_mode)
+        return pybase64.b64decode(text, validate=validate)
 
     monkeypatch.setattr(base64_text, "_PIECE_BYTES", 8)
-    monkeypatch.setattr(base64_text, "binascii", SimpleNamespace(a2b_base64=decode))
+    monkeypatch.setattr(base64_text, "pybase64", SimpleNamespace(b64decode=decode))
     content = bytes(range(size))
     assert read_local(data_url(content), SETTINGS) == content
     assert b"".join(pieces).decode() == data_url(content).partition(",")[2]

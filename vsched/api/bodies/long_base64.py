@@ -16,7 +16,7 @@ from vsched.api.request_schema import ImageEmbedsPart, ImagePart, ImageUrl
 from vsched.media.base64_text import TextWithBase64
 
 LONG_BYTES = 8 * 1024
-_PIECE_BYTES = 1024 * 1024
+_PIECE_BYTES = 256 * 1024
 _BEGIN = re.compile(rb"(?:data:[\w.+/\\-]{0,40};base64,)?(?=[A-Za-z0-9+/\\]{64})", re.IGNORECASE)
 
 
@@ -77,10 +77,12 @@ def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
     while at < len(part):
         stop = at + _PIECE_BYTES
         stop += part[stop - 1 : stop] == b"\\"  # its slash comes with it
-        pieces.append(part[at:stop].replace(b"\\/", b"/"))
+        piece = part[at:stop]
+        if piece.count(b"\\") != piece.count(b"\\/"):
+            return None
+        pieces.append(piece.translate(None, b"\\"))
         at = stop
-    whole = b"".join(pieces)
-    return None if b"\\" in whole else whole
+    return b"".join(pieces)
 
 
 def put_beside(request: Any, reduced: Reduced) -> bool:
