@@ -15,6 +15,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.types import SamplingParams
 from vsched.worker.contract import Sampled, SequenceState, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cpu.kernels import sampling as kernels
 from vsched_workers.batching.sampling import SpecialRow, choose_tokens, draw_in_numpy, uniform
 
 VOCABULARY = 50
@@ -260,6 +261,52 @@ def test_compiled_sampler_equals_numpy(
     assert together[2] < 3200
     for index, row in enumerate(rows):
         assert drawn(logits, [row]) == [together[index]]
+
+
+LARGE = 100_000
+
+
+@pytest.mark.parametrize("shape", ["flat", "trained", "clustered", "apart", "tied"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_sampler_equals_numpy_at_a_large_vocabulary(
+    shape: str, dtype: torch.dtype
+) -> None:
+    """Where limits are estimated on some blocks, also where those mislead or where logits are few values far apart."""
+    rng = np.random.default_rng(7)
+    values = rng.standard_normal(LARGE) * (0.5 if shape == "flat" else 2.0)
+    if shape == "trained":
+        values[rng.integers(0, LARGE, 30)] = np.linspace(20, 12, 30)
+    if shape == "clustered":
+        values[np.arange(LARGE) // 256 % 16 == 0] -= 6.0
+    if shape == "apart":
+        values += 90.0
+    if shape == "tied":
+        values = np.floor(values)
+    logits = torch.from_numpy(values)[None].to(dtype)
+    options: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.95},
+        {"top_p": 0.5, "temperature": 0.8},
+        {"top_k": 30_000},
+        {"top_k": 20, "top_p": 0.8},
+        {"top_k": 2_000, "top_p": 0.9, "min_p": 0.2},
+        {"top_p": 0.99, "min_p": 0.01, "frequency_penalty": 0.2},
+    ]
+    drawn(
+        logits,
+        [special(0, SamplingParams(seed=seed, **each)) for each in options for seed in range(4)],
+    )
+
+
+def test_a_request_compiles_nothing() -> None:
+    """Loading has compiled what draws, for every kind of logits and parameters."""
+    kernels.warm_up()
+    known = list(kernels.draw_rows.signatures)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = [special(0, SamplingParams(seed=1, **each)) for each in OPTIONS.values()]
+        rows[0].sequence.token_mask = np.full(2, 2**32 - 1, np.uint32)
+        drawn(torch.ones(1, VOCABULARY, dtype=dtype), rows)
+    assert kernels.draw_rows.signatures == known
 
 
 def test_top_k_reaches_below_all_weights() -> None:

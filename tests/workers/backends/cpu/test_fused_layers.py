@@ -19,10 +19,10 @@ from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
 from vsched_workers.backends.cpu import prefill_attention, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
-from vsched_workers.backends.cpu.kernels.argmax import argmax
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
+from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import pays_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX

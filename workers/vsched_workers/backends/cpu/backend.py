@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels import sampling
-from vsched_workers.backends.cpu.kernels.argmax import argmax
+from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.merged_layers import fuse
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families.decoder import Decoder
+
+
+logger = logging.getLogger(__name__)
+
+_COMPILED_S = 1.0
+"""Loading the sampler takes longer only where it is compiled."""
 
 
 class CpuBackend(ReferenceBackend):
@@ -96,7 +104,10 @@ class CpuBackend(ReferenceBackend):
         return draw_compiled(logits, special)
 
     def load_attention(self) -> None:
+        started_s = time.perf_counter()
         sampling.warm_up()
+        if (spent_s := time.perf_counter() - started_s) > _COMPILED_S:
+            logger.info("compiled the sampler in %.0f s; it is kept for the next start", spent_s)
         prefill = (
             choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
         )

@@ -27,11 +27,11 @@ from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
-    argmax,
     decode_attention,
     norm,
     panel_attention,
     rope,
+    sampling,
 )
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
@@ -176,7 +176,7 @@ class FusedLanguage:
         if not self._adds_plainly or self._norms_all_heads:
             norm.warm_up_normed(threads=threads)
         activation.warm_up(self._gated, threads=threads)
-        argmax.warm_up()
+        sampling.warm_up_greedy()
         if deterministic:
             panel_attention.warm_up(threads=threads)
             return

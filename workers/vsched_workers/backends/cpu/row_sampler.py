@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched_workers.backends.cpu.kernels.kept_tokens import Buffers, make_buffers
 from vsched_workers.backends.cpu.kernels.sampling import (
     ROW_DTYPES,
-    Buffers,
     RowParameters,
     draw_rows,
-    make_buffers,
 )
 from vsched_workers.batching.sampling import (
     SEED_MASK,
@@ -33,14 +32,17 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
         FloatingPointError: When there is nothing to draw from.
     """
     logits = logits.contiguous()
-    values: npt.NDArray[Any] = (
-        logits.view(torch.int16).numpy().view(np.uint16)
-        if logits.dtype == torch.bfloat16
-        else logits.numpy()
-    )
-    vocabulary = values.shape[1]
+    vocabulary = logits.shape[1]
+    halves, singles = np.empty((0, vocabulary), np.uint16), np.empty((0, vocabulary), np.float32)
+    if logits.dtype == torch.bfloat16:
+        halves = logits.view(torch.int16).numpy().view(np.uint16)
+    else:
+        singles = logits.numpy()
     tokens, highest = np.empty(len(special), np.int32), np.empty(len(special), np.float32)
-    draw_rows(values, _parameters(special, vocabulary), _buffers(vocabulary), tokens, highest)
+    draw_rows(
+        *(halves, singles, _parameters(special, vocabulary)),
+        *(_buffers(vocabulary), tokens, highest),
+    )
     if not np.isfinite(highest).all():
         for entry, top in zip(special, highest.tolist(), strict=True):
             if entry.sequence.sampling.temperature != 0.0:

@@ -9,8 +9,8 @@
 | `prefill_attention.py` | attention of chunks and of images |
 | `softmax.py` | the online softmax of attention in tiles (`tiled_attention.py`) |
 | `activation.py` | SwiGLU |
-| `argmax.py` | greedy sampling |
-| `sampling.py` | drawing tokens: penalties, filters, draws |
+| `sampling.py` | greedy sampling, and drawing tokens: penalties, draws |
+| `kept_tokens.py` | which tokens top-k and top-p keep |
 
 They are made of `compilation.py` (numba, its cache, threads), `bf16.py` (numbers) and `simd.py` (vectors, written for
 LLVM).

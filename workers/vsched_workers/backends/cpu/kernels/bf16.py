@@ -148,7 +148,7 @@ def larger(builder: Any, one: Any, other: Any) -> Any:
 
 
 @emits(numba.float32, numba.float32)
-def _power_of_two(builder: Any, whole: Any) -> Any:
+def power_of_two(builder: Any, whole: Any) -> Any:
     """Return 2**n of a whole float32 n, by writing the bits of its exponent."""
     exponent = builder.add(builder.fptosi(whole, _WORD), ir.Constant(_WORD, 127))
     return builder.bitcast(builder.shl(exponent, ir.Constant(_WORD, 23)), ir.FloatType())
@@ -171,7 +171,7 @@ def exp2(value: Any) -> Any:
     power = larger(value, _EXPONENT_MIN)
     whole = np.floor(power + np.float32(0.5))
     rest = (power - whole) * _LN_2
-    return _taylor(np.float32(1 / 720), rest) * _power_of_two(whole)
+    return _taylor(np.float32(1 / 720), rest) * power_of_two(whole)
 
 
 @compiled()
@@ -181,4 +181,4 @@ def exp(value: Any) -> Any:
     whole = np.floor(power)
     rest = (power - whole) * _LN_2
     series = np.float32(1 / 5040) * rest + np.float32(1 / 720)
-    return _taylor(series, rest) * _power_of_two(whole)
+    return _taylor(series, rest) * power_of_two(whole)

@@ -1,10 +1,9 @@
 """Drawing tokens, row by row: a handful of passes over the vocabulary, none of which sorts it.
 
 A row is widened into a buffer that stays in the second cache, and what changes single logits (penalties, biases) is
-done there. The weight of a token is 2**-d, where d is how many octaves its logit lies below the highest. Where top-k or
-top-p ask which logit is the least that is kept, an interval that holds it is cut to a fifth, by the masses above four
-thresholds at a time, until it is a small part of an octave; what lies in it is sorted, some hundreds of logits. The
-draw walks over sums of blocks and then within one block, in order of token ids.
+done there. The weight of a token is 2**-d, where d is how many octaves its logit lies below the highest. Which tokens
+top-k and top-p keep is found in `kept_tokens.py`: most often they are a short list, in which the draw goes on.
+Otherwise it walks over sums of blocks and then within one block, in order of token ids.
 
 A row is computed alone and in a fixed order of sums, so what is drawn does not depend on the rows beside it.
 
@@ -21,27 +20,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import (
-    BF16,
-    FLOAT32,
-    LOG2_E,
-    exp2,
-    larger,
-    widen,
-)
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, larger, ordered, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled
-
-BLOCK = 256
-"""Weights that are summed in float32, before their sums are added in float64."""
-_NARROW_OCTAVES = np.float32(0.04)
-"""Width of the interval that a limit is narrowed to by sums over all logits, before what lies in it is sorted."""
-_STRETCH = 64
-"""Logits that are passed over at once where none lies in the bucket that is looked for."""
-_OCTAVES_MAX = np.float32(126.0)
-"""A token so far below the highest has no weight."""
-
-# Infinite logits are forbidden tokens and NaN is an error, so the compiler may not take them for impossible.
-_EXACT = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+from vsched_workers.backends.cpu.kernels.kept_tokens import (
+    BLOCK,
+    EXACT,
+    HEAD,
+    INNER,
+    Buffers,
+    limit_list,
+    limit_row,
+    list_head,
+    make_buffers,
+    power,
+    weigh,
+    weigh_list,
+)
 
 
 class RowParameters(NamedTuple):
@@ -86,34 +80,25 @@ ROW_DTYPES = (
 """The dtypes of the arrays of `RowParameters`, in order."""
 
 
-class Buffers(NamedTuple):
-    """What a row is computed in, kept from step to step; `counts` and `outputs` are zero between rows.
-
-    Shape: `values`, `weights`, `room` float32 [vocabulary]; `sums` float64 [blocks]; `counts`,
-    `outputs` int32 [vocabulary].
-    """
-
-    values: npt.NDArray[np.float32]
-    weights: npt.NDArray[np.float32]
-    sums: npt.NDArray[np.float64]
-    room: npt.NDArray[np.float32]
-    counts: npt.NDArray[np.int32]
-    outputs: npt.NDArray[np.int32]
-
-
-def make_buffers(vocabulary: int) -> Buffers:
-    """Return buffers for logits of this width."""
-    return Buffers(
-        np.empty(vocabulary, np.float32),
-        np.empty(vocabulary, np.float32),
-        np.empty(-(-vocabulary // BLOCK), np.float64),
-        np.empty(vocabulary, np.float32),
-        np.zeros(vocabulary, np.int32),
-        np.zeros(vocabulary, np.int32),
-    )
-
-
 @compiled()
+def argmax(logits_at: int, rows: int, width: int, out: Any) -> None:
+    """Write the place of the largest logit of every row, the first of equal ones.
+
+    Shape: logits bfloat16 [rows, width]; out int32 [rows]. The loop over all logits only compares, so that it is
+    vectorised; the place is looked for afterwards.
+    """
+    for row in range(rows):
+        values = bf16_array(logits_at + 2 * row * width, width)
+        highest = ordered(values[0])
+        for index in range(width):
+            highest = max(highest, ordered(values[index]))
+        place = 0
+        while ordered(values[place]) != highest:
+            place += 1
+        out[row] = place
+
+
+@compiled(**INNER)
 def _high_product(one: Any, other: Any) -> Any:
     """Return the upper 64 bits of a product of two uint64."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -123,7 +108,7 @@ def _high_product(one: Any, other: Any) -> Any:
     return a * c + (middle >> half) + (other_middle >> half)
 
 
-@compiled()
+@compiled(**INNER)
 def uniform(seed: Any, position: Any) -> Any:
     """Return the first number in [0, 1) of numpy's Philox stream with this key; both uint64."""
     first, second = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -137,30 +122,7 @@ def uniform(seed: Any, position: Any) -> Any:
     return np.float64(c0 >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@compiled()
-def _fill(source: Any, values: Any) -> None:
-    for index in range(len(values)):
-        values[index] = widen(source[index])
-
-
-@compiled()
-def _highest(values: Any) -> Any:
-    top = values[0]
-    for index in range(len(values)):
-        top = larger(top, values[index])
-    return top
-
-
-@compiled(**_EXACT)
-def _not_numbers(values: Any) -> Any:
-    """Return how many are NaN; the sum of flags is vectorised, a search is not."""
-    found = np.float32(0.0)
-    for index in range(len(values)):
-        found += np.float32(1.0) if values[index] != values[index] else np.float32(0.0)
-    return found
-
-
-@compiled(**_EXACT)
+@compiled(**INNER)
 def _penalise(ask: Any, entry: int, buffers: Buffers) -> None:
     tokens = ask.tokens[ask.starts[entry] : ask.starts[entry + 1]]
     values, counts, outputs = buffers.values, buffers.counts, buffers.outputs
@@ -183,7 +145,17 @@ def _penalise(ask: Any, entry: int, buffers: Buffers) -> None:
         outputs[token] = 0
 
 
-@compiled(**_EXACT)
+@compiled(**INNER)
+def _is_adjusted(ask: Any, entry: int) -> Any:
+    history = ask.starts[entry + 1] - ask.starts[entry]
+    return (
+        history > 0
+        or ask.bias_starts[entry + 1] > ask.bias_starts[entry]
+        or ask.mask_of[entry] >= 0
+    )
+
+
+@compiled(**INNER)
 def _adjust(ask: Any, entry: int, buffers: Buffers) -> None:
     values = buffers.values
     _penalise(ask, entry, buffers)
@@ -197,223 +169,212 @@ def _adjust(ask: Any, entry: int, buffers: Buffers) -> None:
                 values[index] = np.float32(-np.inf)
 
 
-@compiled(**_EXACT)
-def _power(octaves: Any) -> Any:
-    """Return 2**-octaves in float32, for octaves of 0 and more, to about the last bit; 0 far below."""
-    return exp2(-octaves) if octaves < _OCTAVES_MAX else np.float32(0.0)
+@compiled(**INNER)
+def _fill(source: Any, buffers: Buffers) -> Any:
+    """Widen the logits of a row; return what `_find_tops` does."""
+    highest, odd = np.float32(-np.inf), np.float32(0.0)
+    for block in range(len(buffers.tops)):
+        read = source[block * BLOCK : (block + 1) * BLOCK]
+        values = buffers.values[block * BLOCK : (block + 1) * BLOCK]
+        top = np.float32(-np.inf)
+        for index in range(len(read)):
+            value = widen(read[index])
+            values[index] = value
+            top = larger(top, value)
+            # The sum of flags is vectorised, a search is not.
+            odd += np.float32(1.0) if value != value else np.float32(0.0)
+        buffers.tops[block] = top
+        highest = larger(highest, top)
+    return np.float32(np.nan) if odd > np.float32(0.0) else highest
 
 
-@compiled(**_EXACT)
-def _weigh(values: Any, top: Any, scale: Any, buffers: Buffers) -> Any:
-    """Compute all weights and the sums of blocks; return their total."""
-    total = 0.0
-    for block in range(len(buffers.sums)):
-        part = values[block * BLOCK : (block + 1) * BLOCK]
-        weights = buffers.weights[block * BLOCK : (block + 1) * BLOCK]
-        added = np.float32(0.0)
-        for index in range(len(part)):
-            weight = _power((top - part[index]) * scale)
-            weights[index] = weight
-            added += weight
-        buffers.sums[block] = added
-        total += added
-    return total
-
-
-@compiled(**_EXACT)
-def _masses(low: Any, step: Any, floor: Any, buffers: Buffers) -> Any:
-    """Return the masses of the logits that are at least low + step, + 2 step, + 3 step and + 4 step.
-
-    A token counts for its weight, or with a `floor` of 1 for one.
-    """
-    t1, t2 = low + step, low + np.float32(2.0) * step
-    t3, t4 = low + np.float32(3.0) * step, low + np.float32(4.0) * step
-    m1, m2, m3, m4 = 0.0, 0.0, 0.0, 0.0
-    for block in range(len(buffers.sums)):
+@compiled(**INNER)
+def _find_tops(buffers: Buffers) -> Any:
+    """Find the highest logit of each block; return the highest of all, NaN where any logit is."""
+    highest, odd = np.float32(-np.inf), np.float32(0.0)
+    for block in range(len(buffers.tops)):
         part = buffers.values[block * BLOCK : (block + 1) * BLOCK]
-        weights = buffers.weights[block * BLOCK : (block + 1) * BLOCK]
-        a1, a2, a3, a4 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        for index in range(len(part)):
-            value, weight = part[index], larger(weights[index], floor)
-            a1 += weight if value >= t1 else np.float32(0.0)
-            a2 += weight if value >= t2 else np.float32(0.0)
-            a3 += weight if value >= t3 else np.float32(0.0)
-            a4 += weight if value >= t4 else np.float32(0.0)
-        m1, m2, m3, m4 = m1 + a1, m2 + a2, m3 + a3, m4 + a4
-    return m1, m2, m3, m4
+        top = part[0]
+        for index in range(BLOCK):
+            top = larger(top, part[index])
+            odd += np.float32(1.0) if part[index] != part[index] else np.float32(0.0)
+        buffers.tops[block] = top
+        highest = larger(highest, top)
+    return np.float32(np.nan) if odd > np.float32(0.0) else highest
 
 
-@compiled(**_EXACT)
-def _any_inside(part: Any, low: Any, high: Any) -> Any:
-    """Return whether any value is in [low, high)."""
-    inside = np.float32(0.0)
-    for index in range(len(part)):
-        inside += np.float32(1.0) if part[index] >= low and part[index] < high else np.float32(0.0)
-    return inside > np.float32(0.0)
+@compiled(**INNER)
+def _first(top: Any, buffers: Buffers) -> Any:
+    """Return the first token with the highest logit."""
+    block = 0
+    while block < len(buffers.tops) - 1 and buffers.tops[block] != top:
+        block += 1
+    place = block * BLOCK
+    while place < len(buffers.values) - 1 and buffers.values[place] != top:
+        place += 1
+    return place
 
 
-@compiled(**_EXACT)
-def _narrow(wanted: Any, octaves: Any, top: Any, scale: Any, floor: Any, buffers: Buffers) -> Any:
-    """Return (low, high, mass from high on): the limit lies in [low, high), a small part of an octave.
+@compiled(**INNER)
+def _pick(total: Any, uniform: Any, kept: Any, weight_min: Any, buffers: Buffers) -> Any:
+    """Return the token at which the kept weights before it and its own exceed their fraction `uniform`.
 
-    It is looked for up to `octaves` below the highest logit; if it is not there, the interval is all that is lower.
+    Kept is what lies above the limit `kept`, or on it, up to its last token, and has a weight of `weight_min` or more.
     """
-    low, high, before = top - octaves / scale, np.float32(np.inf), 0.0
-    start = low
-    while (min(high, top) - low) * scale > _NARROW_OCTAVES:
-        step = (min(high, top) - low) * np.float32(0.2)
-        m1, m2, m3, m4 = _masses(low, step, floor, buffers)
-        old_low, old_high = low, high
-        if m4 >= wanted:
-            low = low + np.float32(4.0) * step
-        elif m3 >= wanted:
-            low, high, before = low + np.float32(3.0) * step, low + np.float32(4.0) * step, m4
-        elif m2 >= wanted:
-            low, high, before = low + np.float32(2.0) * step, low + np.float32(3.0) * step, m3
-        elif m1 >= wanted:
-            low, high, before = low + step, low + np.float32(2.0) * step, m2
-        else:
-            high, before = low + step, m1
-        if low == old_low and high == old_high:
-            break  # floats have no value between
-    if low == start:
-        lowest, _, _, _ = _masses(low, np.float32(0.0), floor, buffers)
-        if lowest < wanted:
-            return np.float32(-np.inf), low, lowest
-    return low, high, before
-
-
-@compiled(**_EXACT)
-def _limit(wanted: Any, total: Any, top: Any, scale: Any, buffers: Buffers, kept: Any) -> Any:
-    """Return (value, ties): the least logit that is kept, and how many of those equal to it are.
-
-    `wanted` is a count of tokens where it is negative, else a mass, of which there is `total`. Only what `kept` leaves
-    is looked at, the outcome of an earlier limit.
-    """
-    values, (least, ties) = buffers.values, kept
-    by_count, wanted = wanted < 0.0, abs(wanted)
-    floor, octaves = np.float32(1.0 if by_count else 0.0), _OCTAVES_MAX
-    if not by_count:
-        # What is lighter than this has, all together, half the mass that need not be kept.
-        lightest = (total - wanted) / (2.0 * len(values))
-        octaves = min(octaves, np.float32(-np.log2(max(lightest, 1e-37))))
-    low, high, before = _narrow(wanted, octaves, top, scale, floor, buffers)
-    found, room = 0, buffers.room
-    for start in range(0, len(values), _STRETCH):
-        part = values[start : start + _STRETCH]
-        if not _any_inside(part, low, high):
-            continue
-        for index in range(len(part)):
-            if part[index] >= least and part[index] >= low and part[index] < high:
-                room[found] = part[index]
-                found += 1
-    inside = np.sort(room[:found])[::-1]
-    surplus = 0
-    for index in range(found):
-        surplus += 1 if inside[index] == least else 0
-    inside = inside[: found - max(surplus - ties, 0)]
-    value, count = least, ties
-    for index in range(len(inside)):
-        count = count + 1 if index > 0 and inside[index] == value else 1
-        value = inside[index]
-        before += 1.0 if by_count else np.float64(_power((top - value) * scale))
-        if before >= wanted:
-            break
-    return value, count
-
-
-@compiled(**_EXACT)
-def _keep(least: Any, ties: int, weight_min: Any, buffers: Buffers) -> Any:
-    """Take the weight of what is not kept, and compute the sums of blocks anew; return their total."""
-    total, equal = 0.0, 0
-    for block in range(len(buffers.sums)):
-        part = buffers.values[block * BLOCK : (block + 1) * BLOCK]
-        weights = buffers.weights[block * BLOCK : (block + 1) * BLOCK]
-        added, same = np.float32(0.0), np.float32(0.0)
-        for index in range(len(part)):
-            kept = part[index] >= least and weights[index] >= weight_min
-            weights[index] = weights[index] if kept else np.float32(0.0)
-            added += weights[index]
-            same += np.float32(1.0) if part[index] == least else np.float32(0.0)
-        if equal + same > ties:
-            added = np.float32(0.0)
-            seen = equal
-            for index in range(len(part)):
-                if part[index] == least:
-                    seen += 1
-                    if seen > ties:
-                        weights[index] = np.float32(0.0)
-                added += weights[index]
-        equal += np.int64(same)
-        buffers.sums[block] = added
-        total += added
-    return total
-
-
-@compiled(**_EXACT)
-def _pick(target: Any, buffers: Buffers) -> Any:
-    """Return the token at which the weights before it and its own exceed the target."""
-    block, last = 0, len(buffers.sums) - 1
+    least, last_tie = kept
+    target, block, last = uniform * total, 0, len(buffers.sums) - 1
     while block < last and target >= buffers.sums[block]:
         target -= buffers.sums[block]
         block += 1
     while block > 0 and buffers.sums[block] == 0.0:  # rounding has led behind the last weight
         block -= 1
-    start, chosen = block * BLOCK, -1
-    for index in range(start, min(start + BLOCK, len(buffers.weights))):
-        if buffers.weights[index] > 0.0:
+    chosen = -1
+    for index in range(block * BLOCK, (block + 1) * BLOCK):
+        value, weight = buffers.values[index], buffers.weights[index]
+        above = value > least or (value == least and index <= last_tie)
+        if above and weight > 0.0 and weight >= weight_min:
             chosen = index
-            target -= np.float64(buffers.weights[index])
+            target -= np.float64(weight)
             if target < 0.0:
                 break
     return chosen
 
 
-@compiled(**_EXACT)
-def draw_rows(logits: Any, ask: Any, buffers: Buffers, out: Any, highest: Any) -> None:
+@compiled(**INNER)
+def _sum_kept(kept: Any, weight_min: Any, buffers: Buffers) -> Any:
+    """Compute the sums of blocks anew, of the weights that are kept; return their total."""
+    total, (least, last_tie) = 0.0, kept
+    for block in range(len(buffers.sums)):
+        start = block * BLOCK
+        part = buffers.values[start : start + BLOCK]
+        weights = buffers.weights[start : start + BLOCK]
+        added = np.float32(0.0)
+        for index in range(BLOCK):
+            above = part[index] > least or (part[index] == least and start + index <= last_tie)
+            above = above and weights[index] >= weight_min
+            added += weights[index] if above else np.float32(0.0)
+        buffers.sums[block] = added
+        total += added
+    return total
+
+
+@compiled(**INNER)
+def _forget(kept: Any, buffers: Buffers) -> None:
+    """Take logit and weight of what is not kept."""
+    least, last_tie = kept
+    for index in range(len(buffers.values)):
+        value = buffers.values[index]
+        if not (value > least or (value == least and index <= last_tie)):
+            buffers.values[index] = np.float32(-np.inf)
+            buffers.weights[index] = np.float32(0.0)
+
+
+@compiled(**INNER)
+def _pick_from_list(count: int, uniform: Any, weight_min: Any, buffers: Buffers) -> Any:
+    """Return the token of a list of `count` tokens as `_pick` does of all."""
+    total = 0.0
+    for place in range(count):
+        weight = buffers.list_weights[place]
+        total += np.float64(weight) if weight >= weight_min else 0.0
+    target, chosen = uniform * total, -1
+    for place in range(count):
+        weight = buffers.list_weights[place]
+        if weight > 0.0 and weight >= weight_min:
+            chosen = place
+            target -= np.float64(weight)
+            if target < 0.0:
+                break
+    return buffers.ids[chosen]
+
+
+@compiled(**INNER)
+def _draw_from_list(
+    ask: Any, entry: int, head: Any, uniform: Any, scale: Any, top: Any, buffers: Buffers
+) -> Any:
+    """Draw where top-k keeps a short list of tokens: no other needs a weight."""
+    count, low = head
+    weigh_list(count, top, scale, np.float32(1.0), buffers)
+    wanted = np.float64(ask.top_k[entry])
+    count = limit_list(count, wanted, low, top, scale, np.float32(1.0), buffers)
+    weigh_list(count, top, scale, np.float32(0.0), buffers)
+    if ask.top_p[entry] < 1.0:
+        total = 0.0
+        for place in range(count):
+            total += np.float64(buffers.list_weights[place])
+        wanted = ask.top_p[entry] * total
+        count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
+    return _pick_from_list(count, uniform, np.float32(ask.min_p[entry]), buffers)
+
+
+@compiled(**INNER)
+def _draw(ask: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
+    """Draw the token of a row, whose logits and tops are in the buffers."""
+    number = uniform(ask.key[entry, 0], ask.key[entry, 1])
+    scale = np.float32(ask.inverse_temperature[entry] * np.float64(LOG2_E))
+    top_k, top_p, min_p = ask.top_k[entry], ask.top_p[entry], np.float32(ask.min_p[entry])
+    if 0 < top_k <= len(buffers.tops) // 2:
+        head = list_head(top_k, top, scale, buffers)
+        return _draw_from_list(ask, entry, head, number, scale, top, buffers)
+    everything = (np.float32(-np.inf), len(buffers.values))
+    all_weigh = top_p < 1.0 or top_k > 0
+    total = weigh(top, scale, np.float32(0.0) if all_weigh else min_p, buffers)
+    if 0 < top_k < len(buffers.values):
+        kept = limit_row(np.float64(top_k), total, top, scale, np.float32(1.0), coarse, buffers)
+        _forget(kept, buffers)
+        _find_tops(buffers)
+        total = _sum_kept(everything, np.float32(0.0), buffers)
+    kept = everything
+    if top_p < 1.0:
+        wanted = top_p * total
+        count, low = list_head(HEAD, top, scale, buffers)
+        if weigh_list(count, top, scale, np.float32(0.0), buffers) >= wanted:
+            count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
+            return _pick_from_list(count, number, min_p, buffers)
+        kept = limit_row(wanted, total, top, scale, np.float32(0.0), coarse, buffers)
+        total = 0.0
+        for block in range(len(buffers.sums)):
+            total += buffers.sums[block]
+    if all_weigh and min_p > 0.0 and power((top - kept[0]) * scale) < min_p:
+        total = _sum_kept(kept, min_p, buffers)
+    return _pick(total, number, kept, min_p, buffers)
+
+
+@compiled(**EXACT)
+def draw_rows(
+    halves: Any, singles: Any, ask: Any, buffers: Buffers, out: Any, highest: Any
+) -> None:
     """Draw a token for each row that is asked for.
 
-    Shape: logits [rows, vocabulary], float32, or bfloat16 as uint16; out int32 and highest float32 [rows asked]:
-    where the highest logit of a drawn row is no finite number, nothing was drawn.
+    Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, of which the other has no
+    rows; out int32 and highest float32 [rows asked]: where the highest logit of a drawn row is no finite number,
+    nothing was drawn.
     """
+    coarse = np.float32(1 / 128 if len(halves) else 0.0)
     for entry in range(len(ask.row)):
-        values = buffers.values
-        _fill(logits[ask.row[entry]], values)
-        _adjust(ask, entry, buffers)
-        top = _highest(values)
-        if _not_numbers(values) > np.float32(0.0):
-            top = np.float32(np.nan)
+        row = ask.row[entry]
+        top = _fill(halves[row], buffers) if len(halves) else _fill(singles[row], buffers)
+        if _is_adjusted(ask, entry):
+            _adjust(ask, entry, buffers)
+            top = _find_tops(buffers)
         highest[entry] = top
         if ask.inverse_temperature[entry] == 0.0:
-            place = 0
-            while place < len(values) - 1 and values[place] != top:
-                place += 1
-            out[entry] = place
-            continue
-        out[entry] = 0
-        if not abs(top) < np.float32(np.inf):
-            continue
-        scale = np.float32(ask.inverse_temperature[entry] * np.float64(LOG2_E))
-        total = _weigh(values, top, scale, buffers)
-        least, ties = np.float32(-np.inf), len(values)
-        if 0 < ask.top_k[entry] < len(values):
-            wanted = -np.float64(ask.top_k[entry])
-            least, ties = _limit(wanted, total, top, scale, buffers, (least, ties))
-            total = _keep(least, ties, np.float32(0.0), buffers)
-        if ask.top_p[entry] < 1.0:
-            wanted = ask.top_p[entry] * total
-            least, ties = _limit(wanted, total, top, scale, buffers, (least, ties))
-        if ask.top_p[entry] < 1.0 or ask.min_p[entry] > 0.0:
-            total = _keep(least, ties, np.float32(ask.min_p[entry]), buffers)
-        target = uniform(ask.key[entry, 0], ask.key[entry, 1]) * total
-        out[entry] = _pick(target, buffers)
+            out[entry] = _first(top, buffers)
+        elif abs(top) < np.float32(np.inf):
+            out[entry] = _draw(ask, entry, top, coarse, buffers)
+        else:
+            out[entry] = 0
 
 
 def warm_up() -> None:
-    """Compile for bfloat16 and float32, so that the first request does not wait for it."""
+    """Compile, so that the first request does not wait for it."""
     nothing: list[Any] = [np.empty(0, kind) for kind in ROW_DTYPES]
     nothing[ROW_FIELDS.index("key")] = np.empty((0, 2), np.uint64)
     nothing[ROW_FIELDS.index("mask")] = np.empty((0, 0), np.uint32)
-    ask, buffers = RowParameters(*nothing), make_buffers(1)
-    for tag in (BF16, FLOAT32):
-        draw_rows(tag[None], ask, buffers, np.empty(0, np.int32), np.empty(0, np.float32))
+    halves, singles = np.empty((0, 1), np.uint16), np.empty((0, 1), np.float32)
+    out, highest = np.empty(0, np.int32), np.empty(0, np.float32)
+    draw_rows(halves, singles, RowParameters(*nothing), make_buffers(1), out, highest)
+
+
+def warm_up_greedy() -> None:
+    """Compile `argmax`."""
+    argmax(0, 0, 1, np.empty(0, dtype=np.int32))
