@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS_MAX = 16_384
 """Messages up to this length are rendered on the loop: a hop to a thread costs more than it."""
+_PART_CHARACTERS = 128
+"""A message, or a part of one, takes a template as long as that many characters of a text."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
@@ -83,15 +85,15 @@ def rendered(
         RequestRefused: When the template rejects them.
     """
     render = partial(engine.preprocessor.render, messages, **arguments)
-    size = sum(
-        len(content) if isinstance(content := message["content"], str) else _text_size(content)
-        for message in messages
-    )
-    return render() if size <= _INLINE_CHARACTERS_MAX else render
+    return render() if _effort(messages) <= _INLINE_CHARACTERS_MAX else render
 
 
-def _text_size(parts: list[dict[str, str]]) -> int:
-    return sum(len(part.get("text", "")) for part in parts)
+def _effort(messages: list[dict[str, Any]]) -> int:
+    """Return how many characters of one long text take as long to render and tokenize."""
+    texts = [message["content"] for message in messages]
+    parts = [part.get("text", "") for text in texts if isinstance(text, list) for part in text]
+    whole = [text for text in texts if isinstance(text, str)]
+    return sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
 
 
 class CompletionEndpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -363,8 +363,8 @@ def completion_prompt(request: CompletionRequest, info: ModelInfo) -> str | list
     prompt = request.prompt
     if isinstance(prompt, str):
         return prompt
-    if prompt and all(isinstance(part, int) for part in prompt):
-        token_ids = [part for part in prompt if isinstance(part, int)]
+    if set(map(type, prompt)) == {int}:
+        token_ids = cast("list[int]", prompt)
     elif len(prompt) == 1 and isinstance(prompt[0], str):
         return prompt[0]
     elif len(prompt) == 1 and isinstance(prompt[0], list) and prompt[0]:

@@ -11,6 +11,9 @@ the thread's hold keeps the space until the thread is done, and then the pixels 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -48,6 +51,9 @@ _INLINE_CHARACTERS_MAX = 4096
 
 Prompt = str | list[int] | Callable[[], str]
 """A text, its tokens, or what makes the text; that runs in a thread, and may take long."""
+
+_LONG_TEXTS_NICE = 5
+"""How much less of a busy core the thread for long texts asks for than the event loop."""
 
 
 class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +113,10 @@ class MediaPipeline:
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
     ) -> None:
-        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads`.
+        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads` and one more for long texts.
+
+        A text that fills the context takes a core for a second. With two at a time on two cores the event loop waited
+        for a core longer than it ran; so they come one after the other, and give way to it.
 
         With its own pool, and a store whose memory other processes can map, large images get processes of their own.
         """
@@ -125,6 +134,9 @@ class MediaPipeline:
             )
         self._executor = executor or ThreadPoolExecutor(
             settings.threads, thread_name_prefix="media"
+        )
+        self._long_texts = executor or ThreadPoolExecutor(
+            1, thread_name_prefix="long-texts", initializer=_give_way
         )
         self._fills = Fills(
             preprocessor,
@@ -187,10 +199,11 @@ class MediaPipeline:
         return self._store.clear()
 
     def close(self) -> None:
-        """Stop the pool.
+        """Stop the threads.
 
         Blocks: until the images being processed are done; those that wait are given up.
         """
+        self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self._pictures is not None:
             self._pictures.close()
@@ -279,6 +292,10 @@ class MediaPipeline:
         ):
             return self._tokenize(prompt, images), []
         fetched = await self._fetch(images, holding)
+        is_long = not isinstance(prompt, list) and (
+            callable(prompt) or len(prompt) > _INLINE_CHARACTERS_MAX
+        )
+        executor = self._long_texts if is_long else self._executor
 
         def read() -> tuple[list[int], list[Measured]]:
             # Images first: a request that is refused for an image need not be tokenized.
@@ -287,7 +304,7 @@ class MediaPipeline:
 
         holding.share()
         try:
-            reading = self._executor.submit(read)
+            reading = executor.submit(read)
         except RuntimeError:
             holding.drop()
             raise stopping() from None
@@ -334,3 +351,9 @@ class MediaPipeline:
                 self._plans.move_to_end(image.key)
         while len(self._plans) > self._settings.plans_max:
             self._plans.popitem(last=False)
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, where a thread has one of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_TEXTS_NICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -25,7 +26,7 @@ def expand_images(
         RequestRefused: When placeholders and images differ in number.
     """
     marker = placeholder if marker is None else marker
-    places = [index for index, token in enumerate(token_ids) if token == marker]
+    places = places_of(token_ids, marker)
     if len(places) != len(plans):
         message = limit_message(
             "the prompt's image placeholders and the request's images differ in number",
@@ -49,6 +50,17 @@ def expand_images(
             spans.append(((first, len(expanded)),))
     expanded.extend(token_ids[start:])
     return expanded, spans
+
+
+def places_of(token_ids: Sequence[int], marker: int) -> list[int]:
+    """Return where a token stands; looked for without a step of the interpreter for each of the others."""
+    places: list[int] = []
+    place = -1
+    with contextlib.suppress(ValueError):
+        while True:
+            place = token_ids.index(marker, place + 1)
+            places.append(place)
+    return places
 
 
 def runs_of(expansion: Sequence[int], placeholder: int, first: int) -> Spans:

@@ -284,3 +284,21 @@ async def test_body_of_exactly_the_cap_is_accepted() -> None:
     raw = msgspec.json.encode(chat())
     reply = await post(FakeEngine(), CHAT, raw, ApiSettings(body_bytes_max=len(raw)))
     assert reply.status == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "on_the_loop"),
+    [
+        ([{"role": "user", "content": "hi"}], True),
+        ([{"role": "user", "content": "hi" * 10_000}], False),
+        ([{"role": "user", "content": "a"}] * 1000, False),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}], False),
+    ],
+)
+async def test_what_a_template_takes_long_for_is_left_to_a_thread(
+    messages: list[dict[str, object]], on_the_loop: bool
+) -> None:
+    """By the length of the text, and by the number of messages and of their parts."""
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(messages=messages))
+    assert isinstance(engine.calls[0]["prompt"], str) == on_the_loop

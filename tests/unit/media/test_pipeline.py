@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -319,6 +320,39 @@ async def test_deadline_holds_for_the_text_as_well(
     await until(done.is_set)
     await until(lambda: bench.pipeline.statistics().preparing_bytes == 0)
     assert bench.store.statistics().bytes_held == 0
+    bench.pipeline.close()
+
+
+async def test_long_texts_take_one_core_and_nothing_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are tokenized one after the other, in a thread that gives way, while images and short texts go on."""
+    gate, inside, most = threading.Event(), [0], [0]
+    nice: list[int] = []
+
+    def tokenize(text: str, **_: bool) -> list[int]:
+        if len(text) < 5000:
+            return list(map(ord, text))
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        assert gate.wait(PATIENCE_S)
+        inside[0] -= 1
+        return [7, 8]
+
+    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
+    monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
+    long = [asyncio.create_task(bench.pipeline.prepare("x" * 5000, [])) for _ in range(4)]
+    await until(lambda: inside[0] == 1)
+    async with patience():
+        assert (await bench.pipeline.prepare("y", [])).token_ids == [121]
+        with_image = await bench.pipeline.prepare(chr(1), [data_url(image_bytes())])
+    with_image.lease.release()
+    gate.set()
+    assert [(await task).token_ids for task in long] == [[7, 8]] * 4
+    assert most == [1]
+    if sys.platform == "linux":
+        assert min(nice) > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     bench.pipeline.close()
 
 

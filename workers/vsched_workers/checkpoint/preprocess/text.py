@@ -13,6 +13,7 @@ from PIL import Image
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import Arrays, Companion, ImagePlan
+from vsched.worker.expansion import places_of
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 
@@ -169,7 +170,8 @@ def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> Request
 
 def touching(token_ids: Sequence[int], marker: int) -> bool:
     """Return whether two markers stand side by side."""
-    return any(one == next_one == marker for one, next_one in itertools.pairwise(token_ids))
+    places = places_of(token_ids, marker)
+    return any(next_one == one + 1 for one, next_one in itertools.pairwise(places))
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
