@@ -63,6 +63,13 @@ def choose_tokens(
         return Sampled(tokens=tokens)
     drawn = (draw or draw_in_numpy)(logits, special)
     tokens[[entry.row for entry in special]] = drawn
+    return with_logprobs(tokens, logits, special)
+
+
+def with_logprobs(
+    tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
+) -> Sampled:
+    """Return the tokens of all rows, and log-probabilities for the special rows that asked for them."""
     reporting = [entry for entry in special if entry.sequence.sampling.logprobs is not None]
     if not reporting:
         return Sampled(tokens=tokens)

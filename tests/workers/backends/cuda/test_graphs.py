@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,8 +82,11 @@ def captured(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Captured]:
     def load(size: str) -> Captured:
-        monkeypatch.setattr(language, "choose_backend", CapturingBackend)
-        stage = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+        with (
+            monkeypatch.context() as patched
+        ):  # what is loaded later, to compare with, is not captured
+            patched.setattr(language, "choose_backend", CapturingBackend)
+            stage = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
         backend = stage.generator._backend  # type: ignore[attr-defined]
         return Captured(stage, backend.stream)
 
@@ -151,6 +155,73 @@ def test_steps_run_ahead_and_what_was_computed_is_used(
     steps = 29
     assert len(begun) < steps
     assert found.stream.starts <= steps + 3
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"seed": 3},
+    "nucleus": {"seed": 4, "top_p": 0.9, "top_k": 40},
+    # The last token counts: two tokens that are likely give way to each other.
+    "penalties": {
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 2.0,
+        "logit_bias": ((9, 7.0), (11, 7.0)),
+    },
+    "bounded": {"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("fields", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.parametrize("options", [{}, {"preempts": 5}, {"arrivals": 7}])
+def test_sampled_rows_run_ahead(
+    stages: Stages,
+    captured: Callable[[str], Captured],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    options: dict[str, int],
+) -> None:
+    """Greedy and sampled rows side by side; also where steps are dropped, for a row is preempted or another begins."""
+    sampling = SamplingParams(temperature=0.5, **fields)
+    found = captured("nano25")
+    questions = [lone(30), *(dataclasses.replace(lone(n), sampling=sampling) for n in (18, 26))]
+    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
+    begun: list[Batch] = []
+    begin = graphs._begin
+
+    def noted(batch: Batch) -> object:
+        begun.append(batch)
+        return begin(batch)
+
+    monkeypatch.setattr(graphs, "_begin", noted)
+    expected = outputs(run(stages("nano25"), questions, **options))
+    assert outputs(run(found.stage, questions, **options)) == expected
+    assert expected[1] != run(stages("nano25"), [lone(18)])[0].output, "it was sampled"
+    taken = found.stream.starts - len(begun)
+    assert taken > (12 if not options else 2)
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 2}, {"bad_words": ((7, 9),)}])
+def test_rows_that_the_host_must_see_stop_running_ahead(
+    stages: Stages,
+    captured: Callable[[str], Captured],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+) -> None:
+    found = captured("nano25")
+    questions = [lone(20), dataclasses.replace(lone(20), sampling=SamplingParams(seed=1, **fields))]
+    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
+    ahead: list[bool] = []
+    start = graphs._start
+
+    def noted(rows: object, *, ahead_of: list[bool] = ahead, **given: bool) -> object:
+        ahead_of.append(given.get("ahead", False))
+        return start(rows, **given)
+
+    monkeypatch.setattr(graphs, "_start", noted)
+    expected = outputs(run(stages("nano25"), questions))
+    assert outputs(run(found.stage, questions)) == expected
+    assert ahead
+    assert not any(ahead)
 
 
 def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:

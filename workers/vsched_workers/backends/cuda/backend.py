@@ -25,7 +25,9 @@ from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
+from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+from vsched_workers.batching.sampling import SpecialRow
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,6 +77,12 @@ class CudaBackend(Backend):
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
+
+    def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+        staged = StagedDraw(special, logits.shape[1])
+        drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
+        staged.check(drawn)
+        return drawn
 
     def load_attention(self) -> None:
         if not self._captures:

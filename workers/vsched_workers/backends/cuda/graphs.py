@@ -14,6 +14,12 @@ way, or for fewer rows of it (some have finished), and gets it. Otherwise the st
 wrote the keys and values of tokens that were sampled, at their place, in blocks that were their row's when it was
 started; whoever gets these blocks writes later on the same stream and reads only what it wrote.
 
+**Sampled rows.** Their tokens are drawn behind the captured step, on the same stream, and take the place of the argmax
+as the next step's input. What a draw depends on, the host says when it starts the step; it knows all of it but the last
+token, which is on the device (`StagedDraw`). So nothing is kept there from step to step, a dropped step has changed
+nothing, and a recomputed one draws the same. Rows whose draw the host must prepare with that last token in hand, as
+those with a grammar, keep the step from being started ahead (`is_foreseeable`).
+
 A captured step holds on to the KV cache. It is captured in the first step over a cache, so while the size of the cache
 is measured, and its memory counts as that of any other step.
 
@@ -37,8 +43,9 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
+from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
-from vsched_workers.batching.sampling import choose_tokens
+from vsched_workers.batching.sampling import SpecialRow, with_logprobs
 from vsched_workers.batching.step_rows import special_rows
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
@@ -58,11 +65,19 @@ class _GraphRows:
     slots: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     sequences: Sequence[SequenceState]
+    special: Sequence[tuple[int, SequenceState]]
     tokens: npt.NDArray[np.int32] | None
 
     def later(self) -> _GraphRows:
         """Return the same rows, one token on."""
-        return _GraphRows(self.slots, self.positions + 1, self.sequences, None)
+        return _GraphRows(self.slots, self.positions + 1, self.sequences, self.special, None)
+
+    def drawn(self) -> list[SpecialRow]:
+        """Return the special rows, each with the index of the token that is drawn."""
+        return [
+            SpecialRow(row, int(self.positions[row]) + 1, sequence)
+            for row, sequence in self.special
+        ]
 
     def places(self, batch: Batch) -> npt.NDArray[np.int64] | None:
         """Return where each row of a batch is among these; None when one is not, or is not the same."""
@@ -89,11 +104,18 @@ class _InFlightStep:
     logits: torch.Tensor
     tokens: torch.Tensor
     wait: Act
+    draw: StagedDraw | None
 
     def read(self) -> npt.NDArray[np.int32]:
-        """Return the tokens, int32 [rows], when they are there; they are what the following step was given."""
+        """Return the tokens, int32 [rows], when they are there; they are what the following step was given.
+
+        Raises:
+            FloatingPointError: When there was nothing to draw one from.
+        """
         self.wait()
         found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
+        if self.draw is not None:
+            self.draw.check(found[self.draw.rows])
         self.following.tokens = found
         return found
 
@@ -142,19 +164,18 @@ class DecodeGraphs:
             self._yield_stream()
             return None
         step, self._in_flight = self._in_flight, None
-        picked = step.rows.places(batch) if step is not None and not batch.special else None
+        picked = step.rows.places(batch) if step is not None and _foreseen(batch) else None
         if step is None or picked is None:
             if step is not None:
                 self._steady = 0
             step, picked = self._begin(batch), None
         self._steady += 1
         if self._may_go_ahead(batch, step):
-            self._in_flight = self._start(step.following)
+            self._in_flight = self._start(step.following, ahead=True)
         tokens = step.read()
         if picked is not None:
             return Sampled(tokens=tokens[picked])
-        # A copy: what the device has as its next input is the argmax, whatever is drawn here.
-        return choose_tokens(tokens.copy(), step.logits, special_rows(batch))
+        return with_logprobs(tokens, step.logits, special_rows(batch))
 
     def drop(self) -> None:
         """Forget what was captured, and what it points to."""
@@ -184,6 +205,7 @@ class DecodeGraphs:
         rows = self._next
         if rows is None or not self._goes_on(batch, rows):
             rows = self._upload(batch)
+        rows.special = list(batch.special)
         return self._start(rows)
 
     def _goes_on(self, batch: Batch, rows: _GraphRows) -> bool:
@@ -193,23 +215,40 @@ class DecodeGraphs:
         return bool((batch.decode_positions % self._cache.block_size).all())
 
     def _may_go_ahead(self, batch: Batch, step: _InFlightStep) -> bool:
-        if self._steady <= STEADY_STEPS or batch.special:
+        if self._steady <= STEADY_STEPS or not _foreseen(batch):
             return False
         if len(step.rows.slots) != len(batch.decode_slots):
             return False
         return bool((step.following.positions % self._cache.block_size).all())
 
-    def _start(self, rows: _GraphRows) -> _InFlightStep:
-        """Start the step that the device is prepared for, and have its tokens read back."""
+    def _start(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
+        """Start the step that the device is prepared for, and have its tokens read back.
+
+        With `ahead`, the host has not read the tokens of the step before.
+        """
         count = len(rows.slots)
         replay, logits = self._captured[self._bucket(count)]
+        draw = None
+        if rows.special:
+            draw = StagedDraw(rows.drawn(), logits.shape[1], ahead=ahead)
+            replay = functools.partial(self._draw, replay, draw, logits, ahead=ahead)
         self._stream.start(replay)
         read = self._read[self._next_read]
         self._next_read = (self._next_read + 1) % len(self._read)
         wait = self._stream.download(self._tokens, read)
-        step = _InFlightStep(rows, rows.later(), logits[:count], read, wait)
+        step = _InFlightStep(rows, rows.later(), logits[:count], read, wait, draw)
         self._next = step.following
         return step
+
+    def _draw(self, replay: Act, draw: StagedDraw, logits: torch.Tensor, *, ahead: bool) -> None:
+        """Run a captured step, and put what is drawn in the place of its argmax."""
+        token = self._header[_TOKEN]
+        last = token.clone() if ahead else None
+        replay()
+        drawn = draw.run(logits, last)
+        rows = draw.rows_on(logits.device)
+        self._tokens[rows] = drawn
+        token[rows] = drawn.clamp(min=0)
 
     def _bucket(self, count: int) -> int:
         return min(rows for rows in self._captured if rows >= count)
@@ -238,6 +277,7 @@ class DecodeGraphs:
             batch.decode_slots.copy(),
             batch.decode_positions.copy(),
             list(batch.decode_sequences),
+            list(batch.special),
             batch.decode_tokens.copy(),
         )
 
@@ -303,6 +343,11 @@ class DecodeGraphs:
         token.copy_(chosen)
         at.add_(grows)
         return logits
+
+
+def _foreseen(batch: Batch) -> bool:
+    """Return whether all draws can be staged before the last tokens are known."""
+    return all(is_foreseeable(sequence) for _, sequence in batch.special)
 
 
 _NO_TABLES: npt.NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
