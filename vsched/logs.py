@@ -7,6 +7,7 @@ import sys
 from typing import TextIO
 
 LAYOUT = "{asctime} {levelname} [PROCESS] {name}: {message}"
+OWN_PACKAGES = ("vsched", "vsched_policies", "vsched_workers")
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -20,9 +21,9 @@ class _StandardError(logging.StreamHandler[TextIO]):
 def configure_logging(process: str) -> None:
     """Send all log records of this process, and Python's warnings, to standard error in one layout.
 
-    `process` says which of the processes writes: `engine`, or a rank such as `generate-0 rank 1`. Of vsched itself
-    records from INFO on are written, of libraries from WARNING on. Where the root logger has handlers already, as under
-    a test runner, they stay.
+    `process` says which of the processes writes: `engine`, or a rank such as `generate-0 rank 1`. Of vsched itself, its
+    workers and policies records from INFO on are written, of libraries from WARNING on. Where the root logger has
+    handlers already, as under a test runner, they stay.
     """
     if logging.root.handlers:
         return
@@ -32,5 +33,6 @@ def configure_logging(process: str) -> None:
     handler = _StandardError()
     handler.setFormatter(formatter)
     logging.root.addHandler(handler)
-    logging.getLogger("vsched").setLevel(logging.INFO)
+    for package in OWN_PACKAGES:
+        logging.getLogger(package).setLevel(logging.INFO)
     logging.captureWarnings(capture=True)

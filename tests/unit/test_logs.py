@@ -16,6 +16,7 @@ from vsched.logs import configure_logging
 configure_logging("generate-0 rank 1")
 logging.getLogger("vsched.aio").info("a %s", "{brace}")
 logging.getLogger("torch").info("not for operators")
+logging.getLogger("vsched_workers.backends").info("of a worker")
 logging.getLogger("uvicorn.error").warning("of a library")
 warnings.warn("old")
 """
@@ -25,7 +26,8 @@ def test_logs_carry_time_level_process_and_logger() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    first, second, third, *_ = done.stderr.splitlines()
+    first, of_a_worker, second, third, *_ = done.stderr.splitlines()
+    assert of_a_worker.endswith("INFO [generate-0 rank 1] vsched_workers.backends: of a worker")
     assert re.fullmatch(rf"{STAMP} INFO \[generate-0 rank 1\] vsched.aio: a {{brace}}", first)
     assert re.fullmatch(
         rf"{STAMP} WARNING \[generate-0 rank 1\] uvicorn.error: of a library", second
