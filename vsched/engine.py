@@ -19,6 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from vsched.aio.environment import Environment
+from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
@@ -48,11 +49,13 @@ from vsched.memory import Ledger
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.contract import Preprocessor
+from vsched.worker.capabilities import ConstrainsOutput, Grammars
+from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
+FrontEnd = tuple[Preprocessor, Grammars | None]
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, what it does, and the fraction done."""
 
@@ -65,6 +68,22 @@ class RunningParts:
     launcher: Launcher
     shell: Shell
     media: MediaPipeline
+    grammars: GrammarChecks
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageReference],
+        cache_salt: str,
+        sampling: SamplingParams,
+    ) -> PreparedRequest:
+        """Check the grammar of a request, then prepare prompt and images.
+
+        Raises:
+            RequestRefused: When one of them cannot be accepted.
+        """
+        await self.grammars.check(sampling)
+        return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:
         """End every request and every rank, then give back threads, sockets and memory.
@@ -76,6 +95,7 @@ class RunningParts:
         finally:
             # It waits for the images being processed: in a thread, so that the loop goes on.
             await asyncio.to_thread(self.media.close)
+            self.grammars.close()
             self.launcher.close()
             self.arena.close()
 
@@ -128,15 +148,13 @@ class Engine:
         try:
             info = inspect_checkpoint(config, self._policies)
             self.config, self.info = as_served(config, info)
-            self._running = await self._start_parts(plugin.load_preprocessor)
+            self._running = await self._start_parts(partial(_load_front_end, plugin))
         except BaseException:
             self._state = "stopped"
             raise
         self._state = "ready"
 
-    async def _start_parts(
-        self, load_preprocessor: Callable[[ModelInfo], Preprocessor]
-    ) -> RunningParts:
+    async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
         """Start everything; what has started is given back where the rest cannot."""
         config, info, environment = self.config, self.info, self._environment
         self._sizing = kv_sizing(config, info, self._policies)
@@ -145,7 +163,7 @@ class Engine:
             started.callback(arena.close)
             launcher = environment.make_launcher(config)
             started.callback(launcher.close)
-            loading = asyncio.get_running_loop().run_in_executor(None, load_preprocessor, info)
+            loading = asyncio.get_running_loop().run_in_executor(None, load_front_end, info)
             started.callback(_forget, loading)
             shell = await start_shell(
                 partial(self._worker_groups, arena, launcher, self._sizing),
@@ -157,11 +175,14 @@ class Engine:
                 now_ns=environment.now_ns,
             )
             started.push_async_callback(shell.stop)
-            self.preprocessor = await loading
+            self.preprocessor, grammars = await loading
             store = PixelStore(arena.pixels, arena.fd)
             media = environment.make_media(self.preprocessor, store, media_settings(config))
             started.pop_all()
-        return RunningParts(arena=arena, launcher=launcher, shell=shell, media=media)
+        checks = GrammarChecks(grammars, deadline_s=config.media.prepare_s)
+        return RunningParts(
+            arena=arena, launcher=launcher, shell=shell, media=media, grammars=checks
+        )
 
     async def drain(self) -> None:
         """Accept nothing more, and wait for the live requests.
@@ -208,15 +229,16 @@ class Engine:
         """
         parts = self._serving()
         received_s = time.perf_counter()
+        sampling = sampling or self._default_sampling()
         prepared = await parts.shell.preparations.run(
-            request_id, parts.media.prepare(prompt, images, cache_salt)
+            request_id, parts.prepare(prompt, images, cache_salt, sampling)
         )
         try:
             # Accepted before a drain, it is served: the engine's state is not asked again.
             return self._submit(
                 parts.shell,
                 prepared,
-                sampling or self._default_sampling(),
+                sampling,
                 request_id=request_id,
                 priority=priority,
                 ttft_target_ms=ttft_target_ms,
@@ -417,7 +439,13 @@ class Engine:
         )
 
 
-def _forget(loading: asyncio.Future[Preprocessor]) -> None:
+def _load_front_end(plugin: WorkerPlugin, info: ModelInfo) -> FrontEnd:
+    """Load what a checkpoint's requests are prepared with."""
+    grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
+    return plugin.load_preprocessor(info), grammars
+
+
+def _forget(loading: asyncio.Future[FrontEnd]) -> None:
     """Wait no more for a preprocessor, whatever comes of it."""
     if not loading.cancel() and not loading.cancelled():
         loading.exception()

@@ -22,6 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
     batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
     added unless `ignore_eos`. `logprobs` is the number of alternatives to report a token, None for none at all.
+
+    `grammar` is what the output must match, as `vsched.worker.capabilities.Grammars` takes it; empty for anything.
     """
 
     max_tokens: int = 256
@@ -40,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
 
     @property
     def has_penalty(self) -> bool:
@@ -60,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             and self.min_tokens == 0
             and not self.logit_bias
             and not self.bad_words
+            and not self.grammar
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -13,8 +12,10 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
+from vsched.api.bodies.constraints import constraint_of
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
@@ -37,7 +38,7 @@ _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready for the engine."""
+    """A checked request, ready for the engine; `constrained_by` is the parameter that its grammar comes from."""
 
     prompt: Prompt
     images: Sequence[ImageReference]
@@ -48,6 +49,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     stream: bool
     include_usage: bool
+    constrained_by: str
 
 
 def check_model(name: str | None, engine: EngineContract) -> None:
@@ -150,7 +152,7 @@ class CompletionEndpoint:
         request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
         check_model(request.model, self._engine)
         prompt = parameters.completion_prompt(request, self._engine.info)
-        return await self._job(
+        return self._job(
             request,
             request_id,
             prompt=prompt,
@@ -159,7 +161,7 @@ class CompletionEndpoint:
             logprobs=request.logprobs,
         )
 
-    async def _job(
+    def _job(
         self,
         request: SamplingFields,
         request_id: str,
@@ -169,19 +171,16 @@ class CompletionEndpoint:
         max_tokens: int | None,
         logprobs: int | None,
     ) -> CheckedRequest:
+        constraint = constraint_of(request)
         parameters.refuse_unsupported(request)
-        words: tuple[tuple[int, ...], ...] = ()
-        if request.bad_words:  # tokenizing the most of them would hold up every other connection
-            words = await asyncio.to_thread(
-                parameters.bad_words, request, self._engine.preprocessor, self._settings
-            )
         sampling = parameters.sampling_params(
             request,
             max_tokens=max_tokens,
             logprobs=logprobs,
             info=self._engine.info,
             settings=self._settings,
-            bad_words=words,
+            bad_words=parameters.bad_words(request, self._engine.preprocessor, self._settings),
+            grammar=constraint.grammar if constraint else "",
         )
         options = request.stream_options
         return CheckedRequest(
@@ -194,6 +193,7 @@ class CompletionEndpoint:
             cache_salt=parameters.check_cache_salt(request, self._settings),
             stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
+            constrained_by=constraint.param if constraint else "",
         )
 
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
@@ -207,15 +207,7 @@ class CompletionEndpoint:
     async def _generate(
         self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
     ) -> str:
-        generation = await self._engine.generate(
-            prompt=job.prompt,
-            images=job.images,
-            sampling=job.sampling,
-            request_id=job.request_id,
-            priority=job.priority,
-            ttft_target_ms=job.ttft_target_ms,
-            cache_salt=job.cache_salt,
-        )
+        generation = await self._accepted(job)
         job = msgspec.structs.replace(job, prompt="", images=())
         exchange.release_room()
         formatter = self.formatter(
@@ -235,6 +227,28 @@ class CompletionEndpoint:
                 cached=generation.cached_tokens,
                 output=generation.output_tokens,
             )
+
+    async def _accepted(self, job: CheckedRequest) -> Generation:
+        """Have the engine accept a request.
+
+        Raises:
+            RequestRefused: When it cannot; a refusal of its grammar names the parameter.
+        """
+        try:
+            return await self._engine.generate(
+                prompt=job.prompt,
+                images=job.images,
+                sampling=job.sampling,
+                request_id=job.request_id,
+                priority=job.priority,
+                ttft_target_ms=job.ttft_target_ms,
+                cache_salt=job.cache_salt,
+            )
+        except RequestRefused as error:
+            if error.code not in GRAMMAR_REFUSALS:
+                raise
+            param = job.constrained_by or None
+            raise ParameterRefused(error.message, param=param, code=error.code) from None
 
     async def _stream(
         self,
@@ -296,7 +310,7 @@ class ChatEndpoint(CompletionEndpoint):
         arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
         prompt = rendered(self._engine, messages, arguments)
         limit = request.max_completion_tokens
-        return await self._job(
+        return self._job(
             request,
             request_id,
             prompt=prompt,

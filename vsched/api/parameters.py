@@ -55,7 +55,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("functions", ([],), "describe the functions in the prompt"),
     ("modalities", (["text"],), 'send modalities = ["text"]'),
     ("prediction", (), "send no prediction"),
-    ("response_format", ({"type": "text"},), "ask for the format in the prompt"),
     ("tool_choice", ("none", "auto"), "send no tools"),
     ("tools", ([],), "describe the tools in the prompt"),
     ("web_search_options", (), "send no web_search_options"),
@@ -163,6 +162,7 @@ def sampling_params(
     info: ModelInfo,
     settings: ApiSettings,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> SamplingParams:
     """Build the engine's parameters.
 
@@ -215,6 +215,7 @@ def sampling_params(
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
         bad_words=bad_words,
+        grammar=grammar,
     )
 
 

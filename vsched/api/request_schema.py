@@ -72,6 +72,40 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
+JsonSchema = dict[str, Any] | bool
+
+
+class NamedSchema(msgspec.Struct):
+    """A schema as OpenAI has it; `strict` changes nothing, for every schema is kept to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The form of an answer as OpenAI has it: `text`, `json_object` or `json_schema`."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer as vLLM has it; the options are accepted at their neutral values."""
+
+    json: str | JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What chat and plain completions share."""
 
@@ -101,6 +135,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Any = None
+
     user: Any = None
     metadata: Any = None
 
@@ -119,7 +162,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     functions: Any = None
     modalities: Any = None
     prediction: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
     web_search_options: Any = None

@@ -153,9 +153,9 @@ def int32(numbers: Sequence[int]) -> array[int]:
 
 
 def host_bytes(request: Request) -> int:
-    """Return the bytes of host memory that a request occupies: its tokens, and its items' extents."""
+    """Return the bytes of host memory that a request occupies: its tokens, its grammar, and its items' extents."""
     extents = sum(item.extent.size for item in request.items if item.extent is not None)
-    return 4 * len(request.prompt_token_ids) + extents
+    return 4 * len(request.prompt_token_ids) + len(request.sampling.grammar) + extents
 
 
 def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:

@@ -47,7 +47,12 @@ from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.probes import probe
-from vsched.types import group_names
+from vsched.types import FinishReason, group_names
+
+GRAMMAR_FAILED = (
+    "the output could not be held to its grammar any further, which became too complex. "
+    "Remedy: simplify the grammar; fewer alternatives that begin alike help most."
+)
 
 
 class SchedulerState(msgspec.Struct):
@@ -147,11 +152,14 @@ class Scheduler:
         assert isinstance(group, GenerateGroup), f"{event.group} generates nothing"
         requeued = group.complete_step(event, now_ns)
         commands: list[Command] = [EmitTokens(event.step)]
-        live = self._table.live
+        live, moves = self._table.live, self._moves
         for finished in event.finished:
             state = live.get(finished.number)
-            if state is not None:
-                commands.append(self._moves.finish(state, finished.reason, now_ns))
+            if state is not None and finished.reason is FinishReason.ERROR:
+                message, code = GRAMMAR_FAILED, "grammar_failed"
+                commands.append(moves.fail(state, now_ns, message, code=code))
+            elif state is not None:
+                commands.append(moves.finish(state, finished.reason, now_ns))
             else:
                 probe("kernel.finished_after_abort")
         for state in requeued:

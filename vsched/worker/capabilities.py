@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -17,7 +17,7 @@ from vsched.worker.contract import (
     EncodeWorker,
     ImagePlan,
     Progress,
-    SequenceState,
+    TokenMatcher,
 )
 
 # --- workers -----------------------------------------------------------------------------------------------------
@@ -146,26 +146,42 @@ class ForkableRanks(Protocol):
         ...
 
 
+class Grammars(Protocol):
+    """What grammars are compiled with: the tokens of one checkpoint.
+
+    A grammar is JSON with one key: `json_schema`, a schema; `regex`, a text; `choice`, a list of texts; or `grammar`, a
+    text in Lark or GBNF. Whether one can be used and what follows from it depends on it and the checkpoint alone, never
+    on time: engine and ranks must agree.
+    """
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar, within bounds; other threads run meanwhile.
+
+        Raises:
+            RequestRefused: With the code `invalid_grammar`, when it cannot be used.
+        """
+        ...
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        """Return what follows an output, from its first token on, through a grammar that was checked."""
+        ...
+
+
+@runtime_checkable
+class ConstrainsOutput(Protocol):
+    """A plug-in that can hold the output of a request to a grammar."""
+
+    def load_grammars(self, info: ModelInfo) -> Grammars | None:
+        """Return what compiles grammars, in the engine and in every generate rank; None where a checkpoint has none."""
+        ...
+
+
 @runtime_checkable
 class LeanPreprocessing(Protocol):
     """A plug-in whose preprocessor comes with less in a process that loads no model."""
 
     def forgo_models(self) -> None:
         """Prepare this process to load preprocessors and never a model; called before anything else."""
-        ...
-
-
-@runtime_checkable
-class SamplerMaker(Protocol):
-    """A plug-in whose sampler can be run without a model, to be measured."""
-
-    def sampler(
-        self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
-    ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
-        """Return what chooses a token for each row of the logits, [rows, vocabulary], which become of this type.
-
-        It takes the special rows, as in `Batch.special`; the token to choose follows the last of each sequence.
-        """
         ...
 
 

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.types import ARENA_ALIGNMENT, ArraySpec, ItemPlace, ModelInfo, SamplingParams, Spans
+from vsched.types import (
+    ARENA_ALIGNMENT,
+    ArraySpec,
+    FinishReason,
+    ItemPlace,
+    ModelInfo,
+    SamplingParams,
+    Spans,
+)
 from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
@@ -117,6 +125,25 @@ class ItemRows:
     pages: Sequence[int]
 
 
+class TokenMatcher(Protocol):
+    """Follows the output of one request through its grammar.
+
+    Attributes:
+        mask: The tokens that may come next, as `SequenceState.token_mask`; one array, written anew by `follow`.
+    """
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]: ...
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Take the next tokens of the output; return `STOP` where nothing may come after them, else None.
+
+        `ERROR` is that the grammar cannot be followed any more: it became too complex, or a token does not fit. Then
+        the mask allows every token.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class SequenceState:
     """A request as a rank keeps it, from its first decision to its release.
@@ -129,6 +156,7 @@ class SequenceState:
         state: What the plug-in keeps of it (positions, rope delta, sampler state); set by `GenerateWorker.prepare`.
         token_mask: The tokens that may be chosen next, uint32 [words]: bit i of word j allows token 32 j + i; tokens
             beyond its words are forbidden. None allows all. Whoever sets it has the rank call the request special.
+        matcher: Follows the outputs where the request has a grammar; the mask is its.
     """
 
     number: int
@@ -140,6 +168,7 @@ class SequenceState:
     stop_token_ids: frozenset[int]
     state: Any = None
     token_mask: npt.NDArray[np.uint32] | None = None
+    matcher: TokenMatcher | None = None
 
     @property
     def outputs(self) -> npt.NDArray[np.int32]:

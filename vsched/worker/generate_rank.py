@@ -12,6 +12,7 @@ from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, Leave, Re
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, SlotLogprob
+from vsched.worker.capabilities import Grammars
 from vsched.worker.contract import (
     Batch,
     Chunk,
@@ -35,8 +36,13 @@ class GenerateRank:
         context_tokens: int,
         block_size: int,
         keeps_state: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
-        """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from."""
+        """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from.
+
+        `grammars` compile those of requests, where the engine accepts any.
+        """
+        self._grammars = grammars
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
         self._worker = worker
@@ -94,6 +100,8 @@ class GenerateRank:
         if join.data is not None:
             sequence = _sequence(join.number, join.data)
             self._worker.prepare(sequence)
+            if sequence.sampling.grammar:
+                self._constrain(sequence)
             self._sequences[join.number] = sequence
         if sequence is None or sequence.length != join.length:
             known = "unknown here" if sequence is None else f"{sequence.length} tokens long here"
@@ -120,6 +128,15 @@ class GenerateRank:
         self._in_slot[slot] = sequence
         if not sampling.is_plain_greedy:
             self._special[slot] = sequence
+
+    def _constrain(self, sequence: SequenceState) -> None:
+        """Have a grammar say what may come next; what was generated before a loss is followed first."""
+        if self._grammars is None:
+            raise RankDesync(f"request {sequence.number} has a grammar, and this rank takes none")
+        sequence.matcher = self._grammars.matcher(sequence.sampling.grammar)
+        if len(sequence.outputs):
+            sequence.matcher.follow(sequence.outputs.tolist())
+        sequence.token_mask = sequence.matcher.mask
 
     def _grow(self, grown: list[int]) -> None:
         if not grown:
@@ -187,11 +204,15 @@ class GenerateRank:
         stopped = (table.stop_tokens[slots] == tokens[:, None]).any(axis=1)
         stopped &= table.length[slots] >= table.length_min[slots]
         full = table.length[slots] >= table.length_max[slots]
+        ends = {
+            row: FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+            for row in np.flatnonzero(stopped | full).tolist()
+        }
+        self._follow(batch, tokens, ends)
         finished = []
-        for row in np.flatnonzero(stopped | full).tolist():
+        for row, reason in sorted(ends.items()):
             slot = rows[row]
             table.decoding[slot] = False
-            reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
             finished.append(Finished(slot, int(table.number[slot]), reason))
         by_slot = np.full(len(table.number), -1, np.int32)
         by_slot[slots] = tokens
@@ -203,6 +224,19 @@ class GenerateRank:
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs],
             busy_ns=0,
         )
+
+    def _follow(
+        self, batch: Batch, tokens: npt.NDArray[np.int32], ends: dict[int, FinishReason]
+    ) -> None:
+        """Take the tokens of rows with a grammar, so that their masks are those of the next step; note who ends."""
+        for row, sequence in batch.special:
+            if sequence.matcher is None or ends.get(row) is FinishReason.STOP:
+                continue
+            reason = sequence.matcher.follow([int(tokens[row])])
+            if reason is FinishReason.STOP:
+                ends[row] = reason  # whole, be it at the limit
+            elif reason is not None:
+                ends.setdefault(row, reason)
 
 
 _NOTHING = Sampled(np.empty(0, np.int32))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vsched.errors import RankDesync
 from vsched.types import Extent
 from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
+from vsched.worker.capabilities import ConstrainsOutput, Grammars
 from vsched.worker.contract import GenerateWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
@@ -125,16 +126,23 @@ class RankLoading(Generic[Link]):
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
         worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        # Before memory is measured: the tokens of a large vocabulary take some.
+        grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
         sizing = KvSizing(
             worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
         )
         member.report(Loaded(sizing.measure()))
-        finish = partial(self._finish_generator, role.limits, member, worker)
+        finish = partial(self._finish_generator, role.limits, member, worker, grammars)
         self.orders = KvCacheOrders(member, sizing, on_accepted=finish)
 
     def _finish_generator(
-        self, limits: StepLimits, member: Member[Link], worker: GenerateWorker, blocks: int
+        self,
+        limits: StepLimits,
+        member: Member[Link],
+        worker: GenerateWorker,
+        grammars: Grammars | None,
+        blocks: int,
     ) -> None:
         rank = GenerateRank(
             worker,
@@ -143,6 +151,7 @@ class RankLoading(Generic[Link]):
             context_tokens=limits.context_tokens,
             block_size=limits.block_size,
             keeps_state=self._spec.info.state_bytes > 0,
+            grammars=grammars,
         )
         member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import msgspec
@@ -68,6 +67,7 @@ async def test_every_sampling_field_arrives() -> None:
         "logprobs": 3,
         "logit_bias": (),
         "bad_words": (),
+        "grammar": "",
     }
     assert engine.calls[0]["ttft_target_ms"] == 250
     assert (engine.calls[0]["priority"], engine.calls[0]["cache_salt"]) == (-4, "tenant")
@@ -182,7 +182,6 @@ async def test_too_many_logprobs_are_refused() -> None:
         ("tools", [{"type": "function"}]),
         ("functions", [{}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("audio", {}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
@@ -211,21 +210,6 @@ async def test_biases_and_bad_words_reach_the_engine() -> None:
     assert dict(sampling.logit_bias) == {5: -100.0, 3: 1.5}
     tokenize = engine.preprocessor.tokenize
     assert set(sampling.bad_words) == {tuple(tokenize(text)) for text in ("no", " no")}
-
-
-async def test_bad_words_are_tokenized_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine()
-    threads: set[int] = set()
-    tokenize = engine.preprocessor.tokenize
-
-    def noted(text: str, *, images: bool = True) -> list[int]:
-        threads.add(threading.get_ident())
-        return tokenize(text, images=images)
-
-    monkeypatch.setattr(engine.preprocessor, "tokenize", noted)
-    assert (await post(engine, CHAT, chat(bad_words=["no", "never"]))).status == 200
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
@@ -16,7 +17,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.events import Cleared
+from vsched.kernel.events import Cleared, Finished
 from vsched.testing import ModelCluster, make_request
 from vsched.types import FinishReason
 
@@ -276,3 +277,27 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     else:
         assert_served(cluster, "busy", "r1", "r2")
     assert_holds_nothing(cluster)
+
+
+def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
+    """It ends with a sentence and frees everything; the request beside it goes on."""
+    cluster = ModelCluster(make_limits(prefix_cache=False))
+    cluster.submit(make_request("r", words(5), max_tokens=20))
+    cluster.submit(make_request("other", words(5, start=50), max_tokens=20))
+    for _ in range(4):
+        cluster.run_generate()
+    generator = cluster.generators["generate"]
+    slot, number = next(
+        (slot, number) for slot, number in generator.slots.items() if cluster.names[number] == "r"
+    )
+    result, sampled = generator.step()
+    for sampler, token in sampled:
+        cluster.outputs[cluster.names[sampler]].append(token)
+    generator.sequences[number].decoding = False  # as a rank that saw it end
+    ended = [Finished(slot, number, FinishReason.ERROR)]
+    cluster.send(msgspec.structs.replace(result, finished=ended))
+    assert cluster.ended["r"].reason is FinishReason.ERROR
+    assert cluster.ended["r"].code == "grammar_failed"
+    assert "Remedy" in cluster.ended["r"].message
+    cluster.drain()
+    assert_served(cluster, "other")

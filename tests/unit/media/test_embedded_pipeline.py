@@ -258,7 +258,9 @@ async def test_engine_stops_without_holding_the_loop_up() -> None:
     engine = Engine(Config())
     bench = Bench()
     rest = cast("Any", Stopping())
-    engine._running = RunningParts(arena=rest, launcher=rest, shell=rest, media=bench.pipeline)
+    engine._running = RunningParts(
+        arena=rest, launcher=rest, shell=rest, media=bench.pipeline, grammars=rest
+    )
     gate, entered = threading.Event(), threading.Event()
 
     def work() -> None:

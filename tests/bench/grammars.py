@@ -1,0 +1,114 @@
+"""`python -m tests.bench.grammars CHECKPOINT`: the decode rate of answers held to a JSON schema, beside free ones.
+
+One engine serves both in turns: rounds of requests that all run at once and all have the same number of tokens.
+Figures are tokens a second from the first token of a round to its last, and the ratio that of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from vsched import Config, Engine, SamplingParams
+from vsched.aio.streams.stream import TokenStream
+from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.config import load_config
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["car", "person", "dog"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "count", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}
+"""Longer than any answer here, so that none ends early."""
+PROMPT = "List what could be seen in a street, as JSON."
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "temperature 1": SamplingParams(temperature=1.0, seed=1, ignore_eos=True),
+    "temperature 1, top-p 0.95": SamplingParams(
+        temperature=1.0, top_p=0.95, seed=1, ignore_eos=True
+    ),
+}
+
+
+async def drain(stream: TokenStream) -> tuple[float, float, int]:
+    """Read an answer; return the times of its first and last tokens in seconds, and their number."""
+    first_s, count = 0.0, 0
+    async for delta in stream:
+        first_s = first_s or time.perf_counter()
+        count += len(delta.token_ids)
+    return first_s, time.perf_counter(), count
+
+
+async def rate(engine: Engine, rows: int, sampling: SamplingParams, name: str) -> float:
+    """Return the tokens a second of so many requests at once."""
+    prompt = engine.preprocessor.render([{"role": "user", "content": PROMPT}])
+    streams = [
+        await engine.generate(
+            prompt=prompt, images=[], sampling=sampling, request_id=f"{name}-{row}"
+        )
+        for row in range(rows)
+    ]
+    read = await asyncio.gather(*(drain(stream) for stream in streams))
+    counts = {count for _, _, count in read}
+    assert counts == {sampling.max_tokens}, f"answers of {counts} tokens"
+    started_s = min(first_s for first_s, _, _ in read)
+    return rows * sampling.max_tokens / (max(last_s for _, last_s, _ in read) - started_s)
+
+
+async def measure(config: Config, options: argparse.Namespace) -> None:
+    """Print a table: a line for each number of rows and way of sampling."""
+    grammar = constraint_from_schema(SCHEMA)
+    print("| rows | sampling | free, tokens/s | schema, tokens/s | ratio: median (min to max) |")
+    print("|---|---|---|---|---|")
+    async with Engine(config) as engine:
+        for rows in options.rows:
+            for name, sampling in SAMPLINGS.items():
+                free = msgspec.structs.replace(sampling, max_tokens=options.tokens)
+                held = msgspec.structs.replace(free, grammar=grammar)
+                pairs = []
+                for turn in range(options.rounds + 1):
+                    label = f"{rows}-{name}-{turn}"
+                    pair = (
+                        await rate(engine, rows, free, f"free-{label}"),
+                        await rate(engine, rows, held, f"held-{label}"),
+                    )
+                    if turn:  # the first round warms
+                        pairs.append(pair)
+                print(_line(rows, name, pairs), flush=True)
+
+
+def _line(rows: int, name: str, pairs: Sequence[tuple[float, float]]) -> str:
+    free, held = (statistics.median(each) for each in zip(*pairs, strict=True))
+    ratios = [held / free for free, held in pairs]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"| {rows} | {name} | {free:.0f} | {held:.0f} | {spread} |"
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.grammars")
+    parser.add_argument("checkpoint")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--set", action="append", default=[], help="a setting, as of the server")
+    options = parser.parse_args()
+    sets = [f"model.path={options.checkpoint}", "model.name=bench", *options.set]
+    config = load_config(None, sets=sets, environ={}).config
+    asyncio.run(measure(config, options))
+
+
+if __name__ == "__main__":
+    main()

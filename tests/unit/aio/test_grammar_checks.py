@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX, GrammarChecks
+from vsched.errors import RequestRefused
+from vsched.types import SamplingParams
+from vsched.worker.contract import TokenMatcher
+
+
+class Compiler:
+    """Notes what it compiles, and in which thread; `going` holds it up."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, threading.Thread]] = []
+        self.going = threading.Event()
+        self.going.set()
+
+    def check(self, grammar: str) -> None:
+        self.going.wait()
+        self.seen.append((grammar, threading.current_thread()))
+        if grammar == "bad":
+            raise RequestRefused("no. Remedy: none.", code="invalid_grammar")
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        raise NotImplementedError
+
+
+async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
+    compiler = Compiler()
+    checks = GrammarChecks(compiler, deadline_s=60)
+    await checks.check(SamplingParams())
+    assert compiler.seen == []
+    await checks.check(SamplingParams(grammar="good"))
+    ((grammar, thread),) = compiler.seen
+    assert grammar == "good"
+    assert thread is not threading.current_thread()
+    with pytest.raises(RequestRefused, match="no"):
+        await checks.check(SamplingParams(grammar="bad"))
+    checks.close()
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
+    compiler = Compiler()
+    compiler.going.clear()
+    checks = GrammarChecks(compiler, deadline_s=0.01)
+    with pytest.raises(RequestRefused, match=r"media\.prepare_s") as refusal:
+        await checks.check(SamplingParams(grammar="slow"))
+    assert refusal.value.status == 503
+    compiler.going.set()
+    checks.close()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "code"),
+    [
+        (SamplingParams(grammar="x" * (GRAMMAR_BYTES_MAX + 1)), "invalid_grammar"),
+        (SamplingParams(grammar="x", min_tokens=1), "invalid_grammar"),
+        (SamplingParams(grammar="x", bad_words=((1,),)), "invalid_grammar"),
+    ],
+)
+async def test_what_has_no_bound_or_could_forbid_every_token_is_refused(
+    sampling: SamplingParams, code: str
+) -> None:
+    compiler = Compiler()
+    checks = GrammarChecks(compiler, deadline_s=60)
+    with pytest.raises(RequestRefused, match="Remedy") as refusal:
+        await checks.check(sampling)
+    assert (refusal.value.code, refusal.value.status) == (code, 400)
+    assert compiler.seen == []
+    checks.close()
+
+
+async def test_a_model_without_grammars_refuses_them_and_nothing_else() -> None:
+    checks = GrammarChecks(None, deadline_s=60)
+    await checks.check(SamplingParams())
+    with pytest.raises(RequestRefused, match="cannot be held to a grammar"):
+        await checks.check(SamplingParams(grammar="x"))
+    checks.close()

@@ -1,0 +1,288 @@
+"""Grammars over the tokens of real tokenizers: what they allow, what is refused, and that nothing takes long."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.errors import RequestRefused
+from vsched.types import FinishReason, ModelInfo
+from vsched_workers.checkpoint.detokenize import TokenTable
+from vsched_workers.checkpoint.preprocess.grammars import (
+    OutputMatcher,
+    TokenGrammars,
+    load_grammars,
+)
+from vsched_workers.plugin import TRAINED, plugin
+
+TOKENS_MAX = 400
+
+
+@pytest.fixture(scope="module")
+def info() -> ModelInfo:
+    return plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+
+
+@pytest.fixture(scope="module")
+def grammars(info: ModelInfo) -> TokenGrammars:
+    loaded = load_grammars(info)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def text_of(info: ModelInfo) -> Callable[[list[int]], str]:
+    return plugin.load_preprocessor(info).detokenize
+
+
+def allowed(matcher: OutputMatcher) -> list[int]:
+    bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], FinishReason]:
+    """Return what a model that knows nothing writes."""
+    rng, matcher = random.Random(seed), grammars.matcher(grammar)
+    tokens: list[int] = []
+    while len(tokens) < TOKENS_MAX:
+        tokens.append(rng.choice(allowed(matcher)))
+        reason = matcher.follow(tokens[-1:])
+        if reason is not None:
+            return tokens, reason
+    raise AssertionError("it found no end")
+
+
+def encoded(**kind: Any) -> str:
+    return msgspec.json.encode(kind).decode()
+
+
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "k": {"enum": ["a", "b"]},
+    },
+    "required": ["x", "k"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_token_grammars_hold_blind_draws_to_a_schema(
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str], seed: int
+) -> None:
+    tokens, reason = drawn(grammars, constraint_from_schema(POINT), seed)
+    assert reason is FinishReason.STOP
+    found = json.loads(text_of(tokens))
+    assert list(found) == ["x", "k"]
+    assert 0 <= found["x"] <= 99
+    assert found["k"] in {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (encoded(regex=r"[0-9]{3}-[a-z]{2}"), r"[0-9]{3}-[a-z]{2}"),
+        (
+            encoded(choice=["left", "right", 'say "hi"\n', "né 日本"]),
+            'left|right|say "hi"\n|né 日本',
+        ),
+        (encoded(grammar='start: "yes" | "no" /[0-9]{2}/'), r"yes|no[0-9]{2}"),
+        (encoded(grammar='root ::= "a" | "b" [0-9]'), r"a|b[0-9]"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_token_grammars_hold_blind_draws_to_texts(
+    grammars: TokenGrammars,
+    text_of: Callable[[list[int]], str],
+    grammar: str,
+    pattern: str,
+    seed: int,
+) -> None:
+    tokens, reason = drawn(grammars, grammar, seed)
+    assert reason is FinishReason.STOP
+    assert re.fullmatch(pattern, text_of(tokens)), text_of(tokens)
+
+
+def test_an_output_that_may_go_on_is_ended_by_an_end_token_alone(
+    grammars: TokenGrammars, info: ModelInfo
+) -> None:
+    matcher = grammars.matcher(encoded(regex="a+"))
+    ends = set(info.stop_token_ids)
+    assert not ends & set(allowed(matcher))
+    assert matcher.follow([next(iter(set(allowed(matcher))))]) is None
+    assert ends <= set(allowed(matcher))
+    assert matcher.follow([info.stop_token_ids[0]]) is FinishReason.STOP
+
+
+def test_following_again_gives_the_same_mask(grammars: TokenGrammars) -> None:
+    """What a rank does after a loss, all tokens at once, ends where it was step by step."""
+    grammar = constraint_from_schema(POINT)
+    tokens, _ = drawn(grammars, grammar, 3)
+    stepwise = grammars.matcher(grammar)
+    for count, token in enumerate(tokens[:-1], start=1):
+        stepwise.follow([token])
+        again = grammars.matcher(grammar)
+        again.follow(tokens[:count])
+        assert np.array_equal(stepwise.mask, again.mask)
+
+
+def test_a_token_that_does_not_fit_is_an_error_and_forbids_nothing(grammars: TokenGrammars) -> None:
+    matcher = grammars.matcher(encoded(choice=["a"]))
+    wrong = next(token for token in range(100) if token not in allowed(matcher))
+    assert matcher.follow([wrong]) is FinishReason.ERROR
+    assert matcher.mask.all()
+    assert matcher.follow([0]) is FinishReason.ERROR
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_output(grammars: TokenGrammars) -> None:
+    """It is found out by counts of work, so that it happens at the same token everywhere."""
+    grammar = encoded(regex="((.{1,500}b?){1,500}c?){1,500}")
+    grammars.check(grammar)
+    ends = []
+    for _ in range(2):
+        matcher, rng = grammars.matcher(grammar), random.Random(1)
+        for count in range(TOKENS_MAX):
+            if reason := matcher.follow([rng.choice(allowed(matcher))]):
+                ends.append((count, reason))
+                break
+    assert ends == [(ends[0][0], FinishReason.ERROR)] * 2
+    assert "too many" in matcher.error
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        encoded(xml="a"),
+        encoded(json_schema={"type": "nothing"}),
+        encoded(json_schema=False),
+        encoded(json_schema={"$ref": "#/nowhere"}),
+        encoded(json_schema={"$ref": "https://example.com/schema"}),
+        encoded(json_schema={"type": "string", "pattern": "("}),
+        encoded(json_schema={"minimum": 5, "maximum": 1, "type": "integer"}),
+        encoded(regex="("),
+        encoded(regex="(" * 20_000),
+        encoded(grammar="start: nowhere"),
+        encoded(grammar="root ::= ("),
+        encoded(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+        encoded(regex=5),
+        encoded(choice="ab" * 2 + "\ud800".encode("utf-8", "replace").decode()) + "x",
+    ],
+)
+def test_bad_grammars_are_refused_in_a_sentence(grammars: TokenGrammars, grammar: str) -> None:
+    with pytest.raises(RequestRefused, match="cannot be used: .*Remedy") as refusal:
+        grammars.check(grammar)
+    assert refusal.value.code == "invalid_grammar"
+    assert refusal.value.status == 400
+    assert "\n" not in refusal.value.message
+
+
+def test_deep_schemas_end_in_a_refusal(grammars: TokenGrammars) -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(RequestRefused):
+        grammars.check(constraint_from_schema(deep))
+
+
+def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    """Return a random schema whose values are of bounded length."""
+    kinds = ["enum", "integer", "boolean", "null", "string"]
+    kind = rng.choice(kinds + (["object", "array", "anyOf"] if depth else []))
+    match kind:
+        case "enum":
+            return {"enum": rng.sample(["a", 'b"\\', "日本", 3, None, 1.5, "", True], 3)}
+        case "integer":
+            low = rng.randrange(-20, 20)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(50)}
+        case "string":
+            return {"type": "string", "maxLength": rng.randrange(1, 6)}
+        case "object":
+            names = rng.sample(["a", "b c", "ü", "d"], rng.randrange(1, 4))
+            properties = {name: _schema(rng, depth - 1) for name in names}
+            required = names[: rng.randrange(len(names) + 1)]
+            return {
+                "type": "object",
+                "properties": properties,
+                "required": required,
+                "additionalProperties": False,
+            }
+        case "array":
+            return {"type": "array", "items": _schema(rng, depth - 1), "maxItems": 2}
+        case "anyOf":
+            return {"anyOf": [_schema(rng, depth - 1) for _ in range(2)]}
+    return {"type": kind}
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a value matches one of these schemas: a check of its own, for what they use."""
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    match schema["type"]:
+        case "integer":
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            return whole and schema["minimum"] <= value <= schema["maximum"]
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "array":
+            items = isinstance(value, list) and len(value) <= schema["maxItems"]
+            return items and all(fits(each, schema["items"]) for each in value)
+        case "object":
+            known = isinstance(value, dict) and value.keys() <= schema["properties"].keys()
+            return (
+                known
+                and set(schema["required"]) <= value.keys()
+                and all(fits(value[name], schema["properties"][name]) for name in value)
+            )
+        case "null":
+            return value is None
+    return isinstance(value, bool)
+
+
+def test_random_schemas_hold_blind_draws(
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+) -> None:
+    for seed in range(40):
+        schema = _schema(random.Random(seed), 3)
+        tokens, reason = drawn(grammars, constraint_from_schema(schema), seed)
+        assert reason is FinishReason.STOP, (seed, schema)
+        assert fits(json.loads(text_of(tokens)), schema), (seed, schema, text_of(tokens))
+
+
+def test_damaged_schemas_and_grammars_are_compiled_or_refused(grammars: TokenGrammars) -> None:
+    rng, refused = random.Random(1), []
+    for seed in range(60):
+        text = list(constraint_from_schema(_schema(random.Random(seed), 3)))
+        for _ in range(rng.randrange(1, 4)):
+            text[rng.randrange(len(text))] = rng.choice('{}[]",:a0\\u')
+        try:
+            grammars.check("".join(text))
+        except RequestRefused as refusal:
+            refused.append(refusal.code)
+    assert set(refused) == {"invalid_grammar"}
+    assert len(refused) < 60, "nothing was compiled"
+
+
+def test_no_grammars_without_an_end_token(info: ModelInfo) -> None:
+    assert load_grammars(msgspec.structs.replace(info, stop_token_ids=())) is None
+
+
+def test_tokens_beyond_the_model_s_vocabulary_are_never_allowed() -> None:
+    raw = [b"a", b"b", b"<end>", b"ab"]
+    table = TokenTable(raw, [b"a", b"b", b"", b"ab"])
+    small = TokenGrammars(table, vocab_size=3, ends=[2])
+    assert allowed(small.matcher(encoded(regex="[ab]{3}"))) == [0, 1]

@@ -1,0 +1,124 @@
+"""What an answer must look like: OpenAI's `response_format` and vLLM's fields, as the grammar of a request.
+
+Only the form is judged here. Whether a grammar can be compiled is found out by the engine, in a thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vsched.api.errors import ParameterRefused, unsupported
+from vsched.api.request_schema import (
+    JsonSchema,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
+)
+
+
+class Constraint(NamedTuple):
+    """The grammar of a request, and the parameter that asks for it."""
+
+    param: str
+    grammar: str
+
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def constraint_from_schema(schema: JsonSchema) -> str:
+    """Return the grammar of JSON values that match a schema; its properties come in the schema's order."""
+    return _encoded(json_schema=schema)
+
+
+def constraint_of(request: SamplingFields) -> Constraint | None:
+    """Return what holds the answer of a request to a form; None where nothing does.
+
+    Raises:
+        ParameterRefused: When several do, or one has not the form that it must have.
+    """
+    found = [
+        *_of_response_format(request.response_format),
+        *_of_structured_outputs("structured_outputs", request.structured_outputs),
+        *_of_structured_outputs("guided_", _guided(request)),
+    ]
+    if len(found) > 1:
+        names = " and ".join(f"`{each.param}`" for each in found)
+        message = f"{names} each hold the answer to a form. Remedy: send one of them."
+        raise ParameterRefused(message, param=found[1].param)
+    return found[0] if found else None
+
+
+def _guided(request: SamplingFields) -> StructuredOutputs:
+    """Return vLLM's older fields as the newer ones."""
+    if request.guided_whitespace_pattern is not None:
+        raise unsupported("guided_whitespace_pattern", remedy="leave it out")
+    return StructuredOutputs(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+
+
+def _of_response_format(asked: ResponseFormat | None) -> list[Constraint]:
+    if asked is None or asked.type == "text":
+        return []
+    if asked.type == "json_object":
+        return [Constraint("response_format", constraint_from_schema(_ANY_OBJECT))]
+    if asked.type != "json_schema":
+        remedy = "send text, json_object or json_schema as its type"
+        raise unsupported("response_format.type", remedy=remedy)
+    if asked.json_schema is None or asked.json_schema.schema is None:
+        message = "`response_format.json_schema.schema` is missing. Remedy: send it."
+        raise ParameterRefused(message, param="response_format")
+    return [Constraint("response_format", constraint_from_schema(asked.json_schema.schema))]
+
+
+def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[Constraint]:
+    """Return what vLLM's fields ask for; `name` is theirs, or what their names begin with."""
+    if asked is None:
+        return []
+    prefix = name if name.endswith("_") else f"{name}."
+    if asked.structural_tag is not None:
+        raise unsupported(f"{prefix}structural_tag", remedy="send a json schema or a grammar")
+    for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(asked, option):
+            raise unsupported(prefix + option, remedy="leave it out, and say so in the schema")
+    found: list[Constraint] = []
+    if asked.json is not None:
+        schema = _schema(asked.json, prefix + "json")
+        found.append(Constraint(prefix + "json", constraint_from_schema(schema)))
+    if asked.json_object:
+        found.append(Constraint(prefix + "json_object", constraint_from_schema(_ANY_OBJECT)))
+    if asked.regex is not None:
+        found.append(Constraint(prefix + "regex", _encoded(regex=asked.regex)))
+    if asked.choice is not None:
+        if not asked.choice or not all(asked.choice):
+            message = f"`{prefix}choice` must be texts that are not empty. Remedy: send some."
+            raise ParameterRefused(message, param=prefix + "choice")
+        found.append(Constraint(prefix + "choice", _encoded(choice=asked.choice)))
+    if asked.grammar is not None:
+        found.append(Constraint(prefix + "grammar", _encoded(grammar=asked.grammar)))
+    return found
+
+
+def _schema(value: str | JsonSchema, param: str) -> JsonSchema:
+    """Return a schema that may come as a text.
+
+    Raises:
+        ParameterRefused: When the text is no JSON object.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        message = f"`{param}` is no JSON schema. Remedy: send a JSON object, or its text."
+        raise ParameterRefused(message, param=param) from None
+
+
+def _encoded(**kind: object) -> str:
+    return msgspec.json.encode(kind).decode()

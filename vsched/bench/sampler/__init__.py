@@ -1,1 +1,0 @@
-"""What choosing tokens costs, by what requests ask for."""

@@ -1,0 +1,266 @@
+"""Grammars over the tokens of one checkpoint, through llguidance.
+
+The tokens are those of `TokenTable`, whose bytes are what a client reads: what a grammar allows is what comes out,
+whatever kind of tokenizer it is. What compiling a grammar and following it may take is bounded by counts of work, not
+by time, so that the engine and every rank come to the same end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import CheckpointError, RequestRefused
+from vsched.types import FinishReason, ModelInfo
+from vsched_workers.checkpoint.detokenize import TokenTable
+from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+logger = logging.getLogger(__name__)
+
+NESTING_MAX = 64
+"""Brackets within brackets in a grammar or regex: they are parsed recursively, where an overflow ends the process."""
+MESSAGE_CHARACTERS_MAX = 300
+COMPILE_S_MAX = 0.25
+"""CPU time of the engine's compilation: a rank compiles what was accepted between two steps, and others wait."""
+WORD_BITS = 32
+
+Encode = Callable[[str], list[int]]
+"""Makes tokens of a text."""
+
+_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,1}[ ]{0,16}"}
+"""Between the parts of JSON; without a bound, a model that is not sure of itself writes blanks up to `max_tokens`."""
+
+
+def load_grammars(info: ModelInfo) -> TokenGrammars | None:
+    """Return what compiles grammars; None where the tokens are no bytes, or none of them ends an answer.
+
+    Raises:
+        CheckpointError: When there is no tokenizer.
+    """
+    ends = [token for token in info.stop_token_ids if token < info.vocab_size]
+    if not ends:
+        return None
+    try:
+        backend = _backend(info)
+        table = TokenTable.of_tokenizer(backend)
+    except CheckpointError as error:
+        logger.info("no grammars: %s", error)
+        return None
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    # One that puts a blank before every text makes other tokens in the middle of an answer.
+    known = None if table.begins_blank else encode
+    return TokenGrammars(table, vocab_size=info.vocab_size, ends=ends, encode=known)
+
+
+def _backend(info: ModelInfo) -> Any:
+    directory: Path = checkpoint_directory(info.path)
+    if (directory / TOKENIZER_JSON).is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(directory / TOKENIZER_JSON))
+        except Exception as error:  # it raises this very class
+            raise CheckpointError(
+                f"{TOKENIZER_JSON} cannot be loaded ({type(error).__name__}). "
+                "Remedy: give the directory of a complete checkpoint."
+            ) from error
+    loaded = load_tokenizer(directory, vocab_size=info.vocab_size, chat_template=info.chat_template)
+    return loaded.backend_tokenizer
+
+
+class _Vocabulary:
+    """The tokens as llguidance reads them.
+
+    Where a grammar leaves one text only, it allows the first token that `encode` makes of it, so that the model reads
+    the tokens that it was trained on.
+    """
+
+    def __init__(
+        self, table: TokenTable, vocab_size: int, ends: Sequence[int], encode: Encode
+    ) -> None:
+        self.tokens = table.raw[:vocab_size]
+        self.special_token_ids = [
+            token
+            for token, (raw, text) in enumerate(zip(self.tokens, table.text, strict=False))
+            if raw and not text
+        ]
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return the tokens of a text."""
+        return self._encode(text.decode() if isinstance(text, bytes) else text)
+
+
+class TokenGrammars:
+    """Compiles grammars; see `vsched.worker.capabilities.Grammars`."""
+
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        vocab_size: int,
+        ends: Sequence[int],
+        encode: Encode | None = None,
+    ) -> None:
+        """Take the tokens; `ends` are those that end an answer. Without `encode`, longest tokens come first."""
+        import llguidance
+        from llguidance import TokenizerWrapper
+
+        vocabulary = _Vocabulary(table, vocab_size, ends, encode or self._longest)
+        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
+            TokenizerWrapper(vocabulary), eos_token=list(ends)
+        )
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=500,
+            initial_lexer_fuel=500_000,
+            step_lexer_fuel=100_000,
+            step_max_items=20_000,
+            max_lexer_states=20_000,
+            max_grammar_size=50_000,
+            verbose_errors=False,
+        )
+
+    def _longest(self, text: str) -> list[int]:
+        return self._tokenizer.greedy_tokenize(text)
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar and look what may come first; the GIL is released.
+
+        Raises:
+            RequestRefused: When it cannot be used, allows nothing, or takes too long.
+        """
+        started_s = time.thread_time()
+        matcher = OutputMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
+        spent_s = time.thread_time() - started_s
+        if matcher.error:
+            raise _refused(matcher.error)
+        if spent_s > COMPILE_S_MAX:
+            raise _refused(f"compiling it took {spent_s:.2f} s, the limit is {COMPILE_S_MAX} s")
+
+    def matcher(self, grammar: str) -> OutputMatcher:
+        """Return what follows an output through a grammar that was checked."""
+        return OutputMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        import llguidance
+
+        written = _in_its_form(grammar)
+        return llguidance.LLMatcher(self._tokenizer, written, log_level=0, limits=self._limits)
+
+
+class OutputMatcher:
+    """Follows one output; see `vsched.worker.contract.TokenMatcher`.
+
+    Attributes:
+        error: Why the grammar cannot be followed; empty while it can.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
+        self.error = ""
+        self._look()
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """The tokens that may come next."""
+        return self._mask
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Take the next tokens; return whether the output is whole, or cannot be followed any more."""
+        matcher = self._matcher
+        if not self.error and not matcher.consume_tokens(list(token_ids)):
+            self._fail(matcher.get_error())
+        if not self.error:
+            if matcher.is_stopped():
+                return FinishReason.STOP
+            self._look()
+        return FinishReason.ERROR if self.error else None
+
+    def _look(self) -> None:
+        """Find out what may come next."""
+        matcher = self._matcher
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if matcher.is_error():
+            self._fail(matcher.get_error())
+        elif not self._mask.any():
+            self._fail("it allows no text")
+
+    def _fail(self, error: str) -> None:
+        self.error = error or "unknown"
+        self._mask.fill(0xFFFFFFFF)  # something must be drawn in the step that ends the request
+
+
+def _in_its_form(grammar: str) -> str:
+    """Return a grammar as llguidance reads it.
+
+    Raises:
+        RequestRefused: When it is none.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        ((kind, value),) = msgspec.json.decode(grammar, type=dict[str, Any]).items()
+        match kind:
+            case "json_schema":
+                # A schema of `true` allows anything, one of `false` nothing: a wrapper has room for the options.
+                schema = value if isinstance(value, dict) else {"allOf": [value]}
+                return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITESPACE)
+            case "regex":
+                _check_nesting(value)
+                return LLMatcher.grammar_from_regex(value)
+            case "choice":
+                options = [json.dumps(option, ensure_ascii=False) for option in value]
+                return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
+            case "grammar":
+                _check_nesting(value)
+                return LLMatcher.grammar_from_lark(any_to_lark(value))
+    except RequestRefused:
+        raise
+    except Exception as error:  # the converter raises plain ones, and msgspec its own
+        raise _refused(str(error)) from error
+    raise _refused(f"{kind} is no kind of grammar")
+
+
+def _check_nesting(text: str) -> None:
+    """Refuse brackets within too many others; those in strings and classes count as well, which is no matter."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    if deepest > NESTING_MAX:
+        raise _refused(f"brackets are nested {deepest} deep, the limit is {NESTING_MAX}")
+
+
+def _refused(reason: str) -> RequestRefused:
+    first = reason.strip().partition("\n")[0][:MESSAGE_CHARACTERS_MAX].rstrip(". ")
+    if first.startswith("panic"):  # a mistake of the library, with its inside in the words
+        first = "it cannot be compiled"
+    return RequestRefused(
+        f"the schema or grammar cannot be used: {first}. Remedy: correct or simplify it.",
+        code="invalid_grammar",
+    )
