@@ -12,7 +12,9 @@ from vsched.bench.load.shapes import Case
 CASES = tuple(case.value for case in Case)
 SMOLLM2 = "smollm2"
 MADE = ("tiny25", "mid25")
-CHECKPOINTS = (*MADE, SMOLLM2)
+WIDE = "wide25"
+"""Made as those are, for sampling at a real vocabulary; it has no tables on the pages."""
+CHECKPOINTS = (*MADE, WIDE, SMOLLM2)
 PEERS = ("vllm", "transformers")
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"

@@ -21,7 +21,16 @@ pytestmark = [
 
 Generated = Callable[[str, Sequence[Ask]], list[list[int]]]
 SAMPLED = SamplingParams(
-    max_tokens=60, temperature=0.9, top_p=0.9, frequency_penalty=0.3, seed=5, ignore_eos=True
+    max_tokens=60,
+    temperature=0.9,
+    top_p=0.9,
+    min_p=0.01,
+    frequency_penalty=0.3,
+    logit_bias=((40, 2.0),),
+    bad_words=((45,), (40, 46)),
+    min_tokens=10,
+    seed=5,
+    ignore_eos=True,
 )
 
 

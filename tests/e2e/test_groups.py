@@ -53,7 +53,16 @@ GROUPS = (
     "deadlines.rank_timeout_s=6",
 )
 DRAWS = SamplingParams(
-    temperature=0.9, top_p=0.9, frequency_penalty=0.3, max_tokens=60, ignore_eos=True
+    temperature=0.9,
+    top_p=0.9,
+    min_p=0.01,
+    frequency_penalty=0.3,
+    repetition_penalty=1.1,
+    logit_bias=((40, 2.0), (41, -100.0)),
+    bad_words=((45,), (40, 46)),
+    min_tokens=10,
+    max_tokens=60,
+    ignore_eos=True,
 )
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 OTHER_LOG, OTHER_RESULT = faulty_plugin.OTHER_LOG, faulty_plugin.OTHER_RESULT

@@ -33,6 +33,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.1,
         "seed": 7,
     },
+    "biased": {
+        "temperature": 0.9,
+        "logit_bias": ((40, 3.0), (41, -100.0)),
+        "bad_words": ((45,), (40, 46)),
+        "min_tokens": 20,
+        "seed": 9,
+    },
     "greedy-penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "seed": 8},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -152,7 +153,7 @@ class CompletionEndpoint:
         request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
         check_model(request.model, self._engine)
         prompt = parameters.completion_prompt(request, self._engine.info)
-        return self._job(
+        return await self._job(
             request,
             request_id,
             prompt=prompt,
@@ -161,7 +162,7 @@ class CompletionEndpoint:
             logprobs=request.logprobs,
         )
 
-    def _job(
+    async def _job(
         self,
         request: SamplingFields,
         request_id: str,
@@ -173,13 +174,18 @@ class CompletionEndpoint:
     ) -> CheckedRequest:
         constraint = constraint_of(request)
         parameters.refuse_unsupported(request)
+        words: tuple[tuple[int, ...], ...] = ()
+        if request.bad_words:  # tokenizing the most of them would hold up every other connection
+            words = await asyncio.to_thread(
+                parameters.bad_words, request, self._engine.preprocessor, self._settings
+            )
         sampling = parameters.sampling_params(
             request,
             max_tokens=max_tokens,
             logprobs=logprobs,
             info=self._engine.info,
             settings=self._settings,
-            bad_words=parameters.bad_words(request, self._engine.preprocessor, self._settings),
+            bad_words=words,
             grammar=constraint.grammar if constraint else "",
         )
         options = request.stream_options
@@ -310,7 +316,7 @@ class ChatEndpoint(CompletionEndpoint):
         arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
         prompt = rendered(self._engine, messages, arguments)
         limit = request.max_completion_tokens
-        return self._job(
+        return await self._job(
             request,
             request_id,
             prompt=prompt,

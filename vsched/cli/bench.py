@@ -14,6 +14,7 @@ from vsched.bench.memory.command import memory
 from vsched.bench.profile.command import profile
 from vsched.bench.ranks.command import ranks
 from vsched.bench.recovery.command import recovery
+from vsched.bench.sampler.command import sampler
 from vsched.bench.tune.command import tune
 from vsched.cli import app
 
@@ -25,6 +26,7 @@ bench_app.command("cache")(cache)
 bench_app.command("memory")(memory)
 bench_app.command("ranks")(ranks)
 bench_app.command("recovery")(recovery)
+bench_app.command("sampler")(sampler)
 bench_app.command("lag")(lag)
 bench_app.command("fidelity")(fidelity)
 bench_app.command("profile")(profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -17,6 +17,7 @@ from vsched.worker.contract import (
     EncodeWorker,
     ImagePlan,
     Progress,
+    SequenceState,
     TokenMatcher,
 )
 
@@ -182,6 +183,20 @@ class LeanPreprocessing(Protocol):
 
     def forgo_models(self) -> None:
         """Prepare this process to load preprocessors and never a model; called before anything else."""
+        ...
+
+
+@runtime_checkable
+class SamplerMaker(Protocol):
+    """A plug-in whose sampler can be run without a model, to be measured."""
+
+    def sampler(
+        self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
+    ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
+        """Return what chooses a token for each row of the logits, [rows, vocabulary], which become of this type.
+
+        It takes the special rows, as in `Batch.special`; the token to choose follows the last of each sequence.
+        """
         ...
 
 

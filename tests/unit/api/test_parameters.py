@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -210,6 +211,21 @@ async def test_biases_and_bad_words_reach_the_engine() -> None:
     assert dict(sampling.logit_bias) == {5: -100.0, 3: 1.5}
     tokenize = engine.preprocessor.tokenize
     assert set(sampling.bad_words) == {tuple(tokenize(text)) for text in ("no", " no")}
+
+
+async def test_bad_words_are_tokenized_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    threads: set[int] = set()
+    tokenize = engine.preprocessor.tokenize
+
+    def noted(text: str, *, images: bool = True) -> list[int]:
+        threads.add(threading.get_ident())
+        return tokenize(text, images=images)
+
+    monkeypatch.setattr(engine.preprocessor, "tokenize", noted)
+    assert (await post(engine, CHAT, chat(bad_words=["no", "never"]))).status == 200
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(

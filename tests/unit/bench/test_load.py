@@ -174,6 +174,14 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
+async def test_sampled_load_leaves_sampling_to_the_server() -> None:
+    """Nothing is asked for but a length: what people send who set no parameter."""
+    async with serving(whole(ANSWER)) as server:
+        await run_on(server, plan_of(Case.SAMPLED, warmup=1))
+    assert not [body for body in server.bodies if "temperature" in body]
+    assert server.bodies[0]["min_tokens"] == 3
+
+
 def test_body_without_extra_has_openai_fields_only() -> None:
     body = msgspec.json.decode(chat_body("demo", [], 3, {}))
     assert set(body) == {

@@ -42,7 +42,17 @@ REQUEST = Request(
     request_id="a",
     prompt_token_ids=[1, 5, 5, 5, 5, 150_000],
     items=(ITEM,),
-    sampling=SamplingParams(temperature=0.1, stop=("end",), stop_token_ids=(3,), seed=2**63 - 1),
+    sampling=SamplingParams(
+        temperature=0.1,
+        stop=("end",),
+        stop_token_ids=(3,),
+        seed=2**63 - 1,
+        min_p=0.1,
+        logit_bias=((3, -1.5), (4, 100.0)),
+        bad_words=((5,), (6, 7)),
+        min_tokens=2,
+        presence_penalty=0.5,
+    ),
     ttft_target_ms=100,
     cache_salt="tenant",
 )

@@ -13,12 +13,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 
 from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError, ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
+from vsched_workers.checkpoint.random_init import (
+    SIZES,
+    SMALL_TEXT,
+    learnt_tokenizer,
+    make_checkpoint,
+)
 from vsched_workers.plugin import TransformersPlugin, plugin
 
 WEIGHTS = "model.safetensors"
@@ -320,6 +326,16 @@ def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoint
         assert (tmp_path / "again" / name).read_bytes() == made
     other = tensors(tmp_path / "other")["model.embed_tokens.weight"]
     assert not np.array_equal(other, tensors(tmp_path / "again")["model.embed_tokens.weight"])
+
+
+def test_learnt_tokenizer_is_filled_with_words_that_no_text_has() -> None:
+    """They are only generated: a vocabulary of real size needs no text of real size."""
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = learnt_tokenizer([SMALL_TEXT], cut, words=384, longest=512, filled=500)
+    assert len(tokenizer) == 500
+    assert tokenizer.decode([450, 451]) == " 450w 451w"
+    assert max(tokenizer(SMALL_TEXT + " 450w")["input_ids"]) < 384
+    assert SIZES["wide25"].vocab == 152_064
 
 
 def test_make_checkpoint_refuses(tmp_path: Path, checkpoints: Checkpoints) -> None:

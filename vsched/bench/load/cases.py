@@ -80,7 +80,7 @@ def draw_session(case: Case, shape: Shape, seed: int) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for _ in range(shape.turns):
         text = draw_text(rng, shape.words)
-        if case is Case.TEXT:
+        if case in {Case.TEXT, Case.SAMPLED}:
             turns.append({"role": "user", "content": text})
             continue
         image_seed = 0 if case is Case.SAME_IMAGE else rng.getrandbits(32)

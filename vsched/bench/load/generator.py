@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from vsched.bench.load.cases import draw_session, draw_text
 from vsched.bench.load.client import BenchClient, Sample
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise
@@ -127,11 +129,20 @@ async def run(
 ) -> Figures:
     """Warm a server up and run a load against it; `finished` is called after each request."""
     plan = drawn.plan
+    if plan.case is Case.SAMPLED:
+        body = functools.partial(_without_temperature, body)
     for messages in drawn.warmup:
         await client.chat_when_ready(body(messages, plan.shape.output_tokens))
     measure = _burst if plan.case is Case.MIXED else _closed_loop
     answers = await measure(client, drawn, body, finished)
     return summarise(plan.case, plan.concurrency, answers)
+
+
+def _without_temperature(body: Body, messages: list[Message], tokens: int) -> bytes:
+    """Return the body of a request that leaves sampling to the defaults of the server."""
+    content = msgspec.json.decode(body(messages, tokens))
+    del content["temperature"]
+    return msgspec.json.encode(content)
 
 
 async def _closed_loop(

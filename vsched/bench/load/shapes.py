@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 
 class Case(enum.StrEnum):
-    """What is asked; in `mixed`, a burst of images arrives while as many texts are decoded."""
+    """What is asked; in `mixed`, a burst of images arrives while as many texts are decoded.
+
+    All are greedy but `sampled`, which is `text` with the API's own defaults.
+    """
 
     TEXT = "text"
+    SAMPLED = "sampled"
     IMAGE = "image"
     SAME_IMAGE = "same-image"
     CONVERSATION = "conversation"
@@ -28,6 +32,7 @@ class Shape:
 
 _DEFAULT_SIZES = {
     Case.TEXT: (120, 128),
+    Case.SAMPLED: (120, 128),
     Case.IMAGE: (100, 64),
     Case.SAME_IMAGE: (100, 64),
     Case.CONVERSATION: (30, 32),

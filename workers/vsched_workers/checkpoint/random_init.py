@@ -59,6 +59,7 @@ class Size:
         learns_from_library: Whether the tokenizer learns from Python's standard library or, quicker, from a short text.
         image_limits: Least and most pixels of a resized image.
         spread: Standard deviation of the weights. The small ones need more of it, or every answer is the same.
+        filled: Whether the vocabulary has words that no text has, where the library teaches fewer.
     """
 
     family: str
@@ -69,6 +70,7 @@ class Size:
     learns_from_library: bool = True
     image_limits: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
     spread: float = 0.02
+    filled: bool = False
 
 
 def _text(
@@ -111,6 +113,9 @@ def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
 
 LIBRARY_NAMES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 """What the names of transformers' classes begin with."""
+
+_LEARNT_MAX = 8192
+"""Words that a tokenizer learns in a second or two."""
 
 QWEN3_LIMITS = (65536, 16777216)
 
@@ -169,6 +174,14 @@ SIZES: dict[str, Size] = {
         vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
         image_limits=QWEN3_LIMITS,
     ),
+    "wide25": Size(
+        family="qwen2_5_vl",
+        summary="tiny25 with Qwen2.5-VL's own vocabulary of 152,064; shows what sampling costs",
+        vocab=152_064,
+        text=_text(256, 704, 4, 4, 2, [8, 12, 12]),
+        vision=_vision(4, 128, 344, 4, 256, **_windows([3])),
+        filled=True,
+    ),
     "small25": Size(
         family="qwen2_5_vl",
         summary="Qwen2.5-VL of 50 million parameters; as mid25, where that takes too long",
@@ -217,10 +230,13 @@ def _make_tokenizer(size: Size) -> Any:
 
     text = _library_text() if size.learns_from_library else iter([SMALL_TEXT])
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return learnt_tokenizer(text, cut, words=size.vocab, longest=32768)
+    learnt = min(size.vocab, _LEARNT_MAX) if size.filled else size.vocab
+    return learnt_tokenizer(text, cut, words=learnt, longest=32768, filled=size.vocab * size.filled)
 
 
-def learnt_tokenizer(texts: Iterable[str], cut: Any, *, words: int, longest: int) -> Any:
+def learnt_tokenizer(
+    texts: Iterable[str], cut: Any, *, words: int, longest: int, filled: int = 0
+) -> Any:
     """Return a byte-level tokenizer, with special tokens and chat template, that has learnt its words from texts.
 
     Args:
@@ -228,6 +244,7 @@ def learnt_tokenizer(texts: Iterable[str], cut: Any, *, words: int, longest: int
         cut: What splits a text before words are looked for; the last of it is byte-level.
         words: Size of the vocabulary.
         longest: Most tokens of a prompt.
+        filled: Words that there are in the end; those that no merge leads to are only ever generated.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -242,6 +259,12 @@ def learnt_tokenizer(texts: Iterable[str], cut: Any, *, words: int, longest: int
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < filled:
+        content = json.loads(tokenizer.to_str())
+        vocabulary = content["model"]["vocab"]
+        for token in range(tokenizer.get_vocab_size(), filled):
+            vocabulary[f"\u0120{token}w"] = token  # a blank, as bytes are spelt
+        tokenizer = Tokenizer.from_str(json.dumps(content))
     make: Any = transformers.PreTrainedTokenizerFast
     wrapped = make(
         tokenizer_object=tokenizer,

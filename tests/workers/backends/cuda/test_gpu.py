@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.workers.backends.paged import filled_cache, written_out
+from tests.workers.batching.test_sampling import OPTIONS, special
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
 from tests.workers.reference import Reference
 from tests.workers.test_language import mixed_questions, outputs
+from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.copies import RowCopies
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
@@ -27,6 +31,7 @@ from vsched_workers.batching.paged_attention import (
     Segment,
     context_slots,
 )
+from vsched_workers.batching.sampling import draw_in_numpy
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = [
@@ -185,3 +190,14 @@ def test_rows_are_right_when_copies_overlap_with_computing() -> None:
         found.append((turn, copies.fetch(source, np.arange(turn, 4096, 3)).sum(dtype=torch.int64)))
     for turn, total in found:
         assert int(total) == int(source[turn::3].sum(dtype=np.int64))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_draws_on_a_gpu_equal_numpy(options: dict[str, Any]) -> None:
+    logits = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 50_000)) * 3).bfloat16()
+    rows = [
+        special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 9]) for row in range(6)
+    ]
+    backend = choose_backend(SETTINGS, torch.bfloat16)
+    found = backend.draw(logits.to(DEVICE), rows).tolist()
+    assert found == draw_in_numpy(logits, rows).tolist()
