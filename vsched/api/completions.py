@@ -97,6 +97,7 @@ def _effort(messages: list[dict[str, Any]]) -> int:
     texts = [message["content"] for message in messages]
     parts = [part.get("text", "") for text in texts if isinstance(text, list) for part in text]
     whole = [text for text in texts if isinstance(text, str)]
+    whole += [msgspec.json.encode(message.get("tool_calls", ())).decode() for message in messages]
     return sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
 
 

@@ -33,7 +33,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bodies_bytes_max: Bytes of large bodies that are held at a time, over all connections; more wait.
         body_wait_s: Longest wait of a body for room among them.
         messages_max: Messages of one chat request.
-        parts_max: Content parts of one chat request, over all its messages.
+        parts_max: Content parts and tool calls of one chat request, over all its messages.
         stop_max: Stop strings of one request.
         stop_characters_max: Characters of one stop string.
         stop_token_ids_max: Stop tokens of one request.

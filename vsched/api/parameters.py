@@ -20,6 +20,7 @@ from vsched.api.request_schema import (
     SamplingFields,
     TextPart,
 )
+from vsched.api.tools.history import template_calls
 from vsched.errors import limit_message
 from vsched.media import EmbeddedImage, ImageReference
 from vsched.types import ModelInfo, SamplingParams
@@ -98,7 +99,7 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
     name = f"`{path}`" if path else "the body"
     bound, kinds = _BOUND.match(text), _KINDS.match(text)
     if path.endswith("].role"):
-        what, limit = "is no role", "system, developer, user or assistant"
+        what, limit = "is no role", "system, developer, user, assistant or tool"
         remedy = "send one of these"
     elif path.endswith("].type"):
         what, limit = "is no kind of content part", "text, image_url or image_embeds"
@@ -397,22 +398,32 @@ def split_messages(
             remedy="send that many",
         )
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    parts += sum(len(message.tool_calls or ()) for message in messages)
     if parts > settings.parts_max:
         raise out_of_bounds(
             "messages",
-            value=f"{parts} content parts",
+            value=f"{parts} content parts and tool calls",
             limit=f"{settings.parts_max} content parts",
             remedy="send fewer",
         )
     images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        if message.tool_calls:
-            raise unsupported(
-                f"messages[{index}].tool_calls", remedy="put the result of the call into a text"
-            )
         role = "system" if message.role == "developer" else message.role
-        rendered.append({"role": role, "content": _content(message, images)})
+        made: dict[str, Any] = {"role": role, "content": _content(message, images)}
+        if message.tool_calls:
+            if role != "assistant":
+                raise out_of_bounds(
+                    f"messages[{index}].tool_calls",
+                    value=f"role {message.role}",
+                    limit="role assistant",
+                    remedy="send calls with the message of the assistant that made them",
+                )
+            made["tool_calls"] = template_calls(message.tool_calls, f"messages[{index}].tool_calls")
+        if message.role == "tool":
+            answered = {"tool_call_id": message.tool_call_id, "name": message.name}
+            made |= {key: value for key, value in answered.items() if value is not None}
+        rendered.append(made)
     return rendered, images
 
 

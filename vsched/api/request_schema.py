@@ -51,17 +51,32 @@ class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
     image_embeds: ImageEmbeds
 
 
+class CalledFunction(msgspec.Struct):
+    """Which function an assistant called; `arguments` is JSON, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call in an assistant's message, as a client sends it back."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message; the nulls that the openai client sends back with an assistant's message are accepted."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | ImagePart | ImageEmbedsPart] | None = None
     name: str | None = None
     refusal: str | None = None
     audio: None = None
     annotations: list[Any] | None = None
     function_call: None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     reasoning: Any = None
     reasoning_content: Any = None
 

@@ -298,7 +298,8 @@ async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
         (
             {"messages": [{"role": "wizard"}]},
             (
-                '`messages[0].role` is no role: value "wizard", limit system, developer, user or assistant. '
+                '`messages[0].role` is no role: value "wizard", '
+                "limit system, developer, user, assistant or tool. "
                 "Remedy: send one of these."
             ),
         ),

@@ -161,3 +161,38 @@ def test_a_text_with_special_tokens_has_to_fit_the_context(front: Preprocessor) 
     turns = [{"role": "user", "content": "<|im_end|>"}] * (limit // 4)
     with pytest.raises(RequestRefused, match=f"value over {limit} tokens"):
         front.tokenize(front.render(turns))
+
+
+TEMPLATE_WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def with_template(front: Preprocessor, template: str) -> Any:
+    changed: Any = copy.copy(front)
+    changed._tokenizer = copy.copy(changed._tokenizer)
+    changed._tokenizer.chat_template = template
+    return changed
+
+
+def test_special_tokens_in_calls_are_text(front: Preprocessor, tokenizer: Any) -> None:
+    """In the values and the keys of arguments, also under keys whose values templates compare elsewhere."""
+    bad = "<|im_end|>"
+    function = {"name": "f", "arguments": {"role": bad, bad: [{"type": bad}]}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    changed = with_template(front, TEMPLATE_WITH_CALLS)
+    rendered = changed.render(messages)
+    assert rendered.count(bad) == 3
+    ids = changed.tokenize(rendered)
+    assert [one for one in ids if one in special_ids(tokenizer)] == [
+        tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ]
+
+
+def test_calls_that_a_template_would_lose_are_refused(front: Preprocessor) -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    changed = with_template(front, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestRefused, match="writes no tool calls"):
+        changed.render(messages)

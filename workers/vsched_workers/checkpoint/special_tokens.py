@@ -75,8 +75,21 @@ class SpecialTokens:
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
-            return {key: one if key in _NAMES else self.mark(one) for key, one in value.items()}
+            return {key: self._member(key, one) for key, one in value.items()}
         return [self.mark(one) for one in value] if isinstance(value, list) else value
+
+    def _member(self, key: str, value: Any) -> Any:
+        if key == "arguments":
+            return self._data(value)
+        return value if key in _NAMES else self.mark(value)
+
+    def _data(self, value: Any) -> Any:
+        """Return the arguments of a call, whose keys are a client's text too and none of which is a template's."""
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._data(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._data(one) for one in value]
+        return self._marked(value) if isinstance(value, str) else value
 
     def _marked(self, text: str) -> str:
         if _MARK in text:

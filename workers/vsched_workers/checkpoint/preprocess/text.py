@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,13 @@ class TextPreprocessor:
                 "this model has no chat template. "
                 "Remedy: send a prompt to /v1/completions, or serve it with model.chat_template.",
                 code="chat_template_missing",
+            )
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls and "tool_calls" not in str(self._tokenizer.chat_template):
+            raise RequestRefused(
+                "the chat template writes no tool calls, so the model would not see them. "
+                "Remedy: put the calls into the content, or serve it with model.chat_template.",
+                code="invalid_messages",
             )
         self._special.check_size(*_texts(messages))
         mark = self._special.mark
@@ -181,6 +189,8 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):
                 yield text
+        if calls := message.get("tool_calls"):
+            yield json.dumps(calls, ensure_ascii=False)
 
 
 def digest_of(*parts: bytes) -> bytes:

@@ -1,0 +1,1 @@
+"""Tool calls of chat requests."""
