@@ -120,14 +120,20 @@ def scheduler_limits(
     """Return the kernel's limits for a KV cache of `blocks` blocks.
 
     Raises:
-        ConfigError: When one chunk must hold an image or a prompt: chunks are not cut so yet.
+        ConfigError: When no step has room for an image that one chunk must hold.
     """
-    if info.takes_images and (info.item_atomic or info.prompt_atomic):
-        raise ConfigError(
-            f"model.path: positions of model_type {info.family!r} see later ones, for which chunks are not cut yet. "
-            "Remedy: serve a checkpoint of another family; docs/models.md lists them."
-        )
     generate, snapshots = config.generate, state_snapshots(config, info)
+    room = generate.max_batch_tokens - generate.slots
+    if info.takes_images and info.item_atomic and info.item_tokens_max > room:
+        raise ConfigError(
+            limit_message(
+                "generate.max_batch_tokens: too few beside a decode of each slot: one step must hold an image whole, "
+                f"for its positions see each other in model_type {info.family!r}",
+                value=room,
+                limit=f"at least {info.item_tokens_max} tokens",
+                remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
+            )
+        )
     return SchedulerLimits(
         block_size=generate.block_size,
         blocks=blocks,
@@ -143,12 +149,17 @@ def scheduler_limits(
         waiting=generate.max_waiting,
         waiting_bytes=generate.max_waiting_bytes,
         # Blocks of an earlier request say nothing of the state that a sequence had at their end.
-        prefix_cache=generate.prefix_cache and not (info.state_bytes and not snapshots),
+        # Nor do they where its prompt's later tokens made them.
+        prefix_cache=generate.prefix_cache
+        and not (info.state_bytes and not snapshots)
+        and not info.prompt_atomic,
         state_snapshots=snapshots if info.state_bytes else None,
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
         encode_pauses=config.encode_pauses,
+        item_atomic=info.item_atomic,
+        prompt_atomic=info.prompt_atomic,
     )
 
 
@@ -248,13 +259,22 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
         limits=StepLimits(
             slots=section.slots,
             batch_tokens=section.max_batch_tokens,
-            chunk_tokens=section.chunk_tokens,
+            chunk_tokens=longest_chunk(config, info),
             context_tokens=context_tokens(config, info),
             block_size=section.block_size,
             state_snapshots=state_snapshots(config, info),
         ),
         pixels_max=_pixels_max(config),
     )
+
+
+def longest_chunk(config: Config, info: ModelInfo) -> int:
+    """Return the most tokens of one sequence that a step may hold: those of what is never cut, where that is more."""
+    generate = config.generate
+    whole = info.item_tokens_max if info.item_atomic else 0
+    if info.prompt_atomic:
+        whole = generate.max_batch_tokens - generate.slots
+    return max(generate.chunk_tokens, whole)
 
 
 def _pixels_max(config: Config) -> int:

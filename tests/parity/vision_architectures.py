@@ -248,6 +248,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
             "mm_tokens_per_image": 4,
             "boi_token_index": START,
             "eoi_token_index": END,
+            "tie_word_embeddings": False,  # tied, its scaled embeddings make it repeat each token
         },
         _square(),
     ),

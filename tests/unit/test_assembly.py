@@ -20,7 +20,7 @@ from vsched.assembly import (
     worker_group_plans,
 )
 from vsched.config import Config, load_config, resolve_policies
-from vsched.errors import CheckpointError
+from vsched.errors import CheckpointError, ConfigError
 from vsched.transport.arena import Arena
 
 INFO = model_info()
@@ -101,6 +101,28 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]
     limits = scheduler_limits(config, INFO, policies, blocks=7)
     assert (limits.encode_items, limits.encoders, limits.generators) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(("fact", "longest"), [("item_atomic", 900), ("prompt_atomic", 1000)])
+def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
+    """The kernel is told, ranks measure memory for chunks so long, and an image that fits no step is an error."""
+    info = msgspec.structs.replace(INFO, item_tokens_max=900, **{fact: True})
+    config = config_of(
+        "generate.max_batch_tokens=1010", "generate.slots=10", "generate.chunk_tokens=64"
+    )
+    policies = resolve_policies(config)
+    limits = scheduler_limits(config, info, policies, blocks=7)
+    assert getattr(limits, fact)
+    assert limits.chunk_tokens == 64
+    assert limits.prefix_cache == (fact == "item_atomic")
+    for plan in worker_group_plans(config, info, policies):
+        assert plan.generate is None or plan.generate.limits.chunk_tokens == longest
+    if fact == "item_atomic":
+        large = msgspec.structs.replace(info, item_tokens_max=1001)
+        with pytest.raises(
+            ConfigError, match=r"value 1000, limit at least 1001 tokens.*set it to 1011"
+        ):
+            scheduler_limits(config, large, policies, blocks=7)
 
 
 def test_kernel_is_told_how_long_a_request_may_wait() -> None:

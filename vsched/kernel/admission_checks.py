@@ -26,7 +26,19 @@ def refuse_impossible(request: Request, limits: SchedulerLimits, *, scope: str) 
     if limits.blocks_for(total) > limits.blocks:
         room = limits.blocks * limits.block_size
         return Refuse(name, RefusalCode.KV_EXCEEDED, total, room, "generate.memory")
-    return _refuse_images(request, limits, scope)
+    return _refuse_atoms(request, limits) or _refuse_images(request, limits, scope)
+
+
+def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
+    largest = 0
+    if limits.prompt_atomic:
+        largest = len(request.prompt_token_ids)
+    elif limits.item_atomic:
+        largest = max((item.end - item.offset for item in request.items), default=0)
+    if largest <= limits.atom_tokens:
+        return None
+    code, setting = RefusalCode.CHUNK_EXCEEDED, "generate.max_batch_tokens"
+    return Refuse(request.request_id, code, largest, limits.atom_tokens, setting)
 
 
 def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Refuse | None:
@@ -36,11 +48,12 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
     for item, needed in zip(request.items, pages, strict=True):
         if needed > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
-    if scope == "request" and sum(pages) > limits.pages:
-        # One entry for the whole set: it is there as a whole or not at all.
+    by_choice = scope == "request"
+    if (by_choice or limits.prompt_atomic) and sum(pages) > limits.pages:
+        # One entry for the whole set, or one chunk that reads them all: they are there as a whole or not at all.
         tokens, rows = sum(pages) * limits.page_rows, limits.page_rows
         code = RefusalCode.IMAGES_EXCEED_CACHE
-        return Refuse(name, code, tokens, room, setting, detail=(rows,))
+        return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))
     return None
 
 

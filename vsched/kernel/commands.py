@@ -39,6 +39,8 @@ class RefusalCode(enum.StrEnum):
     """Tokens of one image that even an empty embedding cache cannot hold."""
     IMAGES_EXCEED_CACHE = "images_exceed_cache"
     """Tokens of all images of a request, in whole pages of `detail[0]`."""
+    CHUNK_EXCEEDED = "chunk_exceeded"
+    """Tokens that see each other, and that one step must therefore hold, beside a decode of each slot."""
     QUEUE_FULL = "queue_full"
     """Requests that wait, or bytes that they hold: `setting` tells which. It may pass later."""
     DUPLICATE_ID = "duplicate_id"

@@ -37,6 +37,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         encoders: Encode groups; 0 where no request has images.
         generators: Generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
+        item_atomic: One chunk holds an item whole, however long it is: its positions see each other.
+        prompt_atomic: One chunk holds a prompt whole.
     """
 
     block_size: int = 16
@@ -59,6 +61,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     encoders: int = 1
     generators: int = 1
     encode_pauses: bool = False
+    item_atomic: bool = False
+    prompt_atomic: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_tokens <= self.slots:
@@ -70,6 +74,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"{self.encoders} encode groups cannot share the processes of {self.generators} generate groups"
             )
+
+    @property
+    def atom_tokens(self) -> int:
+        """The most tokens that one chunk can have to hold whole: what every step has beside a decode of each slot."""
+        return self.batch_tokens - self.slots
 
     def blocks_for(self, tokens: int) -> int:
         """Return the KV blocks that hold `tokens` tokens."""

@@ -14,7 +14,7 @@ import msgspec
 from vsched.kernel.admission_checks import refuse_full, refuse_impossible
 from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.generate.chunks import drop_claims_before
+from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
@@ -154,7 +154,7 @@ class RequestMoves:
                 for item in state.items
             ],
             chunk_start=start,
-            chunk_stop=min(len(state.tokens), start + self._limits.chunk_tokens),
+            chunk_stop=reach(state, start, self._limits),
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from vsched.errors import VschedError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
-from vsched.kernel.decisions import EncodeDecision, GenerateDecision, Join
+from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join
 from vsched.kernel.events import Encoded, EncodeFailed, Event, GroupLost, Stepped, Submitted
 from vsched.kernel.generate.request_queue import ReadyEntry
 from vsched.sim.setup import Setup
@@ -76,6 +76,7 @@ class Oracles:
             self._image_tokens_max = limits.batch_tokens
         self._by_item = setup.policies.encoding.scope == "item"
         self._items: dict[int, tuple[MediaItem, ...]] = {}
+        self._prompts: dict[int, int] = {}
         self._ids: dict[int, str] = {}
         self._unstarted: dict[int, int] = {}
         self._entering: Submitted | None = None
@@ -146,6 +147,7 @@ class Oracles:
                 assert number not in self._ids, "accepted twice"
                 self._ids[number] = request_id
                 self._items[number] = request.items
+                self._prompts[number] = len(request.prompt_token_ids)
                 self._unstarted[number] = now_ns
                 self._entering = None
             case Refuse(request_id):
@@ -156,7 +158,7 @@ class Oracles:
                 assert self._ids.pop(number, None) == request_id, (
                     f"a terminal reply to {request_id}, which has none to come"
                 )
-                del self._items[number]
+                del self._items[number], self._prompts[number]
                 self._unstarted.pop(number, None)
             case SetTimer(deadline_ns):
                 assert deadline_ns > now_ns, "a timer in the past"
@@ -185,6 +187,18 @@ class Oracles:
 
     # --- generate steps ---
 
+    def _check_length(self, number: int, chunk: ChunkPlan) -> None:
+        """No chunk cuts what it must hold whole, and only that makes it longer than others."""
+        whole: list[tuple[int, int]] = []
+        if self._limits.prompt_atomic:
+            whole = [(0, self._prompts[number])]
+        elif self._limits.item_atomic:
+            whole = [(item.offset, item.end) for item in self._items[number]]
+        assert not any(first < chunk.stop < end for first, end in whole), "a chunk cuts an atom"
+        last = [end for first, end in whole if first <= chunk.start < end]
+        longest = max([self._limits.chunk_tokens, *(end - chunk.start for end in last)])
+        assert chunk.stop - chunk.start <= longest, "a chunk is too long"
+
     def _check_step(self, group: str, decision: GenerateDecision) -> None:
         limits, own = self._limits, self._generators[group]
         holders = own.holders
@@ -203,7 +217,7 @@ class Oracles:
         for chunk in decision.chunks:
             tokens += chunk.stop - chunk.start
             number, blocks = own.slots[chunk.slot]
-            assert chunk.stop - chunk.start <= limits.chunk_tokens, "a chunk is too long"
+            self._check_length(number, chunk)
             assert len(blocks) * limits.block_size >= chunk.stop, "a chunk has no blocks to go to"
             items = [
                 item

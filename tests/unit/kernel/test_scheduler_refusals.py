@@ -109,6 +109,49 @@ def test_scheduler_refuses_the_impossible(
 
 
 @pytest.mark.parametrize(
+    ("fact", "fits", "exceeds", "code", "said"),
+    [
+        (
+            "item_atomic",
+            image_request("fits", (b"a", 16), (b"b", 16)),
+            image_request("exceeds", (b"a", 17)),
+            "chunk_exceeded",
+            ["17 tokens", "16 tokens", "generate.max_batch_tokens"],
+        ),
+        (
+            "prompt_atomic",
+            make_request("fits", words(16)),
+            make_request("exceeds", words(17)),
+            "chunk_exceeded",
+            ["17 tokens", "16 tokens", "generate.max_batch_tokens"],
+        ),
+        (
+            "prompt_atomic",
+            image_request("fits", (b"a", 8), (b"b", 6)),
+            image_request("exceeds", (b"a", 5), (b"b", 5), (b"c", 5)),
+            "images_exceed_cache",
+            ["24 tokens", "limit 16 tokens", "send fewer images, or raise"],
+        ),
+    ],
+)
+def test_scheduler_refuses_what_no_step_can_hold_whole(
+    fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
+) -> None:
+    """Where positions see each other, one step holds them, and with a prompt the embeddings of all its images."""
+    limits = make_limits(batch_tokens=20, slots=4, chunk_tokens=5, pages=2, page_rows=8)
+    cluster = ModelCluster(msgspec.structs.replace(limits, **{fact: True}))
+    cluster.submit(fits)
+    cluster.submit(exceeds)
+    refuse = refusal_error(cluster.refused["exceeds"])
+    assert refuse.code == code
+    for text in said:
+        assert text in refuse.message
+    cluster.drain()
+    assert_served(cluster, "fits")
+    assert_holds_nothing(cluster)
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         make_request("r", words(96), max_tokens=4),

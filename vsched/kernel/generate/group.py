@@ -169,10 +169,11 @@ class GenerateGroup(Group):
 
     def can_start(self, state: RequestState, computed: int) -> bool:
         """Return whether a chunk from `computed` on has anything to do: its embeddings are there."""
-        return self._chunk_stop(state, computed, self._limits.batch_tokens) > computed
+        tokens = self._limits.batch_tokens
+        return self._chunk_stop(state, computed, tokens, room=tokens) > computed
 
-    def _chunk_stop(self, state: RequestState, start: int, budget: int) -> int:
-        return chunk_stop(state, start, budget, limits=self._limits, cache=self._cache)
+    def _chunk_stop(self, state: RequestState, start: int, budget: int, *, room: int) -> int:
+        return chunk_stop(state, start, budget, room=room, limits=self._limits, cache=self._cache)
 
     # --- planning ---
 
@@ -269,7 +270,8 @@ class GenerateGroup(Group):
     def _chunk(self, state: RequestState, plan: StepPlan) -> None:
         """Plan the next chunk of a prefilling request, if it can go on."""
         start, step = state.computed, plan.step
-        stop = self._chunk_stop(state, start, plan.budget.tokens_at(start))
+        budget = plan.budget
+        stop = self._chunk_stop(state, start, budget.tokens_at(start), room=budget.tokens)
         if stop <= start:
             return
         plan.budget.take(start, stop - start)
@@ -329,7 +331,6 @@ class GenerateGroup(Group):
                 # Only now: the chunk may read the content of an earlier item once more.
                 drop_claims_before(state, join.computed, cache=self._cache)
             elif state.phase is Phase.READY:
-                queue.blocked = True
                 return
             # Else it waits for embeddings again: no reason to hold up those behind it.
 
@@ -338,15 +339,21 @@ class GenerateGroup(Group):
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = len(prefix) * self._limits.block_size
-        if self._chunk_stop(state, computed, budget.tokens_at(computed)) <= computed:
+        if not self.can_start(state, computed):
             # Its embeddings or its cached prefix went while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
             state.phase = Phase.ITEMS
             self._requeued.append(state)
             return None
+        tokens = budget.tokens_at(computed)
+        if self._chunk_stop(state, computed, tokens, room=budget.tokens) <= computed:
+            # What one chunk must hold does not fit this step any more. Nobody overtakes it to the next.
+            probe("generate.atom_waits")
+            return None
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
         if missing > self._pool.available - self._pool.cached_among(prefix):
+            self.queue.blocked = True
             return None
         self.queue.dequeue(state)
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))

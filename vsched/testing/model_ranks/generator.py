@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
@@ -28,7 +28,11 @@ def prompt_seed(prompt: list[int]) -> int:
 
 
 class ModelSequence:
-    """Token ids, and for each the fingerprint of all that its KV depends on."""
+    """Token ids, and for each the fingerprint of all that its KV depends on.
+
+    Attributes:
+        atoms: Ranges of positions whose KV depends on all of the range.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,10 @@ class ModelSequence:
         max_tokens: int,
         items: tuple[MediaItem, ...],
         cache_salt: str,
+        *,
+        atoms: Sequence[tuple[int, int]] = (),
     ) -> None:
+        self.atoms = atoms
         self.tokens = tokens
         self.prompt_length = prompt_length
         self.max_tokens = max_tokens
@@ -47,7 +54,7 @@ class ModelSequence:
         self.computed = 0
         self.decoding = False
         self._fingerprints: list[int] = []
-        self._root = hash(cache_salt)
+        self._seen = hash(cache_salt)
 
     def leave(self) -> None:
         """Lose the slot and all that lies in blocks."""
@@ -57,14 +64,19 @@ class ModelSequence:
         """Return, for each known position, what its KV depends on: all tokens and items up to it."""
         known = self._fingerprints
         if len(known) < len(self.tokens):
-            seen = known[-1] if known else self._root
-            for position in range(len(known), len(self.tokens)):
+            first = len(known)
+            seen = self._seen
+            for position in range(first, len(self.tokens)):
                 within = next(
                     (item for item in self.items if item.offset <= position < item.end), None
                 )
                 content = None if within is None else (within.key, position - within.offset)
                 seen = hash((seen, self.tokens[position], content))
                 known.append(seen)
+            self._seen = seen
+            for start, end in self.atoms if not first else ():  # they lie in the prompt
+                whole = known[end - 1]
+                known[start:end] = [hash((whole, position)) for position in range(start, end)]
         return known
 
 
@@ -117,6 +129,8 @@ class ModelGenerator:
             sequence = self._at(chunk.slot)
             assert not sequence.decoding, "a chunk of a sequence that decodes"
             assert chunk.start == sequence.computed, "a chunk does not begin where the last ended"
+            cut = [one for one in sequence.atoms if one[0] < chunk.stop < one[1]]
+            assert not cut, f"a chunk that ends at {chunk.stop} cuts {cut}"
             self._read_items(sequence, chunk)
             self._compute(sequence, chunk.start, chunk.stop)
             at = chunk.start
@@ -176,6 +190,7 @@ class ModelGenerator:
                 data.sampling.max_tokens,
                 request.items,
                 request.cache_salt,
+                atoms=self._atoms(data.prompt_length, request.items),
             )
         sequence = self.sequences[join.number]
         assert join.length == len(sequence.tokens), "rank and kernel count tokens differently"
@@ -187,6 +202,11 @@ class ModelGenerator:
         if join.restored is not None:
             assert 0 <= join.restored < (self._limits.state_snapshots or 0), "no such place"
             self.states[join.slot] = self.snapshots[join.restored]
+
+    def _atoms(self, prompt_length: int, items: Sequence[MediaItem]) -> Sequence[tuple[int, int]]:
+        if self._limits.prompt_atomic:
+            return [(0, prompt_length)]
+        return [(item.offset, item.end) for item in items] if self._limits.item_atomic else ()
 
     def _read_items(self, sequence: ModelSequence, chunk: ChunkPlan) -> None:
         items = sequence.items if self._scope == "item" else keyed_by_set(sequence.items)

@@ -143,8 +143,14 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
     # Every third model keeps a state; by what was drawn, so that the seeds of other models draw what they did.
     keeps_state = drawn.blocks % 3 == 0
     places = drawn.blocks % 7 if drawn.prefix_cache else 0
+    # Every fourth model has positions that see later ones; in half of them all of a prompt do.
+    sees_ahead = drawn.waiting % 4 == 0
+    prompt_atomic = sees_ahead and drawn.pages % 2 == 0
     return msgspec.structs.replace(
         drawn,
+        item_atomic=sees_ahead,
+        prompt_atomic=prompt_atomic,
+        batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
         state_snapshots=places if keeps_state else None,
-        prefix_cache=drawn.prefix_cache and not (keeps_state and not places),
+        prefix_cache=drawn.prefix_cache and not (keeps_state and not places) and not prompt_atomic,
     )

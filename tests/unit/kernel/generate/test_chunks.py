@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.kernel.setups import image_request, make_limits, words
+from tests.unit.kernel.setups import (
+    assert_served,
+    image_request,
+    joined,
+    make_limits,
+    words,
+)
 from vsched.testing import ModelCluster, make_request
 
 BLOCK = 4
@@ -27,3 +33,48 @@ def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
     cluster.submit(image_request("r", (b"ready", 6), (b"missing", 8)))
     cluster.run_encode()
     assert [chunk.stop for step in cluster.decisions for chunk in step.chunks] == [6]
+
+
+def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.stop) for step in cluster.decisions for chunk in step.chunks]
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    [
+        ("", [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]),
+        ("item_atomic", [(0, 3), (3, 12), (12, 14), (14, 20), (20, 22)]),
+        ("prompt_atomic", [(0, 22)]),
+    ],
+)
+def test_what_sees_itself_is_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
+    """A chunk ends before an image, or holds it whole, however small chunks should be."""
+    limits = make_limits(chunk_tokens=4, **({fact: True} if fact else {}))
+    cluster = ModelCluster(limits)
+    cluster.submit(make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
+    cluster.drain()
+    assert _chunks(cluster) == expected
+    assert_served(cluster, "r")
+
+
+def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken() -> None:
+    """The next step has room for it; short prompts behind it could take that again and again."""
+    limits = make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True)
+    cluster = ModelCluster(limits)
+    cluster.submit(make_request("first", words(30)))
+    cluster.submit(image_request("image", (b"image", 16)))
+    cluster.submit(make_request("short", words(5, start=60)))
+    cluster.drain()
+    assert joined(cluster) == ["first", "image", "short"]
+    assert (0, 16) in _chunks(cluster)
+    assert_served(cluster, "first", "image", "short")
+
+
+def test_a_prompt_waits_for_all_its_images() -> None:
+    """One chunk reads them all."""
+    cluster = ModelCluster(make_limits(encode_items=1, prompt_atomic=True))
+    cluster.submit(image_request("r", (b"a", 6), (b"b", 8)))
+    cluster.run_encode()
+    assert not _chunks(cluster)
+    cluster.drain()
+    assert _chunks(cluster) == [(0, 15)]
