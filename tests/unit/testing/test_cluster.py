@@ -50,8 +50,11 @@ def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
 def early_chunks(patch: pytest.MonkeyPatch) -> None:
     real = GenerateGroup._chunk_stop
 
-    def broken(self: GenerateGroup, state: RequestState, start: int, budget: int) -> int:
-        return min(real(self, state, start, budget) + 1, start + budget, len(state.tokens))
+    def broken(
+        self: GenerateGroup, state: RequestState, start: int, budget: int, *, room: int
+    ) -> int:
+        stop = real(self, state, start, budget, room=room)
+        return min(stop + 1, start + budget, len(state.tokens))
 
     patch.setattr(GenerateGroup, "_chunk_stop", broken)
 
