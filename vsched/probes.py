@@ -43,6 +43,8 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "generate.preempted_itself": "the request that needs a block has to go itself",
         "generate.embedding_gone": "an embedding went while the request that needs it waited for a slot",
         "generate.stalled_prefill_preempted": "a stalled prefill is preempted for an older request",
+        "generate.atom_waits": "what one chunk must hold waits for a step with room for it",
+        "generate.chunk_holds_atom": "a chunk ends before, or holds whole, what sees itself",
         "generate.chunk_cut_to_block": "a chunk is cut back to a block boundary before a missing embedding",
         "embeddings.moved_up": "an older request wants an item that waits for an encoder already",
         "embeddings.claimed_twice": "a request drops one of two claims on the same content",
