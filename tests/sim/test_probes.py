@@ -17,6 +17,7 @@ from vsched.sim.cluster.swarm import swarm
 
 REACHING = (
     413,
+    827,
     16,
     1000,
     1001,

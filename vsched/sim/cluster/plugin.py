@@ -40,6 +40,10 @@ CONTEXT_TOKENS = 4096
 HYBRID = "simulated-hybrid"
 """Path of a checkpoint whose layers keep a state, too; any other is of one without."""
 STATE_BYTES = 4 << 20
+SEES_IMAGES, SEES_PROMPTS = "simulated-sees-images", "simulated-sees-prompts"
+"""Paths of checkpoints in which the positions of an image see each other, or those of a prompt."""
+SEEN_TOKENS_MAX = 50
+"""Tokens of an image that sees itself: they fit a step of a small engine."""
 
 
 class SimulatedDetokenizer:
@@ -117,6 +121,7 @@ class SimulatedPlugin:
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         del dtype
+        largest = SEEN_TOKENS_MAX if path == SEES_IMAGES else ITEM_TOKENS_MAX
         return ModelInfo(
             family="simulated",
             path=path,
@@ -127,7 +132,9 @@ class SimulatedPlugin:
             context_tokens=CONTEXT_TOKENS,
             kv_bytes_per_token=1 << 20,
             state_bytes=STATE_BYTES if path == HYBRID else 0,
-            item_tokens_max=min(item_tokens_max or ITEM_TOKENS_MAX, ITEM_TOKENS_MAX),
+            item_atomic=path == SEES_IMAGES,
+            prompt_atomic=path == SEES_PROMPTS,
+            item_tokens_max=min(item_tokens_max or largest, largest),
             image_token_id=IMAGE_TOKEN,
             stop_token_ids=(END_TOKEN,),
         )

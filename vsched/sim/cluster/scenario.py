@@ -14,6 +14,7 @@ from vsched.config import Config
 from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_operations
+from vsched.sim.cluster.plugin import SEES_IMAGES
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults.plan import (
@@ -87,8 +88,18 @@ class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
     """Draw a scenario."""
-    if seed >= FIRST_PRESSED and seed % 2:
-        return draw_pressed(seed, requests=2 * requests)
+    pressed = seed >= FIRST_PRESSED and seed % 2
+    drawn = draw_pressed(seed, requests=2 * requests) if pressed else _draw_plain(seed, requests)
+    if seed % 10 == 7:
+        # By the seed, not by what is drawn: so the scenarios of other models stay what they were.
+        model = msgspec.structs.replace(drawn.config.model, path=SEES_IMAGES)
+        generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=72)
+        config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
+        return msgspec.structs.replace(drawn, config=config)
+    return drawn
+
+
+def _draw_plain(seed: int, requests: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")  # noqa: S311
     config = draw_config(rng)
     kinds, faults_max = rng.choice([(KINDS, FAULTS_MAX)] * 4 + [(DEADLY, 2 * FAULTS_MAX)])

@@ -1,0 +1,36 @@
+"""Whole engines of models in which positions see later ones: whatever happens, no chunk cuts what sees itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from vsched.sim.cluster import SimEngine, small_config
+from vsched.sim.cluster.plugin import SEES_IMAGES, SEES_PROMPTS
+from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.workload.requests import Arrival
+
+Engines = Callable[..., SimEngine]
+
+
+@pytest.mark.sim(seeds=8)
+@pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
+async def test_what_sees_itself_stays_whole_whatever_happens(
+    sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str
+) -> None:
+    """Chunks are smaller than images, requests are preempted and lose their ranks; observers check every decision."""
+    base = small_config()
+    room = 72 if path == SEES_IMAGES else 260
+    config = msgspec.structs.replace(
+        base,
+        model=msgspec.structs.replace(base.model, path=path),
+        generate=msgspec.structs.replace(base.generate, max_batch_tokens=room),
+    )
+    async with sim_engine(config, faults=faults) as engine:
+        await engine.run(workload)
+        await engine.heal()
+        statistics = engine.engine.statistics()
+        assert statistics["generate"]["admitted"] > 0
+        assert path == SEES_IMAGES or not statistics["generate"]["tokens_cached"]
