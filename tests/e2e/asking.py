@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,3 +172,15 @@ def in_flight(engine: Engine) -> dict[str, int]:
         "running_items": encode["running_items"],
         "pages_used": used,
     }
+
+
+def now_and_then(token: int, say: Callable[[float], list[int]]) -> tuple[float, list[int]]:
+    """Return a bias with which a model says a token among others, and what it says then."""
+    low, high = 0.0, 64.0
+    while True:
+        bias = (low + high) / 2
+        said = say(bias)
+        if said[: len(said) // 2].count(token) > 0 and set(said) != {token}:
+            return bias, said
+        assert high - low > 1e-3, "it says the token always or never"
+        low, high = (bias, high) if token not in said else (low, bias)

@@ -97,7 +97,7 @@ def configure(checkpoints: Callable[[str], Path]) -> Callable[..., Config]:
 def generated(
     checkpoints: Callable[[str], Path],
 ) -> Callable[[str, Sequence[Ask]], list[list[int]]]:
-    """Return what transformers' `generate` answers to questions, greedily."""
+    """Return what transformers' `generate` answers to questions, greedily and with its options."""
 
     @functools.cache
     def load(size: str) -> tuple[Reference, Preprocessor]:
@@ -105,9 +105,12 @@ def generated(
         info: ModelInfo = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
         return Reference(path), plugin.load_preprocessor(info)
 
-    def generate(size: str, asks: Sequence[Ask]) -> list[list[int]]:
+    def generate(size: str, asks: Sequence[Ask], **options: object) -> list[list[int]]:
         reference, preprocessor = load(size)
-        return [reference.generate(ask.prompt(preprocessor), ask.images, ask.count) for ask in asks]
+        return [
+            reference.generate(ask.prompt(preprocessor), ask.images, ask.count, **options)
+            for ask in asks
+        ]
 
     return generate
 

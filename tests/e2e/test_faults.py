@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, now_and_then, read
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-Generated = Callable[[str, Sequence[Ask]], list[list[int]]]
+Generated = Callable[..., list[list[int]]]
 SAMPLED = SamplingParams(
     max_tokens=60,
     temperature=0.9,
@@ -66,6 +66,27 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     await back(engine)
     assert engine.rank_pids[0] == encode_pid, "the encoder had no part in it"
     assert engine.rank_pids[1] != generate_pid
+
+
+async def test_a_sampled_placeholder_stands_for_no_image(
+    engine: Engine, generated: Generated
+) -> None:
+    """Also when the answer becomes a part of what is computed anew."""
+    (ask,) = [one for one in asks(2500, 7) if one.images][:1]
+    placeholder = engine.info.placeholder
+
+    def say(bias: float) -> list[int]:
+        return generated("nano25", [ask], sequence_bias={(placeholder,): bias})[0]
+
+    bias, tokens = now_and_then(placeholder, say)
+    sampling = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=ask.count, logit_bias=((placeholder, bias),)
+    )
+    begun = await begin(engine, ask, sampling)
+    await until(lambda: begun.output_tokens > ask.count // 2, "the stream is under way")
+    os.kill(engine.rank_pids[1], signal.SIGKILL)
+    assert (await read(begun)).token_ids == tokens
+    await back(engine)
 
 
 async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:

@@ -1,7 +1,7 @@
 """`python -m tests.parity`: compare architectures with transformers' `generate`, and write docs/models.md's tables.
 
 With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
-is written. It takes about eight minutes.
+is written. It takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import sys
+import tempfile
 from pathlib import Path
 
 from transformers.utils import logging
@@ -19,25 +20,30 @@ from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
 from tests.parity.compare import Parity, compare, refusal_of
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
 from tests.parity.vision_compare import compare_vision
+from tests.workers.parallel.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
 SEEING_BEGIN, SEEING_END = "<!-- image parity: begin -->\n", "<!-- image parity: end -->\n"
-HEAD = "| architecture | path | {} | chunked | preempted | prefix cache | equal |\n|---|---|---|---|---|---|---|"
+HEAD = "| architecture | path | {} | chunked | preempted | prefix cache |{} equal |\n|---|---|---|---|---|---|{}---|"
 
 
-def row(name: str, parity: Parity) -> str:
+def row(name: str, parity: Parity, *, sees: bool = False) -> str:
     """Return the table's line of an architecture."""
-    ways = (parity.text, parity.chunked, parity.preempted, parity.prefix_cache)
-    cells = [f"`{name}`", parity.path, *("yes" if one else "no" for one in ways)]
+    ways = [parity.text, parity.chunked, parity.preempted, parity.prefix_cache]
+    ways += [] if sees else [parity.two_ranks]
+    cells = [f"`{name}`", parity.path, *(_WORDS[one] for one in ways)]
     return f"| {' | '.join(cells)} | {'yes' if parity.equal else '**no**'} |"
+
+
+_WORDS = {True: "yes", False: "no", None: "one rank"}
 
 
 def tables(rows: list[str], refused: list[str]) -> str:
     """Return what stands between the marks of the page."""
     return "\n".join(
         [
-            HEAD.format("text"),
+            HEAD.format("text", " two ranks |", "---|"),
             *rows,
             "",
             "| refused | because it has |",
@@ -61,11 +67,15 @@ def main(names: list[str]) -> int:
     if names == ["images"]:
         return compare_images()
     rows, refused, unequal = [], [], 0
-    for name in names or [*FAMILY_SIZES, *ARCHITECTURES]:
-        parity = compare_vision(name) if name in VISION_ARCHITECTURES else compare(name)
-        unequal += not parity.equal
-        rows.append(row(name, parity))
-        print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory(prefix="vsched-ranks-") as folder:
+        ranks = Ranks(2, Path(folder))
+        for name in names or [*FAMILY_SIZES, *ARCHITECTURES]:
+            sees = name in VISION_ARCHITECTURES
+            parity = compare_vision(name) if sees else compare(name, ranks=ranks)
+            unequal += not parity.equal
+            rows.append(row(name, parity, sees=sees))
+            print(rows[-1], flush=True)
+        ranks.stop()
     for name in () if names else REFUSED:
         why = refusal_of(name)
         unequal += not why
@@ -79,13 +89,13 @@ def main(names: list[str]) -> int:
 
 def compare_images() -> int:
     """Compare the architectures that take images, write their table, and return how many are unequal."""
-    rows, unequal = [HEAD.format("image")], 0
+    rows, unequal = [HEAD.format("image", "", "")], 0
     for name in VISION_ARCHITECTURES:
         if name in VISION_REFUSED:
             continue
         parity = compare_vision(name)
         unequal += not parity.equal
-        rows.append(row(name, parity))
+        rows.append(row(name, parity, sees=True))
         print(rows[-1], flush=True)
     write(SEEING_BEGIN, SEEING_END, "\n".join([*rows, ""]))
     return unequal

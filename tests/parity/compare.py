@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
 from tests.workers.driver import Driver, Question, Running, Stage
+from tests.workers.parallel import ranks as on_rank
+from tests.workers.parallel.ranks import Ranks
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
@@ -36,6 +38,8 @@ class Parity(NamedTuple):
         chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled.
         preempted: The same, with requests that lose their blocks and are computed again.
         prefix_cache: With the blocks of an earlier request for the beginning of the prompt.
+        two_ranks: On both of two ranks, in chunks and with preemptions; None where ranks cannot share the model, or
+            were not asked.
     """
 
     path: str
@@ -43,11 +47,13 @@ class Parity(NamedTuple):
     chunked: bool = False
     preempted: bool = False
     prefix_cache: bool = False
+    two_ranks: bool | None = None
 
     @property
     def equal(self) -> bool:
         """Whether all of them did."""
-        return self.text and self.chunked and self.preempted and self.prefix_cache
+        ways = (self.text, self.chunked, self.preempted, self.prefix_cache)
+        return all(ways) and self.two_ranks is not False
 
 
 def prompts() -> list[list[int]]:
@@ -82,8 +88,8 @@ def generated(
     return found
 
 
-def compare(name: str, *, attention: str = "exact") -> Parity:
-    """Make a model of an architecture and compare.
+def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) -> Parity:
+    """Make a model of an architecture and compare; with `ranks` as two of them, too, where they can share it.
 
     Raises:
         CheckpointError: When the architecture is refused.
@@ -106,7 +112,20 @@ def compare(name: str, *, attention: str = "exact") -> Parity:
             )
             == expected,
             prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
+            two_ranks=None if ranks is None else on_two_ranks(ranks, folder, questions, expected),
         )
+
+
+def on_two_ranks(
+    ranks: Ranks, path: str, questions: Sequence[Question], expected: list[list[int]]
+) -> bool | None:
+    """Return whether both of two ranks answer so; None where they cannot share the model."""
+    try:
+        info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
+        plugin.check_parallel(info, stage="generate", ranks=2)
+    except CheckpointError:
+        return None
+    return ranks.run(on_rank.answer_text, path, questions) == [expected, expected]
 
 
 def with_cached_prefixes(stage: Stage, questions: Sequence[Question]) -> list[Running]:

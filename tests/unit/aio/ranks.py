@@ -351,7 +351,10 @@ class Stream:
 
 
 class Absent:
-    """Stands for the media pipeline and the arena of an engine that has none."""
+    """Stands for the media pipeline, the arena and the grammars of an engine that has none."""
+
+    async def check(self, sampling: SamplingParams) -> None:
+        pass
 
     def clear(self) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,8 +44,7 @@ class SlowMedia:
 def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
     engine = played.engine()
     assert engine._running is not None
-    parts = {name: getattr(engine._running, name) for name in ("arena", "launcher", "shell")}
-    engine._running = type(engine._running)(**parts, media=cast("Any", media))
+    engine._running = dataclasses.replace(engine._running, media=cast("Any", media))
     engine.info = cast("Any", SimpleNamespace(vocab_size=1000, stop_token_ids=()))
     engine.preprocessor = cast("Any", SimpleNamespace(detokenizer=Text))
     return engine
