@@ -30,7 +30,8 @@ HEAD = "| architecture | path | {} | chunked | preempted | prefix cache |{} equa
 
 def row(name: str, parity: Parity, *, sees: bool = False) -> str:
     """Return the table's line of an architecture."""
-    ways = [parity.text, parity.chunked, parity.preempted, parity.prefix_cache]
+    ways: list[bool | None] = [parity.text, parity.chunked, parity.preempted]
+    ways.append(parity.prefix_cache)
     ways += [] if sees else [parity.two_ranks]
     cells = [f"`{name}`", parity.path, *(_WORDS[one] for one in ways)]
     return f"| {' | '.join(cells)} | {'yes' if parity.equal else '**no**'} |"
