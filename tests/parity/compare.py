@@ -123,9 +123,10 @@ def on_two_ranks(
     try:
         info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
         plugin.check_parallel(info, stage="generate", ranks=2)
+        found = ranks.run(on_rank.answer_text, path, questions)
     except CheckpointError:
         return None
-    return ranks.run(on_rank.answer_text, path, questions) == [expected, expected]
+    return found == [expected, expected]
 
 
 def with_cached_prefixes(stage: Stage, questions: Sequence[Question]) -> list[Running]:
