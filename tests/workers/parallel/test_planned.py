@@ -1,4 +1,4 @@
-"""Two ranks that share a model by transformers' own plan, against `generate`; and what they refuse to share."""
+"""Ranks that share a model by transformers' own plan, against `generate`; and what they refuse to share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.plugin import plugin
 
-SHARED = ("cohere", "mixtral", "olmo2", "phi3", "qwen3_moe", "starcoder2")
+SHARED = ("cohere", "deepseek_v3", "mixtral", "olmo2", "phi3", "qwen3_moe", "starcoder2")
 """Heads of their own, experts in parts, results put together, inputs split, linear layers with biases."""
 
 
@@ -34,6 +34,28 @@ def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
     found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
     assert found[0] == found[1] == generated(tmp_path, prompts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    make_checkpoint(name, tmp_path, num_key_value_heads=4)
+    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, size=4)
+    assert found == [generated(tmp_path, prompts())] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "mixtral", "phi3", "starcoder2"])
+def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Linear layers are packed there, and still add up; the tokens are near those of one rank, which rounds once."""
+    make_checkpoint(name, tmp_path)
+    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, "bfloat16")
+    alone = on_rank.answer_text(WorkerSettings(threads=1), str(tmp_path), questions, "bfloat16")
+    assert found[0] == found[1]
+    firsts = [answer[0] for answer in found[0]], [answer[0] for answer in alone]
+    assert sum(one == other for one, other in zip(*firsts, strict=True)) > len(questions) // 2
 
 
 def inspect(path: Path) -> Any:

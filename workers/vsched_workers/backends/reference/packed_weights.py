@@ -211,9 +211,19 @@ def pack_linears(
             # What derives from it computes something else.
             if type(linear) is nn.Linear and name not in READ_DIRECTLY:
                 packed = PackedLinear(linear, sizes, make_custom)
+                _keep_hooks(packed, linear)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size
+
+
+def _keep_hooks(packed: PackedLinear, linear: nn.Linear) -> None:
+    """Have a packed layer do what was hung on the one it replaces: ranks that share a model add up in hooks."""
+    packed._forward_pre_hooks.update(linear._forward_pre_hooks)  # noqa: SLF001  # torch has no name for this
+    packed._forward_hooks.update(linear._forward_hooks)  # noqa: SLF001
+    for name, parameter in linear.named_parameters(recurse=False):
+        if name not in {"weight", "bias"}:
+            packed.register_parameter(name, parameter)
 
 
 @torch.inference_mode()
