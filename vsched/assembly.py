@@ -53,6 +53,7 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     config, info = as_served(config, info)
     check_parallel(config, info)
     arena_layout(config, info)
+    _check_atoms(config, info)
     return msgspec.structs.replace(
         info,
         context_tokens=context_tokens(config, info),
@@ -123,17 +124,7 @@ def scheduler_limits(
         ConfigError: When no step has room for an image that one chunk must hold.
     """
     generate, snapshots = config.generate, state_snapshots(config, info)
-    room = generate.max_batch_tokens - generate.slots
-    if info.takes_images and info.item_atomic and info.item_tokens_max > room:
-        raise ConfigError(
-            limit_message(
-                "generate.max_batch_tokens: too few beside a decode of each slot: one step must hold an image whole, "
-                f"for its positions see each other in model_type {info.family!r}",
-                value=room,
-                limit=f"at least {info.item_tokens_max} tokens",
-                remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
-            )
-        )
+    _check_atoms(config, info)
     return SchedulerLimits(
         block_size=generate.block_size,
         blocks=blocks,
@@ -161,6 +152,24 @@ def scheduler_limits(
         item_atomic=info.item_atomic,
         prompt_atomic=info.prompt_atomic,
     )
+
+
+def _check_atoms(config: Config, info: ModelInfo) -> None:
+    """Check that a step can hold the largest image where its positions, or those of its prompt, see each other."""
+    generate = config.generate
+    room = generate.max_batch_tokens - generate.slots
+    sees = info.item_atomic or info.prompt_atomic
+    if info.takes_images and sees and info.item_tokens_max > room:
+        whose = "of its prompt" if info.prompt_atomic else "of it"
+        raise ConfigError(
+            limit_message(
+                "generate.max_batch_tokens: too few beside a decode of each slot: one step must hold an image whole, "
+                f"for the positions {whose} see each other in model_type {info.family!r}",
+                value=room,
+                limit=f"at least {info.item_tokens_max} tokens",
+                remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
+            )
+        )
 
 
 def leader_deadlines(config: Config) -> Deadlines:

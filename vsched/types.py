@@ -208,7 +208,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         state_bytes: Bytes of what layers keep of a sequence besides, however long it is; 0 where they keep nothing.
             Such a state is of the last token alone, so the blocks of an earlier request are of no use without it.
         item_tokens_max: Most tokens that one image may have after the clamp.
-        item_atomic: The positions of an image see each other, so that one chunk must hold the whole image.
+        item_atomic: The positions of an image see each other, so that one chunk must hold the whole image; of one that
+            fills several runs, those of each run.
         prompt_atomic: All positions of a prompt see each other, so that one chunk must hold the whole prompt.
         image_token_id: The placeholder of an image; None for a model of text alone, whose figures of images are 0.
         stop_token_ids: End-of-sequence tokens of the checkpoint.

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 
 httpx = pytest.importorskip("httpx")
 
-from tests.e2e.asking import Ask, begin, drawn_image, now_and_then, read  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, now_and_then, read  # noqa: E402
 from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
 from tests.parity.vision_checkpoints import make_vision_checkpoint  # noqa: E402
 from tests.patience import PATIENCE_S, until  # noqa: E402
@@ -115,6 +115,40 @@ async def test_a_chat_about_an_image_is_answered_as_generate_does(
             assert response.status_code == 200, response.text
             text = response.json()["choices"][0]["message"]["content"]
             assert text == seeing.engine.preprocessor.detokenize(tokens)
+
+
+class SecondTurn(Ask):
+    """A question, an answer to it, and another question."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        answer = {"role": "assistant", "content": "A cat."}
+        return [*super().messages, answer, {"role": "user", "content": "Are you sure?"}]
+
+
+async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
+    seeing: RunningServer, config: Config
+) -> None:
+    """All full blocks of it, with its image; none where their content depends on tokens that came later."""
+    engine = seeing.engine
+    turns = [Ask(TEXTS[1], [drawn_image(4)], 8), SecondTurn(TEXTS[1], [drawn_image(4)], OUTPUTS)]
+    wanted = generated(Path(config.model.path), engine.preprocessor, turns)
+    told = []
+    options = {"model": "seeing", "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
+        for turn, tokens in zip(turns, wanted, strict=True):
+            body = {"messages": turn.messages, "max_tokens": turn.count, **options}
+            response = (await client.post("/v1/chat/completions", json=body)).json()
+            text = response["choices"][0]["message"]["content"]
+            assert text == engine.preprocessor.detokenize(tokens)
+            usage = response["usage"]
+            told.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    (first, _), (second, cached) = told
+    assert second > first > 6 * config.generate.block_size
+    if engine.info.prompt_atomic:
+        assert cached == 0
+    else:
+        assert first - config.generate.block_size < cached <= first
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -117,12 +117,12 @@ def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
     assert limits.prefix_cache == (fact == "item_atomic")
     for plan in worker_group_plans(config, info, policies):
         assert plan.generate is None or plan.generate.limits.chunk_tokens == longest
-    if fact == "item_atomic":
-        large = msgspec.structs.replace(info, item_tokens_max=1001)
-        with pytest.raises(
-            ConfigError, match=r"value 1000, limit at least 1001 tokens.*set it to 1011"
-        ):
-            scheduler_limits(config, large, policies, blocks=7)
+    large = msgspec.structs.replace(info, item_tokens_max=1001)
+    with pytest.raises(
+        ConfigError, match=r"value 1000, limit at least 1001 tokens.*set it to 1011"
+    ):
+        scheduler_limits(config, large, policies, blocks=7)
+    scheduler_limits(config.text_alone, large.text_alone, policies, blocks=7)
 
 
 def test_kernel_is_told_how_long_a_request_may_wait() -> None:

@@ -34,7 +34,8 @@ def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
     if limits.prompt_atomic:
         largest = len(request.prompt_token_ids)
     elif limits.item_atomic:
-        largest = max((item.end - item.offset for item in request.items), default=0)
+        runs = (end - first for item in request.items for first, end in item.runs)
+        largest = max(runs, default=0)
     if largest <= limits.atom_tokens:
         return None
     code, setting = RefusalCode.CHUNK_EXCEEDED, "generate.max_batch_tokens"
@@ -44,14 +45,15 @@ def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
 def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Refuse | None:
     name, setting = request.request_id, "arena.embedding_bytes"
     room = limits.pages * limits.page_rows
-    pages = [limits.pages_for(item.tokens) for item in request.items]
-    for item, needed in zip(request.items, pages, strict=True):
-        if needed > limits.pages:
+    for item in request.items:
+        if limits.pages_for(item.tokens) > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
     by_choice = scope == "request"
-    if (by_choice or limits.prompt_atomic) and sum(pages) > limits.pages:
-        # One entry for the whole set, or one chunk that reads them all: they are there as a whole or not at all.
-        tokens, rows = sum(pages) * limits.page_rows, limits.page_rows
+    # One set, of which each image has an entry, or one chunk, for which the same image has one: all are there at once.
+    entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
+    pages = sum(limits.pages_for(item.tokens) for item in entries.values())
+    if (by_choice or limits.prompt_atomic) and pages > limits.pages:
+        tokens, rows = pages * limits.page_rows, limits.page_rows
         code = RefusalCode.IMAGES_EXCEED_CACHE
         return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))
     return None

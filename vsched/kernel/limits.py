@@ -37,7 +37,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         encoders: Encode groups; 0 where no request has images.
         generators: Generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
-        item_atomic: One chunk holds an item whole, however long it is: its positions see each other.
+        item_atomic: One chunk holds each run of an item whole, however long it is: its positions see each other.
         prompt_atomic: One chunk holds a prompt whole.
     """
 

@@ -132,6 +132,13 @@ def test_scheduler_refuses_the_impossible(
             "images_exceed_cache",
             ["24 tokens", "limit 16 tokens", "send fewer images, or raise"],
         ),
+        (
+            "prompt_atomic",
+            image_request("fits", (b"a", 4), (b"a", 4), (b"b", 5)),
+            image_request("exceeds", (b"a", 4), (b"b", 4), (b"c", 5)),
+            "images_exceed_cache",
+            ["24 tokens", "limit 16 tokens"],
+        ),
     ],
 )
 def test_scheduler_refuses_what_no_step_can_hold_whole(

@@ -66,8 +66,9 @@ def _cut_atom(state: RequestState, stop: int, limits: SchedulerLimits) -> tuple[
         return (0, state.prompt_length) if 0 < stop < state.prompt_length else None
     if limits.item_atomic:
         for item in state.items:
-            if item.offset < stop < item.end:
-                return item.offset, item.end
+            for first, end in item.runs if item.offset < stop < item.end else ():
+                if first < stop < end:
+                    return first, end
     return None
 
 

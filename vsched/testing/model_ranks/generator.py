@@ -206,7 +206,7 @@ class ModelGenerator:
     def _atoms(self, prompt_length: int, items: Sequence[MediaItem]) -> Sequence[tuple[int, int]]:
         if self._limits.prompt_atomic:
             return [(0, prompt_length)]
-        return [(item.offset, item.end) for item in items] if self._limits.item_atomic else ()
+        return [run for item in items for run in item.runs] if self._limits.item_atomic else ()
 
     def _read_items(self, sequence: ModelSequence, chunk: ChunkPlan) -> None:
         items = sequence.items if self._scope == "item" else keyed_by_set(sequence.items)

@@ -57,6 +57,15 @@ def test_what_sees_itself_is_one_chunk(fact: str, expected: list[tuple[int, int]
     assert_served(cluster, "r")
 
 
+def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
+    """Tokens between them, of crops say, part what sees itself; so a run is never longer than an image may be."""
+    cluster = ModelCluster(make_limits(chunk_tokens=4, batch_tokens=12, item_atomic=True))
+    cluster.submit(make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7}))
+    cluster.drain()
+    assert _chunks(cluster) == [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)]
+    assert_served(cluster, "r")
+
+
 def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken() -> None:
     """The next step has room for it; short prompts behind it could take that again and again."""
     limits = make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True)
