@@ -419,7 +419,8 @@ def memory_in_use(
     """
     encode = statistics["encode"]
     pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
-    block_bytes = config.generate.block_size * info.kv_bytes_per_token
+    token_bytes = rank_kv_bytes_per_token(config, info) * config.generate.tensor_parallel
+    block_bytes = config.generate.block_size * token_bytes
     generate = statistics["generate"]
     used = {
         "kv": generate["blocks_held"] * block_bytes,

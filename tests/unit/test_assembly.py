@@ -168,7 +168,10 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
         "generate": {"blocks_held": 3},
     }
     used = memory_in_use(statistics, None, config, INFO)
-    assert used["kv"] == 3 * config.generate.block_size * INFO.kv_bytes_per_token
+    one_cache = 3 * config.generate.block_size * INFO.kv_bytes_per_token
+    assert used["kv"] == one_cache
+    whole = msgspec.structs.replace(INFO, shares_kv=False)
+    assert memory_in_use(statistics, None, config, whole)["kv"] == 2 * one_cache
 
 
 @pytest.mark.parametrize(

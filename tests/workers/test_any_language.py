@@ -182,6 +182,27 @@ def test_settings_that_such_models_cannot_have_are_refused_before_weights_are_re
         )
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"deterministic": True}, "set it to false, or generate.tensor_parallel to 1"),
+        ({"device": "cuda:0"}, "set generate.device to cpu, or generate.tensor_parallel to 1"),
+    ],
+)
+def test_ranks_that_share_a_usual_make_by_plan_are_told_that_one_rank_could(
+    tmp_path: Path, settings: dict[str, Any], remedy: str
+) -> None:
+    """It has a path of its own, on which only one rank runs it."""
+    make_checkpoint("phi3", tmp_path)
+    backend: Any = object()
+    if "device" not in settings:
+        backend = ReferenceBackend(WorkerSettings(), torch.float32)
+    asked = WorkerSettings(ranks=2, rank=0, **settings)
+    message = f"several ranks share model_type 'phi3' .*Remedy: {remedy}"
+    with pytest.raises(ConfigError, match=message):
+        _load_any(inspect(tmp_path), asked, backend, lambda *_: None)
+
+
 def inspect_written(made: Path, path: Path) -> ModelInfo:
     """Return the facts of a checkpoint for its copy, whose weights are no more."""
     return msgspec.structs.replace(inspect(made), path=str(path))

@@ -439,14 +439,22 @@ def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model of an architecture that has no path of its own."""
-    what = f"model_type {info.family!r} has no path of its own, and the one for any architecture"
+    what, or_one_rank = (
+        f"model_type {info.family!r} has no path of its own, and the generic one",
+        "",
+    )
+    if language_family(info.family, info.path) is not None:
+        what = f"several ranks share model_type {info.family!r} on the generic path, which"
+        or_one_rank = ", or generate.tensor_parallel to 1"
     if not isinstance(backend, ReferenceBackend):
         raise ConfigError(
             f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
-            "Remedy: set generate.device to cpu."
+            f"Remedy: set generate.device to cpu{or_one_rank}."
         )
     if settings.deterministic:
-        raise ConfigError(f"model.deterministic: {what} cannot do so. Remedy: set it to false.")
+        raise ConfigError(
+            f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
+        )
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
     text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
     if settings.ranks > 1:
