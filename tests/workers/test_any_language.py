@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import generated, prompts
 from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo
@@ -82,6 +84,26 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
 def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[..., Path]) -> None:
     """Of several that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+def test_weights_in_many_files_and_heads_of_both_kinds(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
+    """As large checkpoints are, on either path: a tied head is in no file, and in memory once."""
+    make_checkpoint(name, tmp_path, tie_word_embeddings=tied)
+    library: Any = AutoModelForCausalLM
+    model = library.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    stage = Stage.load(str(tmp_path), attention="exact", dtype="auto")
+    held = sum(weight.nbytes for weight in model.parameters())  # a tied one is one
+    assert stage.generator.weights_bytes == held
+    questions = [Question(prompt, count=6) for prompt in prompts()]
+    found = [each.output for each in Driver(stage, chunk=16).run(questions)]
+    assert found == generated(tmp_path, prompts(), outputs=6)
 
 
 @pytest.mark.parametrize(

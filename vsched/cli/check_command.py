@@ -76,6 +76,12 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "path", report.path
     yield "parameters", _parameters(description)
     yield "language model", _sizes(description)
+    if any(description.windows):
+        window, layers = description.windows
+        yield (
+            "windows",
+            f"{window:,} tokens in {layers} layers, which keep KV for the whole context, too",
+        )
     yield "tokenizer", description.tokenizer or "none that can be read"
     yield "chat templates", ", ".join(description.chat_templates) or "none"
     if info is not None:

@@ -250,6 +250,7 @@ class CheckpointDescription:
         sizes: What `config.json` says of the language model, by its own names.
         tokenizer: The files that the tokenizer is read from; empty where there is none to read.
         chat_templates: The names of the chat templates.
+        windows: Tokens of a sliding window, and how many layers have one; they keep KV for the whole context, too.
         unsupported: What the model could do elsewhere, and not here.
     """
 
@@ -263,6 +264,7 @@ class CheckpointDescription:
     sizes: Mapping[str, int]
     tokenizer: str
     chat_templates: tuple[str, ...]
+    windows: tuple[int, int]
     unsupported: tuple[str, ...]
 
 

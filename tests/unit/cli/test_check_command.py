@@ -17,6 +17,7 @@ from vsched.errors import CheckpointError
 pytest.importorskip("torch")  # so that the command does not hide it from this process
 
 from tests.parity.architectures import make_checkpoint
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 
 DEMO = Path(__file__).parents[3] / "workers" / "demo-model"
 
@@ -82,6 +83,45 @@ def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
     assert memory["kv_tokens_max"] == room // memory["kv_bytes_per_token"]
     _, output = check(tmp_path, *sets)
     assert "states of all slots and snapshots 30.0 KiB" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("gemma2", {}, (9, 2)),
+        ("mistral", {}, (9, 4)),
+        ("starcoder2", {}, (9, 4)),
+        ("mistral", {"sliding_window": 512}, None),
+        ("llama", {}, None),
+    ],
+)
+def test_check_tells_that_layers_with_windows_keep_whole_contexts(
+    tmp_path: Path, name: str, changes: dict[str, Any], windows: tuple[int, int] | None
+) -> None:
+    """On every path; a window of the whole context is none."""
+    make_checkpoint(name, tmp_path, **changes)
+    status, output = check(tmp_path)
+    said = [line.split(maxsplit=1)[1] for line in output.splitlines() if " windows " in line]
+    tail = "layers, which keep KV for the whole context, too"
+    assert said == ([] if windows is None else [f"{windows[0]} tokens in {windows[1]} {tail}"])
+    assert status == 0
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
+def test_check_tells_the_tokens_of_images_of_any_architecture(tmp_path: Path, name: str) -> None:
+    make_vision_checkpoint(name, tmp_path)
+    status, report = check_json(tmp_path)
+    tokens = report["info"]["item_tokens_max"]
+    assert (status, report["path"]) == (0, "generic")
+    assert report["image_tokens"] == dict.fromkeys(("448x448", "1024x768", "1920x1080"), tokens)
+    assert report["memory"]["encode"]["weights_bytes"] > 0
+    assert report["memory"]["generate"]["kv_bytes_per_token"] > 0
+    small = ("--set", "generate.slots=8", "--set", "generate.chunk_tokens=2")
+    status, report = check_json(
+        tmp_path, *small, "--set", f"generate.max_batch_tokens={tokens + 7}"
+    )
+    assert status == (name != "llava")
+    assert ("one step must hold an image whole" in str(report["problems"])) == (name != "llava")
 
 
 def test_check_writes_json(tmp_path: Path) -> None:
@@ -160,8 +200,6 @@ def test_check_tells_of_any_language_model_before_its_weights_are_read(
     tmp_path: Path, name: str, path: str, reason: str
 ) -> None:
     """Whether an architecture's attention can be replaced is seen when it is built."""
-    from tests.parity.architectures import make_checkpoint
-
     make_checkpoint(name, tmp_path / name)
     weights = tmp_path / name / "model.safetensors"
     content = weights.read_bytes()

@@ -212,6 +212,36 @@ def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 28, "crop_size": 28},
+        {"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"},
+        {"image_processor_type": "CLIPImageProcessorFast"},
+    ],
+)
+def test_settings_of_older_layouts_are_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Sizes that were one number, names that classes had, and those of other libraries."""
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    before = load(tmp_path)
+    own = tmp_path / "preprocessor_config.json"
+    settings = {**json.loads(own.read_text()), **changes}
+    own.write_text(json.dumps({key: one for key, one in settings.items() if one is not None}))
+    image = drawn_image(1, 50, 40)
+    found, wanted = load(tmp_path).process_image(image), before.process_image(image)
+    np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
+
+
+def test_class_of_the_processor_may_be_named_beside_the_settings_of_images(tmp_path: Path) -> None:
+    """As before there was a processor_config.json."""
+    make_vision_checkpoint("paligemma", tmp_path, weights=False)
+    before = load(tmp_path)
+    whole, own = tmp_path / "processor_config.json", tmp_path / "preprocessor_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | json.loads(whole.read_text())))
+    whole.unlink()
+    assert load(tmp_path).plan_image(50, 40) == before.plan_image(50, 40)
+
+
 @pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
 def test_an_image_processor_that_needs_torchvision_is_refused(tmp_path: Path, named: str) -> None:
     make_vision_checkpoint("llava", tmp_path, weights=False)

@@ -13,6 +13,8 @@ from vsched.worker.capabilities import CheckpointDescription
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
 from vsched_workers.families import language_family, model_type_of
+from vsched_workers.families.decoder import SLIDING
+from vsched_workers.families.generic import read_config
 
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
@@ -64,6 +66,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         sizes={key: text[key] for key in _SIZES if isinstance(text.get(key), int)},
         tokenizer=tokenizer,
         chat_templates=templates,
+        windows=_windows(model_type, directory),
         unsupported=tuple(_unsupported(directory, config)),
     )
 
@@ -77,6 +80,20 @@ def _path_of(model_type: str, directory: Path) -> str:
     if family is None:
         return "generic"
     return "modules" if family.decoder.experts else "fused"
+
+
+def _windows(model_type: str, directory: Path) -> tuple[int, int]:
+    """Return the tokens of a sliding window, and how many layers have one."""
+    try:
+        text = read_config(directory, model_type).get_text_config()
+    except CheckpointError:
+        return 0, 0  # whoever asks whether it can be served is told why not
+    window = getattr(text, "sliding_window", None)
+    if not isinstance(window, int) or window >= (getattr(text, "max_position_embeddings", 0) or 0):
+        return 0, 0
+    kinds = getattr(text, "layer_types", None)
+    layers = kinds.count(SLIDING) if kinds else text.num_hidden_layers
+    return (window, layers) if layers else (0, 0)
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, int, str]]:
