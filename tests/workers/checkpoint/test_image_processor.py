@@ -15,8 +15,9 @@ from PIL import Image
 from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_vision_checkpoint
 from tests.workers.driver import drawn_image
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
-from vsched_workers.checkpoint.images import library, processor as image_processor
 from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.checkpoint.images import library
+from vsched_workers.checkpoint.images import processor as image_processor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.families.generic_vision import unpack_metadata
 
@@ -265,7 +266,9 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
     make_vision_checkpoint("llava", tmp_path, weights=False)
     settings = {"image_processor_type": named}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"):
+    with pytest.raises(
+        CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"
+    ):
         load(tmp_path)
 
 
@@ -282,7 +285,7 @@ def test_torch_is_hidden_but_where_torchvision_processes_images(
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     # The import within finds what is there: nothing is imported twice.
     modules = {key: module for key, module in sys.modules.items() if key != "torch"}
-    monkeypatch.setattr(library.sys, "modules", modules)
+    monkeypatch.setattr(sys, "modules", modules)
     library.forgo_torch(tmp_path)
     is_hidden = "torch" in modules and modules["torch"] is None
     assert is_hidden == (hidden or not installed)

@@ -108,7 +108,7 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
 
 
 def image_processing(settings: bytes) -> GenericImages:
-    """Make what processes images, by `GenericImages.recipe`, in a process that forks, and has torch only for torchvision."""
+    """Make what processes images, by `GenericImages.recipe`, in a process that forks, without torch wherever it can."""
     # Its threads would be there when the process forks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     info = msgspec.json.decode(settings, type=ModelInfo)
