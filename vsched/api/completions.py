@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
-from vsched.api.bodies.constraints import constraint_of
+from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
@@ -25,6 +25,11 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
+from vsched.api.tools.choice import tool_use
+from vsched.api.tools.formats import reasoning_format
+from vsched.api.tools.history import arguments_characters, with_template_calls
+from vsched.api.tools.reader import AnswerReader
+from vsched.api.tools.wording import AnswerWording
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.types import SamplingParams
@@ -39,7 +44,10 @@ _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready for the engine; `constrained_by` is the parameter that its grammar comes from."""
+    """A checked request, ready for the engine.
+
+    `constrained_by` is the parameter that its grammar comes from. `wording` makes what reads an answer with calls.
+    """
 
     prompt: Prompt
     images: Sequence[ImageReference]
@@ -51,6 +59,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     constrained_by: str
+    wording: Callable[[], AnswerWording] | None = None
 
 
 def check_model(name: str | None, engine: EngineContract) -> None:
@@ -88,17 +97,22 @@ def rendered(
     Raises:
         RequestRefused: When the template rejects them.
     """
-    render = partial(engine.preprocessor.render, messages, **arguments)
-    return render() if _effort(messages) <= _INLINE_CHARACTERS_MAX else render
+
+    def render() -> str:
+        return engine.preprocessor.render(with_template_calls(messages), **arguments)
+
+    return render() if _effort(messages, arguments) <= _INLINE_CHARACTERS_MAX else render
 
 
-def _effort(messages: list[dict[str, Any]]) -> int:
+def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
     """Return how many characters of one long text take as long to render and tokenize."""
     texts = [message["content"] for message in messages]
     parts = [part.get("text", "") for text in texts if isinstance(text, list) for part in text]
     whole = [text for text in texts if isinstance(text, str)]
-    whole += [msgspec.json.encode(message.get("tool_calls", ())).decode() for message in messages]
-    return sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
+    whole += [message.get("reasoning_content", "") for message in messages]
+    calls = sum(arguments_characters(message.get("tool_calls", ())) for message in messages)
+    calls += len(msgspec.json.encode(arguments))
+    return calls + sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
 
 
 class CompletionEndpoint:
@@ -106,7 +120,6 @@ class CompletionEndpoint:
 
     name = "completions"
     id_prefix = "cmpl"
-    formatter: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
     def __init__(
         self,
@@ -172,8 +185,15 @@ class CompletionEndpoint:
         images: Sequence[ImageReference],
         max_tokens: int | None,
         logprobs: int | None,
+        calls: str = "",
+        thought: str = "",
     ) -> CheckedRequest:
+        """Return a checked request; `calls` is the grammar of forced calls, `thought` what ends begun reasoning."""
         constraint = constraint_of(request)
+        if calls:
+            constraint = beside_calls(constraint, calls)
+        if constraint and thought:
+            constraint = behind_thought(constraint, thought)
         parameters.refuse_unsupported(request)
         words: tuple[tuple[int, ...], ...] = ()
         if request.bad_words:  # tokenizing the most of them would hold up every other connection
@@ -217,12 +237,7 @@ class CompletionEndpoint:
         generation = await self._accepted(job)
         job = msgspec.structs.replace(job, prompt="", images=())
         exchange.release_room()
-        formatter = self.formatter(
-            job.request_id,
-            created=int(time.time()),
-            model=self._engine.model_name,
-            preprocessor=self._engine.preprocessor,
-        )
+        formatter = self._formatter(job)
         try:
             if job.stream:
                 return await self._stream(exchange, record, generation, formatter, job)
@@ -234,6 +249,14 @@ class CompletionEndpoint:
                 cached=generation.cached_tokens,
                 output=generation.output_tokens,
             )
+
+    def _formatter(self, job: CheckedRequest) -> Formatter:
+        return CompletionFormatter(
+            job.request_id,
+            created=int(time.time()),
+            model=self._engine.model_name,
+            preprocessor=self._engine.preprocessor,
+        )
 
     async def _accepted(self, job: CheckedRequest) -> Generation:
         """Have the engine accept a request.
@@ -298,7 +321,6 @@ class ChatEndpoint(CompletionEndpoint):
 
     name = "chat"
     id_prefix = "chatcmpl"
-    formatter = ChatFormatter
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
         """Read and check a request; long messages are rendered when it is prepared.
@@ -315,13 +337,54 @@ class ChatEndpoint(CompletionEndpoint):
         if images:
             refuse_images(self._engine.info)  # before a template that knows no images sees them
         arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
+        template = self._engine.preprocessor.chat_template
+        tools = tool_use(request, self._settings, template)
+        if tools is not None:
+            arguments["tools"] = tools.shown
         prompt = rendered(self._engine, messages, arguments)
+        reasoning = reasoning_format(self._settings.reasoning_format, template)
+        thinking = reasoning is not None and self._begins(prompt, arguments, reasoning.begin)
         limit = request.max_completion_tokens
-        return await self._job(
+        job = await self._job(
             request,
             request_id,
             prompt=prompt,
             images=images,
             max_tokens=request.max_tokens if limit is None else limit,
             logprobs=parameters.chat_logprobs(request),
+            calls=tools.grammar if tools is not None else "",
+            thought=reasoning.end if reasoning is not None and thinking else "",
+        )
+        if tools is None and reasoning is None:
+            return job
+        reader = partial(
+            AnswerReader,
+            tools.format if tools is not None else None,
+            names=tools.names if tools is not None else (),
+            single=tools is not None and tools.single,
+            reasoning=reasoning,
+            thinking=thinking,
+        )
+        return msgspec.structs.replace(job, wording=lambda: AnswerWording(reader()))
+
+    def _begins(
+        self, prompt: str | Callable[[], str], arguments: dict[str, Any], mark: str
+    ) -> bool:
+        """Return whether the prompt ends with this mark; of one that is not rendered yet, a short one tells."""
+        if callable(prompt):
+            try:
+                messages = [{"role": "user", "content": "a"}]
+                others = {name: each for name, each in arguments.items() if name != "tools"}
+                prompt = self._engine.preprocessor.render(messages, **others)
+            except RequestRefused:
+                return False
+        return prompt.rstrip().endswith(mark)
+
+    def _formatter(self, job: CheckedRequest) -> Formatter:
+        return ChatFormatter(
+            job.request_id,
+            created=int(time.time()),
+            model=self._engine.model_name,
+            preprocessor=self._engine.preprocessor,
+            wording=job.wording() if job.wording is not None else None,
         )

@@ -34,6 +34,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         body_wait_s: Longest wait of a body for room among them.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
+        tools_max: Tools of one chat request.
+        tool_format: How the model writes calls, by a name of `CALL_FORMATS`; `auto` asks its chat template.
+        reasoning_format: How the model marks reasoning, by a name of `REASONING_FORMATS`, `none` or `auto`.
         stop_max: Stop strings of one request.
         stop_characters_max: Characters of one stop string.
         stop_token_ids_max: Stop tokens of one request.
@@ -54,6 +57,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     body_wait_s: _Seconds = 30.0
     messages_max: _Positive = 1024
     parts_max: _Positive = 4096
+    tools_max: _Positive = 128
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
     stop_max: _Positive = 16
     stop_characters_max: _Positive = 256
     stop_token_ids_max: _Positive = 64

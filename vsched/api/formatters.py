@@ -26,6 +26,7 @@ from vsched.api.responses import (
     TopLogprob,
     Usage,
 )
+from vsched.api.tools.wording import AnswerWording
 from vsched.worker.contract import Preprocessor
 
 _LOGPROB_MIN = -9999.0
@@ -89,17 +90,27 @@ class ChatFormatter:
     """Words chat completions."""
 
     def __init__(
-        self, request_id: str, *, created: int, model: str, preprocessor: Preprocessor
+        self,
+        request_id: str,
+        *,
+        created: int,
+        model: str,
+        preprocessor: Preprocessor,
+        wording: AnswerWording | None = None,
     ) -> None:
+        """Take `wording` where the answer may hold more than content."""
         self._id = request_id
         self._created = created
         self._model = model
         self._preprocessor = preprocessor
+        self._wording = wording
         self._begun = False
         blank = ChatChunkChoice(ChatDelta(content=_BLANK), None, None)
         self._form = _Form(ChatChunk(request_id, created, model, [blank]))
 
     def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
+        if self._wording is not None:
+            return self._worded(delta, self._wording)
         if self._begun:
             if _is_text_alone(delta):
                 return self._form.fill(delta.text)
@@ -113,12 +124,24 @@ class ChatFormatter:
         choice = ChatChunkChoice(content, delta.finish_reason, self._logprobs([delta]))
         return ChatChunk(self._id, self._created, self._model, [choice])
 
+    def _worded(self, delta: OutputDelta, wording: AnswerWording) -> ChatChunk:
+        added = wording.added(delta.text, is_last=delta.finish_reason is not None)
+        if not self._begun:
+            self._begun, added.role = True, "assistant"
+        reason = delta.finish_reason and wording.finish_reason(delta.finish_reason)
+        choice = ChatChunkChoice(added, reason, self._logprobs([delta]))
+        return ChatChunk(self._id, self._created, self._model, [choice])
+
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], usage)
 
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
-        message = ChatMessage("".join(delta.text for delta in deltas))
-        choice = ChatChoice(message, _finish_reason(deltas), self._logprobs(deltas))
+        text = "".join(delta.text for delta in deltas)
+        message, reason = ChatMessage(text), _finish_reason(deltas)
+        if self._wording is not None:
+            message = self._wording.message(text)
+            reason = self._wording.finish_reason(reason)
+        choice = ChatChoice(message, reason, self._logprobs(deltas))
         return ChatResponse(self._id, self._created, self._model, [choice], usage)
 
     def _logprobs(self, deltas: Sequence[OutputDelta]) -> ChatLogprobs | None:

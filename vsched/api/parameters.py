@@ -20,7 +20,7 @@ from vsched.api.request_schema import (
     SamplingFields,
     TextPart,
 )
-from vsched.api.tools.history import template_calls
+from vsched.api.tools.history import check_arguments
 from vsched.errors import limit_message
 from vsched.media import EmbeddedImage, ImageReference
 from vsched.types import ModelInfo, SamplingParams
@@ -56,8 +56,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("functions", ([],), "describe the functions in the prompt"),
     ("modalities", (["text"],), 'send modalities = ["text"]'),
     ("prediction", (), "send no prediction"),
-    ("tool_choice", ("none", "auto"), "send no tools"),
-    ("tools", ([],), "describe the tools in the prompt"),
     ("web_search_options", (), "send no web_search_options"),
     ("echo", (False,), "prepend the prompt yourself"),
     ("suffix", ("",), "send no suffix"),
@@ -406,6 +404,7 @@ def split_messages(
             limit=f"{settings.parts_max} content parts",
             remedy="send fewer",
         )
+    check_arguments(messages)
     images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
@@ -419,7 +418,12 @@ def split_messages(
                     limit="role assistant",
                     remedy="send calls with the message of the assistant that made them",
                 )
-            made["tool_calls"] = template_calls(message.tool_calls, f"messages[{index}].tool_calls")
+            made["tool_calls"] = (
+                message.tool_calls
+            )  # `with_template_calls` reads them, perhaps in a thread
+        thought = message.reasoning_content or message.reasoning
+        if role == "assistant" and isinstance(thought, str):
+            made["reasoning_content"] = thought
         if message.role == "tool":
             answered = {"tool_call_id": message.tool_call_id, "name": message.name}
             made |= {key: value for key, value in answered.items() if value is not None}

@@ -81,6 +81,49 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_content: Any = None
 
 
+class FunctionTool(msgspec.Struct):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool as OpenAI has it; functions are the only kind that is served."""
+
+    type: str = "function"
+    function: FunctionTool | None = None
+
+
+class NamedTool(msgspec.Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """A tool by the name of its function."""
+
+    function: NamedTool | None = None
+
+
+class AllowedTools(msgspec.Struct):
+    """Some of the tools, of which one may be called or must be."""
+
+    mode: str
+    tools: list[NamedChoice]
+
+
+class ToolChoice(msgspec.Struct):
+    """Which tool is to be called, as an object."""
+
+    type: str
+    function: NamedTool | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class StreamOptions(msgspec.Struct):
     """What a stream carries besides text."""
 
@@ -177,12 +220,12 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     functions: Any = None
     modalities: Any = None
     prediction: Any = None
-    tool_choice: Any = None
-    tools: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     web_search_options: Any = None
 
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None

@@ -45,12 +45,38 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class ChatMessage(msgspec.Struct):
-    """The answer."""
+class FunctionOutput(msgspec.Struct):
+    """Which function is called; `arguments` is JSON, or the next piece of it in a chunk."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallOutput(msgspec.Struct):
+    """A call of a whole answer."""
+
+    id: str
+    function: FunctionOutput
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What a chunk adds to a call; the first one of a call has its id, type and name."""
+
+    index: int
+    function: FunctionOutput
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    """The answer; `content` is None where there are calls alone."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCallOutput] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -78,6 +104,8 @@ class ChatDelta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -145,7 +145,7 @@ def forgo_models(config: Config) -> None:
     """Leave out what only models need, for the life of this process, which is to be the server's alone."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models(config.model.path)
+        plugin.forgo_models()
 
 
 def favour_event_loop() -> None:
@@ -171,6 +171,8 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         allowed_hosts=_allowed_hosts(config, address),
         cors_origins=server.cors_origins,
         body_bytes_max=server.body_bytes_max,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
         bodies_bytes_max=server.bodies_bytes_max,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
     )

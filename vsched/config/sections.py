@@ -43,6 +43,21 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             description="Chat template: a file, or the name of one of the checkpoint's; empty for its default."
         ),
     ] = ""
+    tool_format: Annotated[
+        Literal[
+            "auto", "hermes", "deepseek", "deepseek-v3.1", "mistral", "mistral-list", "llama-json"
+        ],
+        Meta(
+            description="How the model writes calls of tools; `auto` is what its chat template writes."
+        ),
+    ] = "auto"
+    reasoning_format: Annotated[
+        Literal["auto", "none", "think", "mistral"],
+        Meta(
+            description="How the model marks what it thinks before it answers: `think` is `<think>` and `</think>`, "
+            "`mistral` is `[THINK]` and `[/THINK]`; `none` leaves it in the content; `auto` is as its template has it."
+        ),
+    ] = "auto"
     sampling_defaults: Annotated[
         bool,
         Meta(

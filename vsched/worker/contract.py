@@ -362,6 +362,11 @@ class Preprocessor(Protocol):
         """What `plan_embedding` takes; None where clients cannot bring embeddings."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, or of all that there are; empty for none."""
+        ...
+
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
 

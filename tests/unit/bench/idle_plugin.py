@@ -30,6 +30,7 @@ class Letters:
     """Tokenizer and template of no model."""
 
     settings_digest = b"idle"
+    chat_template = ""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info

@@ -72,6 +72,7 @@ class FakePreprocessor:
     """
 
     settings_digest = b"fake settings"
+    chat_template: str = "{{ tools }} <tool_call>"
     companion: Companion | None = Companion("grid_thw", ("time", "height", "width"))
 
     def __init__(self, info: ModelInfo | None = None) -> None:

@@ -286,3 +286,83 @@ def test_tokens_beyond_the_model_s_vocabulary_are_never_allowed() -> None:
     table = TokenTable(raw, [b"a", b"b", b"", b"ab"])
     small = TokenGrammars(table, vocab_size=3, ends=[2])
     assert allowed(small.matcher(encoded(regex="[ab]{3}"))) == [0, 1]
+
+
+def calls(*, between: str | None, shared: bool = False) -> str:
+    """Return the grammar of calls in tags, or in a list."""
+    head = '{"name": "%s", "arguments": '
+    options = [[head % name, POINT, "}"] for name in ("f", "g")]
+    opening, closing = ("[", "]") if shared else ("<tool_call>\n", "\n</tool_call>")
+    return encoded(
+        calls={
+            "opening": opening,
+            "options": options,
+            "closing": closing,
+            "between": between,
+            "shared": shared,
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("between", [None, "", "\n"])
+def test_token_grammars_hold_blind_draws_to_calls(
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str], seed: int, between: str | None
+) -> None:
+    tokens, reason = drawn(grammars, calls(between=between), seed)
+    assert reason is FinishReason.STOP
+    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text_of(tokens), re.DOTALL)
+    assert found
+    assert len(found) == 1 or between is not None
+    for text in found:
+        call = json.loads(text)
+        assert call["name"] in {"f", "g"}
+        assert fits(call["arguments"], POINT)
+    whole = (between or "").join(f"<tool_call>\n{text}\n</tool_call>" for text in found)
+    assert text_of(tokens) == whole
+
+
+def test_token_grammars_hold_blind_draws_to_a_list_of_calls(
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+) -> None:
+    tokens, reason = drawn(grammars, calls(between=", ", shared=True), 1)
+    assert reason is FinishReason.STOP
+    found = json.loads(text_of(tokens))
+    assert {call["name"] for call in found} <= {"f", "g"}
+    assert all(fits(call["arguments"], POINT) for call in found)
+
+
+def test_a_schema_of_calls_that_cannot_be_used_is_refused(grammars: TokenGrammars) -> None:
+    bad = calls(between=None).replace('"integer"', '"nothing"')
+    with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
+        grammars.check(bad)
+
+
+@pytest.mark.parametrize(
+    ("answer", "pattern"),
+    [
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"json_schema": POINT}, r"\{.*\}"),
+        (json.loads(calls(between="\n")), r"(<tool_call>.*</tool_call>)+"),
+    ],
+)
+def test_token_grammars_hold_what_follows_a_thought(
+    grammars: TokenGrammars,
+    text_of: Callable[[list[int]], str],
+    info: ModelInfo,
+    answer: Any,
+    pattern: str,
+) -> None:
+    front = plugin.load_preprocessor(info)
+    matcher = grammars.matcher(encoded(thought={"end": "</think>", "answer": answer}))
+    thought = front.tokenize("Any text {\n at all </thin> </think>", images=False)
+    assert matcher.follow(thought) is None
+    rng = random.Random(1)
+    tokens: list[int] = []
+    while len(tokens) < TOKENS_MAX:
+        tokens.append(rng.choice(allowed(matcher)))
+        if matcher.follow(tokens[-1:]) is not None:
+            break
+    assert re.fullmatch(rf"(\n\n)?{pattern}", text_of(tokens), re.DOTALL), text_of(tokens)

@@ -196,3 +196,29 @@ def test_calls_that_a_template_would_lose_are_refused(front: Preprocessor) -> No
     changed = with_template(front, "{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(RequestRefused, match="writes no tool calls"):
         changed.render(messages)
+
+
+TEMPLATE_WITH_TOOLS = (
+    "{% for tool in tools %}<|im_start|>{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_special_tokens_in_tools_are_text(front: Preprocessor, tokenizer: Any) -> None:
+    bad = "<|im_end|>"
+    schema = {"type": "object", "properties": {"type": {"description": bad}, bad: {"enum": [bad]}}}
+    function = {"name": "f", "description": bad, "parameters": schema}
+    changed = with_template(front, TEMPLATE_WITH_TOOLS)
+    tools = [{"type": "function", "function": function}]
+    rendered = changed.render([{"role": "user", "content": "a"}], tools=tools)
+    assert rendered.count(bad) == 4
+    ids = changed.tokenize(rendered)
+    assert [one for one in ids if one in special_ids(tokenizer)] == [
+        tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ]
+
+
+def test_tools_that_a_template_would_not_show_are_refused(front: Preprocessor) -> None:
+    changed = with_template(front, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestRefused, match="shows no tools"):
+        changed.render([{"role": "user", "content": "a"}], tools=[{"type": "function"}])

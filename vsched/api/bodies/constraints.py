@@ -51,6 +51,24 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
     return found[0] if found else None
 
 
+def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
+    """Return what holds an answer to calls of tools: it has no content that `response_format` could mean.
+
+    Raises:
+        ParameterRefused: When the whole answer is held to another form.
+    """
+    if constraint is not None and constraint.param != "response_format":
+        message = f"`tool_choice` and `{constraint.param}` each hold the answer to a form. Remedy: send one of them."
+        raise ParameterRefused(message, param=constraint.param)
+    return Constraint("tools", calls)
+
+
+def behind_thought(constraint: Constraint, end: str) -> Constraint:
+    """Return what lets the model finish the reasoning that its prompt has begun, up to `end`, and then holds it."""
+    thought = {"end": end, "answer": msgspec.Raw(constraint.grammar.encode())}
+    return constraint._replace(grammar=_encoded(thought=thought))
+
+
 def _guided(request: SamplingFields) -> StructuredOutputs:
     """Return vLLM's older fields as the newer ones."""
     if request.guided_whitespace_pattern is not None:

@@ -9,23 +9,61 @@ from typing import Any
 import msgspec
 
 from vsched.api.errors import out_of_bounds
-from vsched.api.request_schema import ToolCall
+from vsched.api.request_schema import Message, ToolCall
+from vsched.api.tools.formats import NAME
 
-_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+ARGUMENTS_CHARACTERS_MAX = 1024 * 1024
+"""Arguments of all calls of one request, as texts: what the JSON in them takes to decode is bounded by that."""
+_OBJECT_CHARACTERS = 16_384
+"""An object counts as a text of this length: that it holds more was bounded when the body was read."""
 _DEPTH_MAX = 32
 
 
-def template_calls(calls: Sequence[ToolCall], param: str) -> list[dict[str, Any]]:
-    """Return calls whose arguments are objects: templates write them as JSON, and would quote a text once more.
+def arguments_characters(calls: Sequence[ToolCall]) -> int:
+    """Return how many characters of JSON these calls hold as texts."""
+    sent = [call.function.arguments for call in calls]
+    return sum(len(each) if isinstance(each, str) else _OBJECT_CHARACTERS for each in sent)
+
+
+def check_arguments(messages: Sequence[Message]) -> None:
+    """Refuse calls whose arguments would take long to decode.
+
+    Raises:
+        ParameterRefused: With the limit.
+    """
+    characters = sum(arguments_characters(message.tool_calls or ()) for message in messages)
+    if characters > ARGUMENTS_CHARACTERS_MAX:
+        raise out_of_bounds(
+            "messages",
+            value=f"{characters} characters of arguments",
+            limit=f"{ARGUMENTS_CHARACTERS_MAX} characters of arguments",
+            remedy="send fewer calls, or shorten their arguments",
+        )
+
+
+def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls are as a template reads them.
+
+    Blocks: for the time that decoding their arguments takes; off the event loop for long ones.
 
     Raises:
         ParameterRefused: When a name or arguments are none; names the call.
     """
+    return [
+        {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
+        if "tool_calls" in message
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _calls(calls: Sequence[ToolCall], param: str) -> list[dict[str, Any]]:
+    """Return calls whose arguments are objects: templates write them as JSON, and would quote a text once more."""
     found: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         where = f"{param}[{index}].function"
         name = call.function.name
-        if _NAME.fullmatch(name) is None:
+        if re.fullmatch(NAME, name, re.ASCII) is None:
             raise out_of_bounds(
                 f"{where}.name",
                 value=f"a text of {len(name)} characters",
@@ -45,7 +83,7 @@ def _arguments(sent: str | dict[str, Any], param: str) -> dict[str, Any]:
             found = msgspec.json.decode(sent) if sent.strip() else {}
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             found = None
-    if not isinstance(found, dict) or _deeper(found, _DEPTH_MAX):
+    if not isinstance(found, dict) or deeper(found, _DEPTH_MAX):
         raise out_of_bounds(
             param,
             value=f"a text of {len(sent)} characters" if isinstance(sent, str) else "an object",
@@ -55,8 +93,9 @@ def _arguments(sent: str | dict[str, Any], param: str) -> dict[str, Any]:
     return found
 
 
-def _deeper(value: object, depth: int) -> bool:
+def deeper(value: object, depth: int) -> bool:
+    """Return whether a JSON value is nested deeper than that."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return depth == 0 or any(_deeper(one, depth - 1) for one in inner)
+    return depth == 0 or any(deeper(one, depth - 1) for one in inner)

@@ -61,6 +61,7 @@ class SimulatedPreprocessor:
 
     settings_digest = SETTINGS_DIGEST
     companion = Companion("tokens", ("tokens",))
+    chat_template = ""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info

@@ -36,6 +36,26 @@ def _byte_characters() -> dict[str, int]:
 
 _BYTE_CHARACTERS = _byte_characters()
 
+MARKS = frozenset(
+    [
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "[THINK]",
+        "[/THINK]",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ]
+)
+"""Special tokens that texts do show: some tokenizers call these so, by which calls and reasoning are recognised."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -83,7 +103,7 @@ class TokenTable:
 
     Attributes:
         raw: Bytes of each token, special tokens included.
-        text: The same, but nothing for special tokens, which no text shows.
+        text: The same, but nothing for special tokens, which no text shows but for `MARKS`.
         begins_blank: Whether the tokenizer puts a blank before every text.
     """
 
@@ -112,7 +132,7 @@ class TokenTable:
             raw[index] = token.content.encode()
         text = list(raw)
         for index, token in added.items():
-            if token.special:
+            if token.special and token.content not in MARKS:
                 text[index] = b""
         return cls(raw, text, begins_blank=begins_blank)
 

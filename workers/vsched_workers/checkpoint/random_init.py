@@ -28,6 +28,8 @@ SPECIAL_TOKENS = (
 )
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -35,7 +37,9 @@ CHAT_TEMPLATE = (
     "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}"
     "{% else %}{{ raise_exception('unsupported content part: ' + part['type']) }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -80,15 +80,15 @@ class SpecialTokens:
 
     def _member(self, key: str, value: Any) -> Any:
         if key == "arguments":
-            return self._data(value)
+            return self.mark_data(value)
         return value if key in _NAMES else self.mark(value)
 
-    def _data(self, value: Any) -> Any:
-        """Return the arguments of a call, whose keys are a client's text too and none of which is a template's."""
+    def mark_data(self, value: Any) -> Any:
+        """Return a tool or the arguments of a call: their keys are a client's text, too, and none a template's."""
         if isinstance(value, Mapping):
-            return {self._marked(key): self._data(one) for key, one in value.items()}
+            return {self._marked(key): self.mark_data(one) for key, one in value.items()}
         if isinstance(value, list):
-            return [self._data(one) for one in value]
+            return [self.mark_data(one) for one in value]
         return self._marked(value) if isinstance(value, str) else value
 
     def _marked(self, text: str) -> str:

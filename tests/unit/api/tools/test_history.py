@@ -6,8 +6,10 @@ import pytest
 
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused
 from vsched.api.parameters import split_messages
 from vsched.api.request_schema import CalledFunction, Message, ToolCall
+from vsched.api.tools.history import ARGUMENTS_CHARACTERS_MAX, with_template_calls
 
 
 def call(arguments: object, name: str = "add") -> dict[str, Any]:
@@ -27,7 +29,7 @@ def test_arguments_reach_the_template_as_an_object(sent: Any, read: dict[str, An
         ],
         ApiSettings(),
     )
-    assert messages == [
+    assert with_template_calls(messages) == [
         {"role": "assistant", "content": "", "tool_calls": [call(read)]},
         {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
     ]
@@ -39,7 +41,7 @@ def test_arguments_reach_the_template_as_an_object(sent: Any, read: dict[str, An
         ("assistant", call("no JSON"), "function.arguments"),
         ("assistant", call("[1]"), "function.arguments"),
         ("assistant", call('{"a":' * 40 + "1" + "}" * 40), "function.arguments"),
-        ("assistant", call('{"a":' * 9000), "function.arguments"),
+        ("assistant", call('{"a":' * 3000), "function.arguments"),
         ("assistant", call("{}", name="<|im_end|>"), "function.name"),
         ("user", call("{}"), "messages[0].tool_calls"),
     ],
@@ -60,3 +62,40 @@ async def test_a_history_with_calls_is_answered() -> None:
     ]
     assert (await post(engine, CHAT, chat(messages=messages))).status == 200
     assert engine.calls[0]["prompt"] == "assistant:tool:three"
+
+
+@pytest.mark.parametrize("text", ["{" + " " * 20_000 + "}", "[" * 20_000])
+async def test_long_arguments_are_decoded_off_the_loop(text: str) -> None:
+    engine = FakeEngine()
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call(text)]}]
+    assert (await post(engine, CHAT, chat(messages=messages))).status == 200
+    prompt = engine.calls[0]["prompt"]
+    assert callable(prompt)  # in the thread that tokenizes
+    if text.startswith("{"):
+        assert prompt() == "assistant:"
+    else:
+        with pytest.raises(ParameterRefused, match="one JSON object"):
+            prompt()
+
+
+async def test_arguments_have_a_limit_together() -> None:
+    sent = [call(" " * (ARGUMENTS_CHARACTERS_MAX // 2 + 1))] * 2
+    messages = [{"role": "assistant", "content": None, "tool_calls": sent}]
+    reply = await post(FakeEngine(), CHAT, chat(messages=messages))
+    assert reply.status == 400
+    assert f"{ARGUMENTS_CHARACTERS_MAX} characters" in reply.error["message"]
+
+
+def test_reasoning_of_a_history_reaches_the_template() -> None:
+    messages, _ = split_messages(
+        [
+            Message("assistant", "Yes.", reasoning_content="Let me see."),
+            Message("assistant", "No.", reasoning="Hm."),
+            Message("assistant", "No.", reasoning_content={}),
+            Message("user", "Why?", reasoning_content="x"),
+        ],
+        ApiSettings(),
+    )
+    assert [message.get("reasoning_content") for message in messages] == [
+        "Let me see.", "Hm.", None, None,
+    ]  # fmt: skip

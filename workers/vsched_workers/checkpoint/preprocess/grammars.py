@@ -211,6 +211,41 @@ class OutputMatcher:
         self._mask.fill(0xFFFFFFFF)  # something must be drawn in the step that ends the request
 
 
+class _Calls(msgspec.Struct):
+    """Calls of functions: `opening`, one of `options` (what stands before, a schema, what stands behind), `closing`.
+
+    With `between` there may be several: all in one opening where that is `shared`, else each in its own.
+    """
+
+    opening: str
+    options: list[tuple[str, dict[str, Any], str]]
+    closing: str
+    between: str | None
+    shared: bool
+
+    def in_lark(self) -> str:
+        """Return the grammar as llguidance reads it."""
+
+        def text(literal: str) -> str:
+            return json.dumps(literal, ensure_ascii=False) if literal else ""
+
+        inner, outer = "option", f"{text(self.opening)} inner {text(self.closing)}"
+        start = "outer"
+        if self.between is not None:
+            more = f"({text(self.between)} %s)*"
+            if self.shared:
+                inner += " " + more % "option"
+            else:
+                start += " " + more % "outer"
+        lines = [f"start: {start}", f"outer: {outer}", f"inner: {inner}"]
+        rules = [f"option_{index}" for index in range(len(self.options))]
+        lines.append("option: " + " | ".join(rules))
+        for rule, (before, schema, after) in zip(rules, self.options, strict=True):
+            held = json.dumps({**schema, "x-guidance": _WHITESPACE}, ensure_ascii=False)
+            lines.append(f"{rule}: {text(before)} %json {held} {text(after)}")
+        return "\n".join(lines)
+
+
 def _in_its_form(grammar: str) -> str:
     """Return a grammar as llguidance reads it.
 
@@ -236,11 +271,33 @@ def _in_its_form(grammar: str) -> str:
             case "grammar":
                 _check_nesting(value)
                 return LLMatcher.grammar_from_lark(any_to_lark(value))
+            case "thought":
+                answer = msgspec.json.encode(value["answer"]).decode()
+                return _behind_thought(value["end"], _in_its_form(answer))
+            case "calls":
+                calls = msgspec.convert(value, _Calls)
+                return LLMatcher.grammar_from_lark(calls.in_lark())
     except RequestRefused:
         raise
     except Exception as error:  # the converter raises plain ones, and msgspec its own
         raise _refused(str(error)) from error
     raise _refused(f"{kind} is no kind of grammar")
+
+
+def _behind_thought(end: str, answer: str) -> str:
+    """Return the grammar of any text up to `end`, and of an answer behind it."""
+    # Rules are told as they are, all else in JSON.
+    grammars = (
+        json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    )
+    grammars[0]["name"] = "answer"
+    lark = (
+        "start: thought gap? @answer\n"
+        f"thought[lazy]: TEXT {json.dumps(end)}\n"
+        "TEXT: /(.|\\n)*/\n"
+        'gap: "\\n\\n"\n'
+    )
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _check_nesting(text: str) -> None:

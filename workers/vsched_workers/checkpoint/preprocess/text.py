@@ -40,10 +40,16 @@ class TextPreprocessor:
         self._table = TokenTable.of_tokenizer(backend)
         self._special = SpecialTokens(backend, self._table.raw, info.context_tokens)
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, or of all that there are; empty for none."""
+        own = self._tokenizer.chat_template or ""
+        return own if isinstance(own, str) else "\n".join(own.values())
+
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
 
-        Special tokens in the messages are text, which `tokenize` knows from the value that this returns.
+        Special tokens in messages and `tools` are text, which `tokenize` knows from the value that this returns.
 
         Raises:
             RequestRefused: When the template rejects the messages, there is none, or their text cannot fit the context.
@@ -56,16 +62,25 @@ class TextPreprocessor:
                 "Remedy: send a prompt to /v1/completions, or serve it with model.chat_template.",
                 code="chat_template_missing",
             )
+        tools = template_arguments.pop("tools", None)
+        if tools and "tools" not in self.chat_template:
+            raise RequestRefused(
+                "the chat template shows no tools, so the model would not know them. "
+                "Remedy: describe them in a message, or serve it with model.chat_template.",
+                code="tools_not_supported",
+            )
         calls = any(message.get("tool_calls") for message in messages)
-        if calls and "tool_calls" not in str(self._tokenizer.chat_template):
+        if calls and "tool_calls" not in self.chat_template:
             raise RequestRefused(
                 "the chat template writes no tool calls, so the model would not see them. "
                 "Remedy: put the calls into the content, or serve it with model.chat_template.",
                 code="invalid_messages",
             )
-        self._special.check_size(*_texts(messages))
+        self._special.check_size(*_texts(messages), json.dumps(tools or [], ensure_ascii=False))
         mark = self._special.mark
         arguments = {"add_generation_prompt": True, **mark(template_arguments)}
+        if tools:
+            arguments["tools"] = self._special.mark_data(tools)
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [mark(self._for_template(message)) for message in messages],
@@ -189,6 +204,8 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):
                 yield text
+        if thought := message.get("reasoning_content"):
+            yield thought
         if calls := message.get("tool_calls"):
             yield json.dumps(calls, ensure_ascii=False)
 

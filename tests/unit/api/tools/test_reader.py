@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
+from vsched.api.tools.reader import (
+    AnswerReader,
+    CallArguments,
+    CallBegins,
+    ContentText,
+    JsonScan,
+    Reasoning,
+)
+
+REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=20)
+THINK = REASONING_FORMATS["think"]
+NAMES = ("f", "get_weather")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{", "b": [1, {}]}}\n</tool_call>'
+ARGUMENTS = '{"a": "}\\"{", "b": [1, {}]}'
+
+
+def read(pieces: Sequence[str], name: str = "hermes", **options: Any) -> dict[str, Any]:
+    """Return the message that comes of an answer in pieces."""
+    reader = AnswerReader(CALL_FORMATS[name], names=NAMES, **options)
+    events = [event for piece in pieces for event in reader.push(piece)]
+    message: dict[str, Any] = {"content": "", "calls": []}
+    for event in [*events, *reader.finish()]:
+        match event:
+            case ContentText(text):
+                message["content"] += text
+            case Reasoning(text):
+                message["reasoning"] = message.get("reasoning", "") + text
+            case CallBegins(called):
+                message["calls"].append([called, ""])
+            case CallArguments(text):
+                message["calls"][-1][1] += text
+    return message
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ("Hello < there", "Hello < there", []),
+        (CALL, "", [["f", ARGUMENTS]]),
+        (f"\n{CALL}\n{CALL}\n", "", [["f", ARGUMENTS]] * 2),
+        (f"Look.\n{CALL}", "Look.\n", [["f", ARGUMENTS]]),
+        (f"{CALL}\n\nDone.", "Done.", [["f", ARGUMENTS]]),
+        # Keys in another order, or more of them, and arguments as a text.
+        ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [["f", '{"x":1}']]),
+        ('<tool_call>{"name": "f", "arguments": {}, "id": 3}</tool_call>', "", [["f", "{}"]]),
+        ('<tool_call>{"id": 1, "name": "f", "parameters": "{}"}', "", [["f", "{}"]]),
+        # Cut within the arguments, and within the mark that closes a call.
+        ('<tool_call>{"name": "f", "arguments": {"x": "y', "", [["f", '{"x": "y']]),
+        (CALL[:-3], "", [["f", ARGUMENTS]]),
+        # What is no call is content.
+        ("<tool_call>f(1)</tool_call> ok", "<tool_call>f(1)</tool_call> ok", []),
+        ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+        ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+        ('<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+        (f"<tool_call>{CALL}", "<tool_call>", [["f", ARGUMENTS]]),
+        ("a <tool_ca", "a <tool_ca", []),
+        ("  ", "  ", []),
+    ],
+)
+def test_reader_finds_calls_and_loses_nothing(answer: str, content: str, calls: Any) -> None:
+    assert read([answer]) == {"content": content, "calls": calls}
+    assert read(list(answer)) == {"content": content, "calls": calls}
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": ', '"', "\\", "{",
+            "}", "[", "]", ",", '{"name": ', '"f"', '"arguments": {"a": 1}', "text", "é", CALL, "<",
+            '{"a": "b"}', "}\n</tool_call>", ":", "tool_call>",
+        ]
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@REPEATABLE
+@given(PIECES, st.lists(st.integers(0, 400)))
+def test_reader_finds_the_same_however_the_answer_is_cut(
+    pieces: list[str], cuts: list[int]
+) -> None:
+    answer = "".join(pieces)
+    ends = sorted({min(cut, len(answer)) for cut in cuts} | {len(answer)})
+    starts = [0, *ends[:-1]]
+    whole = read([answer])
+    assert read([answer[start:end] for start, end in zip(starts, ends, strict=True)]) == whole
+    assert read(list(answer)) == whole
+    if not whole["calls"]:
+        assert whole["content"] == answer
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+SENT = st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3)
+
+
+def written(known: CallFormat, arguments: Sequence[str]) -> str:
+    """Return calls as the grammar of forced ones has them."""
+    calls = [f"{known.before}f{known.middle}{text}{known.after}" for text in arguments]
+    opening, closing = known.opening + known.first, known.closing
+    if known.shared:
+        return f"{opening}{known.between.join(calls)}{closing}"
+    return known.between.join(f"{opening}{call}{closing}" for call in calls)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@REPEATABLE
+@given(SENT, st.booleans())
+def test_reader_hands_on_the_arguments_of_every_call(
+    name: str, sent: list[dict[str, Any]], is_ascii: bool
+) -> None:
+    texts = [json.dumps(each, ensure_ascii=is_ascii) for each in sent]
+    answer = written(CALL_FORMATS[name], texts)
+    wanted = {"content": "", "calls": [["f", text] for text in texts]}
+    assert read([answer], name) == wanted
+    assert read(list(answer), name) == wanted
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@REPEATABLE
+@given(st.data())
+def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: Any) -> None:
+    """Damaged answers, too, of which nothing is lost that is no call."""
+    known = CALL_FORMATS[name]
+    marks = [known.opening, known.first, known.before, known.middle, known.after, known.closing]
+    marks += [
+        known.between,
+        "f",
+        '{"a": 1}',
+        "{",
+        "}",
+        '"',
+        "text",
+        "\n",
+        ";",
+        written(known, ["{}", "{}"]),
+    ]
+    answer = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=9)))
+    cut = data.draw(st.integers(0, len(answer)))
+    whole = read([answer], name)
+    assert read([answer[:cut], answer[cut:]], name) == whole
+    assert read(list(answer), name) == whole
+    if not whole["calls"]:
+        assert whole["content"] == answer
+
+
+def test_reader_lets_arguments_out_as_they_come() -> None:
+    reader = AnswerReader(CALL_FORMATS["hermes"])
+    assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
+    assert reader.push('{"a') == [CallBegins("f"), CallArguments('{"a')]
+    assert reader.push('": 1') == [CallArguments('": 1')]
+    assert reader.push("}}") == [CallArguments("}")]
+    assert reader.push("\n</tool_call>") == []
+    assert reader.finish() == []
+
+
+def test_reader_holds_back_no_more_than_may_become_a_call() -> None:
+    reader = AnswerReader(CALL_FORMATS["hermes"])
+    assert reader.push("One <") == [ContentText("One ")]
+    assert reader.push("b>") == [ContentText("<b>")]
+
+
+def test_a_single_call_is_the_first() -> None:
+    assert read([CALL, CALL, "x"], single=True) == {"content": "x", "calls": [["f", ARGUMENTS]]}
+
+
+@REPEATABLE
+@given(JSON.filter(lambda value: isinstance(value, list | dict)), st.text(), st.integers(0, 50))
+def test_scan_ends_behind_the_value(value: Any, rest: str, cut: int) -> None:
+    text = msgspec.json.encode(value).decode()
+    scan = JsonScan()
+    first = scan.end((text + rest)[:cut])
+    if cut < len(text):
+        assert first == -1
+        first = cut + scan.end((text + rest)[cut:])
+    assert first == len(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "thinking", "reasoning", "content"),
+    [
+        ("<think>\nA < b.\n</think>\n\nYes.", False, "A < b.", "Yes."),
+        ("\n <think>A\n\nB</think>Yes.", False, "A\n\nB", "Yes."),
+        ("A</think>\n\nYes.", True, "A", "Yes."),
+        ("<think>A</think>Yes.", True, "A", "Yes."),
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+        ("<thin", False, "", "<thin"),
+        ("A <b> </thin", True, "A <b> </thin", ""),
+        ("A \n", True, "A", ""),
+        ("\n\nYes.", False, "", "\n\nYes."),
+        ("  ", False, "", "  "),
+    ],
+)
+def test_reader_parts_reasoning_from_content(
+    answer: str, thinking: bool, reasoning: str, content: str
+) -> None:
+    wanted = {"reasoning": reasoning, "content": content, "calls": []}
+    for pieces in ([answer], list(answer)):
+        found = read(pieces, reasoning=THINK, thinking=thinking)
+        assert {"reasoning": "", **found} == wanted
+
+
+def test_reader_finds_calls_behind_reasoning() -> None:
+    answer = f"I call.\n</think>\n\n{CALL}"
+    for pieces in ([answer], list(answer)):
+        found = read(pieces, reasoning=THINK, thinking=True)
+        assert found == {"reasoning": "I call.", "content": "", "calls": [["f", ARGUMENTS]]}
+
+
+@REPEATABLE
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "\n", " ", "<", "a", "think>", CALL]), max_size=9
+    ),
+    st.lists(st.integers(0, 200)),
+    st.booleans(),
+)
+def test_reader_parts_the_same_however_the_answer_is_cut(
+    pieces: list[str], cuts: list[int], thinking: bool
+) -> None:
+    answer = "".join(pieces)
+    ends = sorted({min(cut, len(answer)) for cut in cuts} | {len(answer)})
+    parts = [answer[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    whole = read([answer], reasoning=THINK, thinking=thinking)
+    assert read(parts, reasoning=THINK, thinking=thinking) == whole
+    assert read(list(answer), reasoning=THINK, thinking=thinking) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "content", "calls"),
+    [
+        ("llama-json", '{"name": "f", "parameters": {}}', "", [["f", "{}"]]),
+        (
+            "llama-json",
+            '\n{"type": "function", "name": "f", "parameters": {"a": 1}}',
+            "",
+            [["f", '{"a":1}']],
+        ),
+        ("llama-json", '{"name": "g", "parameters": {}}', '{"name": "g", "parameters": {}}', []),
+        ("llama-json", '{"a": 1}', '{"a": 1}', []),
+        ("llama-json", 'I say {"name": "f"', 'I say {"name": "f"', []),
+        ("llama-json", '{"name": "f", "parameters": {}}; yes', "; yes", [["f", "{}"]]),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "", [["f", "{}"]]),
+        ("mistral", "[TOOL_CALLS]" + "f" * 600, "[TOOL_CALLS]" + "f" * 600, []),
+        (
+            "mistral-list",
+            '[TOOL_CALLS] [{"arguments": {}, "name": "f", "id": "a"}, no] x',
+            ", no] x",
+            [["f", "{}"]],
+        ),
+        ("mistral-list", '[TOOL_CALLS][{"name": "f", "arguments": {}}], x', ", x", [["f", "{}"]]),
+    ],
+)
+def test_reader_knows_the_forms_of_families(
+    name: str, answer: str, content: str, calls: Any
+) -> None:
+    for pieces in ([answer], list(answer)):
+        assert read(pieces, name) == {"content": content, "calls": calls}
+
+
+def test_an_answer_in_json_is_not_held_back() -> None:
+    reader = AnswerReader(CALL_FORMATS["llama-json"], names=NAMES)
+    assert reader.push('{"city') == []
+    assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]

@@ -1,0 +1,201 @@
+"""What a request says of tools: which the template shows, which the model may call, and which it must."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused, out_of_bounds
+from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
+from vsched.api.tools.formats import NAME, CallFormat, call_format
+from vsched.api.tools.history import deeper
+
+_FORCING = "required"
+_DEPTH_MAX = 64
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The tools of a request.
+
+    Attributes:
+        format: How the model writes calls.
+        functions: Those that it is shown.
+        forced: Those of which the answer must call one; empty where it need not.
+        single: At most one call is wanted.
+    """
+
+    format: CallFormat
+    functions: Sequence[FunctionTool]
+    forced: Sequence[FunctionTool]
+    single: bool
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The functions for the template, with nothing that models were not trained on, such as `strict`."""
+        return [_shown(each) for each in self.functions]
+
+    @property
+    def grammar(self) -> str:
+        """The grammar of an answer that must be calls, in the model's own form; empty where it need not."""
+        return forced_calls(self.format, self.forced, single=self.single) if self.forced else ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the functions."""
+        return frozenset(each.name for each in self.functions)
+
+
+def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> ToolUse | None:
+    """Return what a request says of tools; None where there are none to call.
+
+    Raises:
+        ParameterRefused: When a tool or the choice is none, or it is not known how the model writes calls.
+    """
+    choice = request.tool_choice
+    tools = request.tools or []
+    if len(tools) > settings.tools_max:
+        raise out_of_bounds(
+            "tools",
+            value=f"{len(tools)} tools",
+            limit=f"{settings.tools_max} tools",
+            remedy="send fewer",
+        )
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    _check_names([function.name for function in functions])
+    if choice == "none" or (not functions and choice in (None, "auto")):
+        return None
+    if not functions:
+        message = "`tool_choice` needs `tools`. Remedy: send the tools, or no tool_choice."
+        raise ParameterRefused(message, param="tool_choice")
+    allowed, mode = _allowed(choice, functions)
+    known = call_format(settings.tool_format, template)
+    if known is None:
+        message = (
+            "it is not known how this model writes calls of tools. "
+            "Remedy: name the form with model.tool_format, or send no tools."
+        )
+        raise ParameterRefused(message, param="tools", code="tools_not_supported")
+    return ToolUse(
+        known,
+        functions=allowed,
+        forced=_forced(mode, allowed),
+        single=isinstance(mode, NamedTool) or request.parallel_tool_calls is False,
+    )
+
+
+def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single: bool) -> str:
+    """Return the grammar of one call, or of one and more, of these functions."""
+    options = [
+        [f"{known.before}{each.name}{known.middle}", each.parameters or _NO_ARGUMENTS, known.after]
+        for each in functions
+    ]
+    calls = {
+        "opening": known.opening + known.first,
+        "options": options,
+        "closing": known.closing,
+        "between": None if single else known.between,
+        "shared": known.shared,
+    }
+    return msgspec.json.encode({"calls": calls}).decode()
+
+
+def _function(tool: Tool, where: str) -> FunctionTool:
+    """Return the function that a tool is.
+
+    Raises:
+        ParameterRefused: When it is another kind of tool, or cannot be called.
+    """
+    function = tool.function
+    if tool.type != "function" or function is None:
+        raise out_of_bounds(
+            f"{where}.type",
+            value="no function" if tool.type == "function" else "another type",
+            limit="function",
+            remedy="describe each tool as a function",
+        )
+    if re.fullmatch(NAME, function.name, re.ASCII) is None:
+        raise out_of_bounds(
+            f"{where}.function.name",
+            value=f"a text of {len(function.name)} characters",
+            limit="1 to 128 letters, digits and _ . : / -",
+            remedy="give the function such a name",
+        )
+    if deeper(function.parameters, _DEPTH_MAX):
+        raise out_of_bounds(
+            f"{where}.function.parameters",
+            value="a schema",
+            limit=f"nested at most {_DEPTH_MAX} deep",
+            remedy="simplify the schema",
+        )
+    kind = (function.parameters or {}).get("type", "object")
+    if kind != "object":
+        raise out_of_bounds(
+            f"{where}.function.parameters.type",
+            value=str(kind)[:40],
+            limit="object",
+            remedy="give the schema of an object whose properties are the arguments",
+        )
+    return function
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"two tools are called {name}. Remedy: give each a name of its own."
+            raise ParameterRefused(message, param=f"tools[{index}].function.name")
+
+
+def _allowed(
+    choice: str | ToolChoice | None, functions: list[FunctionTool]
+) -> tuple[list[FunctionTool], str | NamedTool]:
+    """Return the functions that a choice leaves, and how it chooses among them."""
+    if not isinstance(choice, ToolChoice):
+        if choice not in {None, "auto", _FORCING}:
+            raise _no_choice("another text")
+        return functions, choice or "auto"
+    if choice.type == "function" and choice.function is not None:
+        return functions, _known(choice.function, functions)
+    allowed = choice.allowed_tools
+    if choice.type != "allowed_tools" or allowed is None or allowed.mode not in {"auto", _FORCING}:
+        raise _no_choice("another object")
+    names = {_known(tool.function, functions).name for tool in allowed.tools if tool.function}
+    if not names:
+        raise _no_choice("no allowed tool")
+    return [each for each in functions if each.name in names], allowed.mode
+
+
+def _known(named: NamedTool, functions: Sequence[FunctionTool]) -> NamedTool:
+    if all(named.name != function.name for function in functions):
+        message = (
+            "`tool_choice` names none of `tools`. Remedy: name one of these, or send its tool."
+        )
+        raise ParameterRefused(message, param="tool_choice")
+    return named
+
+
+def _no_choice(value: str) -> ParameterRefused:
+    return out_of_bounds(
+        "tool_choice",
+        value=value,
+        limit="none, auto, required, a function's name, or allowed_tools",
+        remedy="send one of these in OpenAI's form",
+    )
+
+
+def _forced(mode: str | NamedTool, allowed: Sequence[FunctionTool]) -> Sequence[FunctionTool]:
+    if isinstance(mode, NamedTool):
+        return [function for function in allowed if function.name == mode.name]
+    return allowed if mode == _FORCING else ()
+
+
+def _shown(function: FunctionTool) -> dict[str, Any]:
+    shown: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        shown["description"] = function.description
+    shown["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": shown}

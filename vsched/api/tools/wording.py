@@ -1,0 +1,72 @@
+"""What a reader finds in an answer, in OpenAI's shapes: the same for a stream's chunk and for a whole message."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from vsched.api.responses import (
+    ChatDelta,
+    ChatMessage,
+    FunctionOutput,
+    ToolCallDelta,
+    ToolCallOutput,
+)
+from vsched.api.tools.reader import AnswerReader, CallBegins, ContentText, Event, Reasoning
+
+ID_CHARACTERS = 9
+"""Of the id of a call: as many as the templates of Mistral ask for; others do not mind."""
+
+
+class AnswerWording:
+    """Words one answer; every call gets an id."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
+        self._calls = 0
+
+    def added(self, text: str, *, is_last: bool) -> ChatDelta:
+        """Return what the next piece of an answer adds to it."""
+        events = self._reader.push(text)
+        if is_last:
+            events += self._reader.finish()
+        return self._delta(events)
+
+    def message(self, text: str) -> ChatMessage:
+        """Return a whole answer."""
+        added = self.added(text, is_last=True)
+        calls = added.tool_calls or []
+        return ChatMessage(
+            added.content or (None if calls else ""),
+            tool_calls=[ToolCallOutput(str(each.id), each.function) for each in calls] or UNSET,
+            reasoning_content=added.reasoning_content,
+        )
+
+    def finish_reason(self, reason: str) -> str:
+        """Return why an answer ended, as OpenAI has it."""
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def _delta(self, events: Sequence[Event]) -> ChatDelta:
+        content = reasoning = ""
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            if isinstance(event, ContentText):
+                content += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            elif isinstance(event, CallBegins):
+                made = secrets.token_hex(ID_CHARACTERS)[:ID_CHARACTERS]
+                begun = FunctionOutput(event.name)
+                calls.append(ToolCallDelta(self._calls, begun, id=made, type="function"))
+                self._calls += 1
+            else:
+                if not calls:  # it goes on from an earlier piece
+                    calls.append(ToolCallDelta(self._calls - 1, FunctionOutput()))
+                calls[-1].function.arguments += event.text
+        return ChatDelta(
+            content=content if content or not (calls or reasoning) else UNSET,
+            tool_calls=calls or UNSET,
+            reasoning_content=reasoning or UNSET,
+        )
