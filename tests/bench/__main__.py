@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.bench import compare, growth, price, regress, scheduler
 from tests.bench.options import make_parser
 from tests.bench.servers import setup
+from tests.bench.servers.peers import PEERS
 from vsched.errors import VschedError
 
 
@@ -29,9 +30,11 @@ def main() -> None:
     try:
         match options.command:
             case "setup":
-                folder = options.peers / options.peer
                 setup.install(
-                    options.peer, folder, pip_arguments=options.pip_arguments, console=console
+                    PEERS[options.peer],
+                    (options.peers / options.peer).absolute(),
+                    pip_arguments=options.pip_arguments,
+                    console=console,
                 )
             case "compare":
                 compare.compare(options, console)

@@ -20,6 +20,7 @@ from tests.bench.records import Key, Run, Started, Store
 from tests.bench.report import page, plots, tables
 from tests.bench.report.ratios import best_budgets, rows
 from tests.bench.servers import sides
+from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import Spec
 from tests.bench.servers.session import Session
 from vsched.bench.load.generator import DECODER_TOKENS, LoadPlan, sessions_for
@@ -89,22 +90,15 @@ def plan_of(
 
 def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spec:
     """Return how the peer is started with a token budget."""
-    folder = (options.peers / options.peer).absolute()
-    environment = dict(text.split("=", 1) for text in options.peer_environment)
-    arguments = options.peer_argument
-    sizes = sizes_of(options)
-    if options.peer == "transformers":
-        return sides.transformers(
-            checkpoint, sizes, folder=folder, arguments=arguments, environment=environment
-        )
-    return sides.vllm(
-        checkpoint,
-        sizes,
+    start = PeerStart(
+        checkpoint=checkpoint,
+        sizes=sizes_of(options),
+        folder=(options.peers / options.peer).absolute(),
         budget=budget,
-        folder=folder,
-        arguments=arguments,
-        environment=environment,
+        arguments=options.peer_argument,
+        environment=dict(text.split("=", 1) for text in options.peer_environment),
     )
+    return PEERS[options.peer].spec(start)
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
@@ -112,7 +106,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     checkpoint = checkpoint_of(options, console)
     session = session_of(options, console)
     chosen = dict.fromkeys(options.cases, options.budget)
-    if options.sweep and options.peer == "vllm":
+    if options.sweep and PEERS[options.peer].budgeted:
         chosen = sweep(options, session, checkpoint)
         console.print(f"token budget of the peer by case: {chosen}", markup=False)
     ours = sides.vsched(checkpoint, sizes_of(options), options.set)
@@ -180,7 +174,7 @@ def report(
     found = session.store.report
     mine = [run for run in found.runs if belongs(run, session, "compare")]
     ours = [run for run in mine if run.key.side == sides.VSCHED]
-    budgets = chosen if options.peer == "vllm" else dict.fromkeys(chosen, 0)
+    budgets = chosen if PEERS[options.peer].budgeted else dict.fromkeys(chosen, 0)
     theirs = [
         run
         for run in mine

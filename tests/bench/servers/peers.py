@@ -1,0 +1,186 @@
+"""The peers in one table: how each is installed, started and asked.
+
+All of them answer `/health` when they are ready, and are stopped by a signal while it is not their turn if they keep a
+core busy when idle.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench.servers.server import HOST, Spec
+from tests.bench.servers.sides import ServerSizes
+from tests.bench.servers.torchvision import DECODER, packages_of, patch_torchvision
+from vsched.bench.load.measure import fixed_length_fields
+from vsched.errors import ConfigError
+
+MODEL = "bench"
+VLLM = "0.32.0"
+TRANSFORMERS = "5.23.0"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStart:
+    """What a peer is started with.
+
+    `folder` is its environment; `arguments` and `environment` are added to its own.
+    """
+
+    checkpoint: Path
+    sizes: ServerSizes
+    folder: Path
+    budget: int = 0
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One row of the table.
+
+    Attributes:
+        packages: What pip installs into its environment.
+        unwanted: What comes along, needs CUDA, and is not needed.
+        steps: What is done to the environment after that, each with what it is called.
+        contents: What an installation depends on besides.
+        version: What the environment holds, in words.
+        command: How the server is started.
+        model: The name that requests give; that of the checkpoint's folder unless given.
+        exactly: What is added to the body of a request so that its answer is exactly so many tokens.
+        budgeted: Whether its token budget is a setting, which can be swept.
+    """
+
+    name: str
+    port: int
+    packages: tuple[str, ...]
+    version: Callable[[Path], str]
+    command: Callable[[PeerStart, int], list[str]]
+    unwanted: tuple[str, ...] = ()
+    steps: tuple[tuple[str, Callable[[Path], None]], ...] = ()
+    contents: tuple[str, ...] = ()
+    model: str | None = MODEL
+    environment: Callable[[PeerStart], dict[str, str]] = lambda start: {}
+    exactly: Callable[[int], dict[str, Any]] = fixed_length_fields
+    budgeted: bool = False
+
+    def spec(self, start: PeerStart) -> Spec:
+        """Return how the peer is started and asked.
+
+        Raises:
+            ConfigError: When it is not installed.
+        """
+        return Spec(
+            side=self.name,
+            command=[*self.command(start, self.port), *start.arguments],
+            model=self.model or str(start.checkpoint),
+            port=self.port,
+            version=self.version(start.folder),
+            environment={**OFFLINE, **self.environment(start), **start.environment},
+            exactly=self.exactly,
+            pausable=True,
+            budget=start.budget if self.budgeted else 0,
+        )
+
+
+def installed(folder: Path, package: str) -> str:
+    """Return the version of a package in a virtual environment, from the name of its metadata."""
+    pattern = f"lib/python3*/site-packages/{package.replace('-', '_')}-*.dist-info"
+    found = sorted(folder.glob(pattern))
+    if not found:
+        message = f"{package} is not installed in {folder}"
+        remedy = f"python -m tests.bench setup --peer {folder.name} --peers {folder.parent}"
+        raise ConfigError(f"{message}. Remedy: {remedy}")
+    return found[-1].name.removesuffix(".dist-info").split("-")[1]
+
+
+def version_of(package: str, folder: Path) -> str:
+    """Return a package with its version."""
+    return f"{package} {installed(folder, package)}"
+
+
+def write_metadata(folder: Path) -> None:
+    """Write the metadata of `vllm`, which the CPU build has under another name and vLLM asks for."""
+    path = packages_of(folder) / f"vllm-{VLLM}+cpu.dist-info"
+    path.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+    (path / "METADATA").write_text(text)
+
+
+def generation_config(tokens: int) -> dict[str, Any]:
+    """Return what makes an answer exactly `tokens` long for `transformers serve`: arguments of `generate` as JSON."""
+    content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    return {"generation_config": json.dumps(content)}
+
+
+def _vllm_command(start: PeerStart, port: int) -> list[str]:
+    sizes = start.sizes
+    return [
+        *(str(start.folder / "bin" / "vllm"), "serve", str(start.checkpoint)),
+        *("--host", HOST, "--port", str(port)),
+        *("--dtype", "bfloat16", "--served-model-name", MODEL),
+        *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.slots)),
+        *("--max-num-batched-tokens", str(max(start.budget, sizes.slots))),
+        *("--limit-mm-per-prompt", f'{{"image": {sizes.images}, "video": 0}}'),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _vllm_environment(start: PeerStart) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0))[: start.sizes.threads]
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(start.sizes.kv_bytes >> 30, 1)),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }
+
+
+def _transformers_command(start: PeerStart, port: int) -> list[str]:
+    return [
+        *(str(start.folder / "bin" / "transformers"), "serve", str(start.checkpoint)),
+        *("--host", HOST, "--port", str(port)),
+        *("--device", "cpu", "--dtype", "bfloat16"),
+    ]
+
+
+_TABLE = (
+    Peer(
+        name="vllm",
+        port=8303,
+        packages=(f"vllm-cpu=={VLLM}", "accelerate"),
+        unwanted=("torchaudio", "torchcodec", "triton"),
+        steps=(
+            ("mending torchvision", patch_torchvision),
+            ("naming the CPU build", write_metadata),
+        ),
+        contents=(DECODER,),
+        version=functools.partial(version_of, "vllm-cpu"),
+        command=_vllm_command,
+        environment=_vllm_environment,
+        budgeted=True,
+    ),
+    Peer(
+        name="transformers",
+        port=8304,
+        packages=(
+            f"transformers[serving]=={TRANSFORMERS}",
+            "torchvision",
+            "accelerate",
+            "pillow",
+        ),
+        steps=(("mending torchvision", patch_torchvision),),
+        contents=(DECODER,),
+        version=functools.partial(version_of, "transformers"),
+        command=_transformers_command,
+        model=None,
+        environment=lambda start: {"OMP_NUM_THREADS": str(start.sizes.threads)},
+        exactly=generation_config,
+    ),
+)
+PEERS: Mapping[str, Peer] = {peer.name: peer for peer in _TABLE}
