@@ -28,6 +28,9 @@ from vsched import Config, SamplingParams  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.record import replay  # noqa: E402
+from vsched.sim.cost.model import load_cost_model  # noqa: E402
+from vsched.sim.fast.run import simulate  # noqa: E402
+from vsched.sim.workload.requests import Arrival, Image, Text, workload_of  # noqa: E402
 from vsched.worker.contract import Preprocessor  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -164,6 +167,27 @@ async def test_a_killed_rank_loses_no_token(
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [one.token_ids for one in found] == wanted
     await until(lambda: engine.state == "ready", "what was lost is back")
+
+
+async def test_simulation_takes_the_model_as_it_is_served(
+    seeing: RunningServer, config: Config
+) -> None:
+    """Nothing of it cuts what a chunk has to hold whole, and each request ends."""
+    info, cost = seeing.engine.info, load_cost_model("tiny25")
+    arrivals = [
+        Arrival(
+            at_ns=n * 5_000_000,
+            request_id=f"r{n}",
+            prompt=(Text(1, 20), Image(f"image {n % 3}", info.item_tokens_max), Text(10 + n, 20)),
+            output_tokens=40,
+        )
+        for n in range(8)
+    ]
+    workload = workload_of("pictures", arrivals)
+    figures = simulate(config, workload, cost=cost, info=info, oracles=True).figures
+    assert (figures.finished, figures.failed, figures.images) == (8, {}, 8)
+    assert figures.images_encoded == 3
+    assert (figures.prefix_hits > 0) == (not info.prompt_atomic)
 
 
 async def test_a_sampled_placeholder_stands_for_no_image(

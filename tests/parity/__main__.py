@@ -19,7 +19,7 @@ from transformers.utils import logging
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
 from tests.parity.compare import Parity, compare, refusal_of
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
-from tests.parity.vision_compare import compare_vision
+from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.parallel.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -91,10 +91,9 @@ def main(names: list[str]) -> int:
 def compare_images() -> int:
     """Compare the architectures that take images, write their table, and return how many are unequal."""
     rows, unequal = [HEAD.format("image", "", "")], 0
-    for name in VISION_ARCHITECTURES:
-        if name in VISION_REFUSED:
-            continue
-        parity = compare_vision(name)
+    seeing = [name for name in VISION_ARCHITECTURES if name not in VISION_REFUSED]
+    for name in (*FAMILY_SIZES, *seeing):
+        parity = compare_own(name) if name in FAMILY_SIZES else compare_vision(name)
         unequal += not parity.equal
         rows.append(row(name, parity, sees=True))
         print(rows[-1], flush=True)

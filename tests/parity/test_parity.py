@@ -70,7 +70,8 @@ def test_page_has_a_row_for_every_architecture_and_all_are_equal() -> None:
 def test_page_has_a_row_for_every_architecture_that_takes_images_and_all_are_equal() -> None:
     compared = PAGE.read_text().partition(SEEING_BEGIN)[2].partition(SEEING_END)[0]
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", compared, re.MULTILINE))
-    wanted = {*VISION_ARCHITECTURES} - {*VISION_REFUSED}
+    wanted = {*FAMILY_SIZES, *VISION_ARCHITECTURES} - {*VISION_REFUSED}
     assert set(rows) == wanted, "run `python -m tests.parity images`"
     for name, found in rows.items():
-        assert re.fullmatch(r"generic( \| yes){5}", found), name
+        path = "fused|modules" if name in FAMILY_SIZES else "generic"
+        assert re.fullmatch(rf"({path})( \| yes){{5}}", found), name

@@ -47,6 +47,15 @@ _ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 _WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -471,6 +480,21 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
             "audio_start_token_id": 10,
         },
         _patches(3 * 2 * 14 * 14),
+    ),
+    "kimi_k25": VisionArchitecture(
+        {
+            **_text("deepseek_v3", **_LATENT, **_ROUTED),
+            "vision_config": {
+                **_SMALL,
+                "patch_size": 14,
+                "pos_emb_height": 6,
+                "pos_emb_width": 6,
+                "merge_kernel_size": [2, 2],
+            },
+            "projection_hidden_size": 32,
+            **_VISION_TOKENS,
+        },
+        _patches(3, 14, 14),
     ),
     "lfm2_vl": VisionArchitecture(
         {

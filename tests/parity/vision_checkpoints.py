@@ -34,6 +34,7 @@ class Processing:
         marker: What stands for an image in a prompt; `placeholder` is the token of each row, where it is another.
         tokens: Special tokens, by the names under which the tokenizer has them.
         processor: What `processor_config.json` says, and `images` what `preprocessor_config.json` does.
+        torchvision: Whether transformers has its image processor for torchvision alone.
     """
 
     marker: str
@@ -43,6 +44,7 @@ class Processing:
     placeholder: str = ""
     template: str = PARTS_TEMPLATE
     options: Mapping[str, Any] = field(default_factory=dict)
+    torchvision: bool = False
 
 
 _IMAGE = {"image_token": "<image>"}
@@ -55,6 +57,11 @@ _CELLS = {
     f"cell_{row}_{column}": f"<row_{row}_col_{column}>"
     for row in range(1, 7)
     for column in range(1, 7)
+}
+_TILES = {
+    f"tile_{row}_{column}": f"<|img_row_{row}_col_{column}|>"
+    for row in range(1, 5)
+    for column in range(1, 5)
 }
 _IDEFICS = {
     "size": {"longest_edge": 84},
@@ -70,6 +77,23 @@ _CELL_TOKENS = {
 _PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 
 PROCESSING: Mapping[str, Processing] = {
+    "cohere2_vision": Processing(
+        "<|IMG_PATCH|>",
+        {
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        {"processor_class": "Cohere2VisionProcessor"},
+        {
+            "image_processor_type": "Cohere2VisionImageProcessorFast",
+            **_SIDE,
+            "max_patches": 4,
+            "patch_size": 2,
+        },
+        torchvision=True,
+    ),
     "gemma3": Processing(
         "<start_of_image>",
         {
@@ -103,6 +127,29 @@ PROCESSING: Mapping[str, Processing] = {
         },
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         {"image_processor_type": "GotOcr2ImageProcessorFast", **_SIDE, "max_patches": 6},
+    ),
+    "lfm2_vl": Processing(
+        "<image>",
+        {
+            **_IMAGE,
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail": "<|img_thumbnail|>",
+            **_TILES,
+        },
+        {"processor_class": "Lfm2VlProcessor"},
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "tile_size": 56,
+            "encoder_patch_size": 7,
+            "downsample_factor": 2,
+            "max_num_patches": 64,
+            "min_tiles": 2,
+            "max_tiles": 4,
+            "min_image_tokens": 4,
+            "max_image_tokens": 16,
+        },
+        torchvision=True,
     ),
     "llava": Processing(
         "<image>",
@@ -160,6 +207,8 @@ PROCESSING: Mapping[str, Processing] = {
         {"image_processor_type": "SmolVLMImageProcessor", **_IDEFICS},
     ),
 }
+
+ON_PILLOW = tuple(sorted(name for name, each in PROCESSING.items() if not each.torchvision))
 
 
 def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) -> None:

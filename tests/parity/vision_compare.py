@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import CHUNK, OUTPUTS, Parity, tokens_of, with_cached_prefixes
 from tests.parity.vision_architectures import (
     END,
@@ -22,10 +23,12 @@ from tests.parity.vision_architectures import (
     images_of,
     save_model,
 )
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Driver, Question, Stage
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Driver, Question, Stage, drawn_image
+from tests.workers.reference import Reference
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.families.generic import context_tokens, kv_values
 from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata, vision_facts
 from vsched_workers.families.recurrent import state_bytes
@@ -33,6 +36,9 @@ from vsched_workers.plugin import plugin
 
 ASKED = ((0,), (1,), (2, 3), ())
 """The images of each prompt."""
+
+PICTURES = ((60, 40), (40, 90), (84, 56), (56, 56))
+"""Widths and heights of the pictures that a path of its own is asked about."""
 
 WHOLE = 512
 """A chunk that holds any prompt."""
@@ -222,21 +228,45 @@ def compare_vision(name: str) -> Parity:
         made: Any = stage.preprocessor
         asked = prompts(made.rows)
         expected = generated(path, name, asked, made.images)
-        distinct = {token for answer in expected for token in answer}
-        assert len(distinct) > len(ASKED) // 2, f"{name}: the answers say too little, {distinct}"
         questions = [
             Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
             for prompt, which in zip(asked, ASKED, strict=True)
         ]
-        # Each must get on between two that are preempted.
-        preempts = 5 + max(map(len, asked)) // CHUNK
-        return Parity(
-            path="generic",
-            text=tokens_of(Driver(stage, chunk=WHOLE).run(questions)) == expected,
-            chunked=tokens_of(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
-            preempted=tokens_of(
-                Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
-            )
-            == expected,
-            prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
+        return _compared("generic", stage, questions, expected)
+
+
+def compare_own(name: str) -> Parity:
+    """Compare a family that has a path of its own, from pictures on: by its own processing, too."""
+    with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
+        path = Path(folder)
+        make_checkpoint(name, path)
+        stage = Stage.load(folder, attention="exact", dtype="float32")
+        pictures = [drawn_image(seed, *size) for seed, size in enumerate(PICTURES)]
+        questions = [
+            Question(f"what is {number}?", [pictures[index] for index in which], count=OUTPUTS)
+            for number, which in enumerate(ASKED)
+        ]
+        reference = Reference(path)
+        expected = [
+            reference.generate(stage.prompt(each)[0], each.images, OUTPUTS) for each in questions
+        ]
+        return _compared(describe_checkpoint(folder).path, stage, questions, expected)
+
+
+def _compared(
+    path: str, stage: Stage, questions: Sequence[Question], expected: list[list[int]]
+) -> Parity:
+    distinct = {token for answer in expected for token in answer}
+    assert len(distinct) > len(ASKED) // 2, f"the answers say too little, {distinct}"
+    # Each must get on between two that are preempted.
+    preempts = 5 + max(len(stage.prompt(each)[0]) for each in questions) // CHUNK
+    return Parity(
+        path=path,
+        text=tokens_of(Driver(stage, chunk=WHOLE).run(questions)) == expected,
+        chunked=tokens_of(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
+        preempted=tokens_of(
+            Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
         )
+        == expected,
+        prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
+    )

@@ -43,7 +43,7 @@ PREPROCESSOR_CODE = """
 import sys
 from vsched_workers.plugin import plugin
 if sys.argv[2] == "lean":
-    plugin.forgo_models()
+    plugin.forgo_models(sys.argv[1])
 made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
 print(made.settings_digest.hex(), made.image_recipe().settings.hex(), hash(made._tokenizer.backend_tokenizer.to_str()))
 print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))

@@ -145,7 +145,7 @@ def forgo_models(config: Config) -> None:
     """Leave out what only models need, for the life of this process, which is to be the server's alone."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models()
+        plugin.forgo_models(config.model.path)
 
 
 def favour_event_loop() -> None:

@@ -181,8 +181,12 @@ class ConstrainsOutput(Protocol):
 class LeanPreprocessing(Protocol):
     """A plug-in whose preprocessor comes with less in a process that loads no model."""
 
-    def forgo_models(self) -> None:
-        """Prepare this process to load preprocessors and never a model; called before anything else."""
+    def forgo_models(self, path: str) -> None:
+        """Prepare this process to load the preprocessor of a checkpoint and never a model; called before anything else.
+
+        Raises:
+            CheckpointError: When there is no such checkpoint.
+        """
         ...
 
 

@@ -61,11 +61,12 @@ class TransformersPlugin:
 
         check_parallel(info, stage=stage, ranks=ranks)
 
-    def forgo_models(self) -> None:
-        """Hide torch from transformers."""
-        from vsched_workers.checkpoint.tokenizer_files import forgo_torch
+    def forgo_models(self, path: str) -> None:
+        """Hide torch from transformers, but where torchvision processes the images of the checkpoint."""
+        from vsched_workers.checkpoint.files import checkpoint_directory
+        from vsched_workers.checkpoint.images.library import forgo_torch
 
-        forgo_torch()
+        forgo_torch(checkpoint_directory(path))
 
     def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
         """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.parity.vision_checkpoints import PROCESSING, make_vision_checkpoint
+from tests.parity.vision_checkpoints import ON_PILLOW, make_vision_checkpoint
 from tests.unit.media.fakes import data_url
 from tests.workers.driver import drawn_image
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
@@ -22,7 +22,7 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 from vsched.worker.contract import view_arrays
 from vsched_workers.checkpoint.facts import inspect_checkpoint
-from vsched_workers.checkpoint.image_processor import BLANK_PIXELS_MAX, ImageProcessor
+from vsched_workers.checkpoint.images.processor import BLANK_PIXELS_MAX, ImageProcessor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.checkpoint.preprocess.generic_images import GenericImages, image_processing
 from vsched_workers.families.generic_vision import pack_metadata
@@ -38,7 +38,7 @@ def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
     return made
 
 
-@pytest.fixture(scope="module", params=sorted(PROCESSING))
+@pytest.fixture(scope="module", params=ON_PILLOW)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the preprocessor of a checkpoint of each architecture."""
     path = tmp_path_factory.mktemp(request.param)

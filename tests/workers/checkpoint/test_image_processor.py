@@ -15,8 +15,9 @@ from PIL import Image
 from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_vision_checkpoint
 from tests.workers.driver import drawn_image
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
-from vsched_workers.checkpoint import image_processor
 from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.checkpoint.images import library
+from vsched_workers.checkpoint.images import processor as image_processor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.families.generic_vision import unpack_metadata
 
@@ -30,7 +31,18 @@ def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
     return made
 
 
-@pytest.fixture(scope="module", params=sorted(PROCESSING))
+without_torchvision = pytest.mark.skipif(
+    not library.has_torchvision(), reason="torchvision is not installed"
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[without_torchvision] if PROCESSING[name].torchvision else [])
+        for name in sorted(PROCESSING)
+    ],
+)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the name of an architecture and the preprocessor of a checkpoint of it."""
     path = tmp_path_factory.mktemp(request.param)
@@ -59,8 +71,12 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
         tokenize=False,
         add_generation_prompt=True,
     )
+    tensors = "pt" if PROCESSING[name].torchvision else "np"
     prepared, texts, *_ = whole.prepare_inputs_layout(images=[image], text=[text])
-    made, replacements = whole._process_images(prepared, return_tensors="np", **_defaults(whole))
+    options = {"return_tensors": tensors, **_defaults(whole)}
+    if name == "lfm2_vl":
+        options["use_image_special_tokens"] = True  # as it does unless it is told otherwise
+    made, replacements = whole._process_images(prepared, **options)
     (expanded,), _ = whole.get_text_with_replacements(list(texts), replacements)
     ids, (spans,) = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
     wanted = whole.tokenizer(expanded, add_special_tokens=False)["input_ids"]
@@ -243,12 +259,37 @@ def test_class_of_the_processor_may_be_named_beside_the_settings_of_images(tmp_p
 
 
 @pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
-def test_an_image_processor_that_needs_torchvision_is_refused(tmp_path: Path, named: str) -> None:
+def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
     make_vision_checkpoint("llava", tmp_path, weights=False)
     settings = {"image_processor_type": named}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="for torchvision alone"):
+    with pytest.raises(
+        CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"
+    ):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
+@pytest.mark.parametrize("installed", [True, False])
+def test_torch_is_hidden_but_where_torchvision_processes_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, hidden: bool, installed: bool
+) -> None:
+    make_vision_checkpoint(name, tmp_path, weights=False)
+    monkeypatch.setattr(library, "has_torchvision", lambda: installed)
+    import torch
+
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    # The import within finds what is there: nothing is imported twice.
+    modules = {key: module for key, module in sys.modules.items() if key != "torch"}
+    monkeypatch.setattr(sys, "modules", modules)
+    library.forgo_torch(tmp_path)
+    is_hidden = "torch" in modules and modules["torch"] is None
+    assert is_hidden == (hidden or not installed)
+    assert threads == ([] if is_hidden else [1])
 
 
 def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:

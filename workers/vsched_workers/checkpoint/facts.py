@@ -13,7 +13,7 @@ from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
-from vsched_workers.checkpoint.image_processor import (
+from vsched_workers.checkpoint.images.processor import (
     clamped_tokens,
     load_image_processor,
     token_range,

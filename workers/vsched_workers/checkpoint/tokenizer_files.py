@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +173,6 @@ def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> A
         )
     tokenizer.chat_template = choose_templates(directory, chat_template)
     return tokenizer
-
-
-def forgo_torch() -> None:
-    """Hide torch from transformers, which imports it for tokenizers, too: three seconds, and 250 MB."""
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:

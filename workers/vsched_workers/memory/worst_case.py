@@ -25,7 +25,7 @@ from vsched_workers.checkpoint.facts import (
     processor_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.image_processor import telling_sizes
+from vsched_workers.checkpoint.images.processor import telling_sizes
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan

@@ -17,13 +17,14 @@ from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import Arrays, ImageRecipe
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.image_processor import (
+from vsched_workers.checkpoint.images.library import forgo_torch
+from vsched_workers.checkpoint.images.processor import (
     ImageProcessor,
     ImageShape,
     load_image_processor,
 )
 from vsched_workers.checkpoint.preprocess.text import check_sides, too_many_tokens
-from vsched_workers.checkpoint.tokenizer_files import forgo_torch, load_tokenizer
+from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
 
 SIZES_KEPT = 256
 """Sizes of images for which is kept what becomes of them."""
@@ -107,11 +108,11 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
 
 
 def image_processing(settings: bytes) -> GenericImages:
-    """Make what processes images, by `GenericImages.recipe`, in a process that forks, and is to have no torch."""
-    forgo_torch()
+    """Make what processes images, by `GenericImages.recipe`, in a process that forks, without torch wherever it can."""
     # Its threads would be there when the process forks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     info = msgspec.json.decode(settings, type=ModelInfo)
+    forgo_torch(checkpoint_directory(info.path))
     tokenizer = load_tokenizer(
         checkpoint_directory(info.path),
         vocab_size=info.vocab_size,

@@ -2,7 +2,8 @@
 
 Arrays and expansion follow from an image's size alone, and are found out by processing an image of that size without
 pixels (`hollow.py`), or a blank one where a processor does other things to pixels than are known. Who asks keeps the
-answers. Processors that run on Pillow and numpy are used wherever there are such, and nothing here needs torch.
+answers. Processors that run on Pillow and numpy are used wherever there are such; the others
+run on torchvision, where it is installed (`library.py`).
 
 The combined processor of transformers is made of its parts, without those for video and sound, which would need
 torchvision or torch. Of its steps only two are used: images to arrays, and arrays to the text of an expansion. The
@@ -12,6 +13,7 @@ others tokenize, which is not safe to do in several threads.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +29,17 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, ConfigError, limit_message
 from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.images.library import (
+    PROCESSOR_FILES,
+    has_torchvision,
+    needs_torchvision,
+    on_pillow,
+)
 from vsched_workers.checkpoint.tokenizer_files import load_part
 from vsched_workers.families.generic import refusal
 from vsched_workers.families.generic_vision import is_metadata
 
-STATING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+STATING_FILES = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files that may name the class of the processor, in the order in which transformers heeds them."""
 
 PROBED_SIDES = (64, 333, 700)
@@ -77,21 +85,22 @@ class ImageProcessor:
         pixels_max: The most pixels of an image whose shape can be asked for; None where there is no such limit.
     """
 
-    def __init__(self, processor: Any, placeholder: str) -> None:
-        """Take transformers' processor."""
+    def __init__(self, processor: Any, placeholder: str, *, tensors: str = "np") -> None:
+        """Take transformers' processor, and the kind of tensors that it makes: `np`, or `pt` by torchvision."""
         self._processor = processor
         self.marker: str = processor.image_token
         self.placeholder = placeholder
-        self._options: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
-            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np"
-        )["images_kwargs"]
+        asked: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors=tensors
+        )
+        self._options = asked["images_kwargs"] | _named_options(processor, asked)
         self._shaping = threading.Lock()
         self._hollow = self._hollow_processor()
         self.pixels_max = None if self._hollow is not None else BLANK_PIXELS_MAX
 
     def _hollow_processor(self) -> Any:
         """Return the processor for images without pixels; None where they would not become the same."""
-        from vsched_workers.checkpoint.hollow import hollow_processor
+        from vsched_workers.checkpoint.images.hollow import hollow_processor
 
         made = hollow_processor(self._processor)
         if made is None:
@@ -164,6 +173,13 @@ class ImageProcessor:
         return arrays, str(texts[0])
 
 
+def _named_options(processor: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor takes by name when it processes images, beside the options of its image processor."""
+    taken = inspect.signature(processor._process_images).parameters.values()  # noqa: SLF001
+    names = {each.name for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    return {name: value for name, value in asked.items() if name in names}
+
+
 def _hollow_image(width: int, height: int) -> npt.NDArray[np.uint8]:
     """Return an image that has a size and no pixels, [height, width, 3]."""
     return np.broadcast_to(np.uint8(0), (height, width, 3))
@@ -190,14 +206,16 @@ def load_image_processor(
             family, f"a placeholder of images, {image_token_id}, that its tokenizer has not"
         )
     processor_class = _processor_class(name, family)
-    if not _on_pillow(directory, family):
+    pillow = on_pillow(directory)
+    if not pillow and not has_torchvision():
         raise needs_torchvision(family)
-    own = load_part("AutoImageProcessor", directory, "image processor", backend="pil")
+    library = "pil" if pillow else "torchvision"
+    own = load_part("AutoImageProcessor", directory, "image processor", backend=library)
     settings = _stated(directory, STATING_FILES[0])
     parts = {"image_processor": own, "tokenizer": tokenizer}
     try:
         processor = _made(processor_class, parts, settings)
-        made = ImageProcessor(processor, placeholder)
+        made = ImageProcessor(processor, placeholder, tensors="np" if pillow else "pt")
         shape = made.shape(224, 224)
     except Exception as error:
         # Code of transformers that is given settings of a checkpoint: whatever it says, the processor cannot be used.
@@ -210,14 +228,6 @@ def load_image_processor(
     if not shape.text.count(placeholder):
         raise refusal(family, f"images for which a prompt has no token {placeholder!r}")
     return made
-
-
-def needs_torchvision(family: str) -> CheckpointError:
-    """Word that only torchvision can process images for a model.
-
-    It would bring torch with it into the engine's process, which has none.
-    """
-    return refusal(family, "an image processor that transformers has for torchvision alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,19 +319,6 @@ def _processor_name(directory: Path, family: str) -> str:
             f"{', '.join(STATING_FILES)} names one. Remedy: add processor_class to {STATING_FILES[0]}."
         )
     return name
-
-
-def _on_pillow(directory: Path, family: str) -> bool:
-    """Return whether there is an image processor that does without torchvision."""
-    from transformers.models.auto import image_processing_auto
-
-    known: Mapping[str, Any] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
-    both = _stated(directory, STATING_FILES[0]).get("image_processor")
-    stated = both if isinstance(both, dict) else _stated(directory, STATING_FILES[1])
-    name = str(stated.get("image_processor_type", "")).removesuffix("Fast")
-    kinds = [kind for kind in known.values() if kind and name in kind.values()]
-    kinds = kinds or [kind for kind in (known.get(family),) if kind]
-    return not kinds or any("pil" in kind for kind in kinds)
 
 
 def _stated(directory: Path, file: str) -> dict[str, Any]:
