@@ -191,7 +191,7 @@ class AnswerReader:
         return False
 
     def _text(self) -> bool:
-        """ContentText, up to where calls begin."""
+        """Content, up to where calls begin."""
         if self._format is None:
             return self._plain()
         opening = self._format.opening

@@ -76,7 +76,8 @@ class TextPreprocessor:
                 "Remedy: put the calls into the content, or serve it with model.chat_template.",
                 code="invalid_messages",
             )
-        self._special.check_size(*_texts(messages), json.dumps(tools or [], ensure_ascii=False))
+        shown = [json.dumps(tools, ensure_ascii=False)] if tools else []
+        self._special.check_size(*_texts(messages), *shown)
         mark = self._special.mark
         arguments = {"add_generation_prompt": True, **mark(template_arguments)}
         if tools:
