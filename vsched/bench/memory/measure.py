@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import printable
 from typing import Literal
 
 import msgspec
@@ -173,7 +174,8 @@ async def _load(
     engine: Engine, seconds: float, answers_min: int, advanced: Callable[[float], None]
 ) -> _Outcomes:
     """Keep every slot busy with the largest requests there are until there was enough of it."""
-    images = _largest_images(engine)
+    images = _largest_images(engine) if engine.info.takes_images else []
+    words = sorted(set(engine.preprocessor.tokenize(printable, images=False)))  # and no markers
     ends_s = time.perf_counter() + seconds
     slots = engine.config.generate.slots
     outcomes = _Outcomes()
@@ -185,7 +187,9 @@ async def _load(
         rng = random.Random(number)  # noqa: S311 - a load, not a secret
         turn = 0
         while not is_over():
-            prompt, pictures, tokens = _request(engine, images, rng, kind=(number + turn) % 4)
+            prompt, pictures, tokens = _request(
+                engine, images, words, rng, kind=(number + turn) % 4
+            )
             turn += 1
             try:
                 generation = await engine.generate(
@@ -238,18 +242,16 @@ def _largest_images(engine: Engine) -> list[str]:
 
 
 def _request(
-    engine: Engine, images: list[str], rng: random.Random, *, kind: int
+    engine: Engine, images: list[str], words: Sequence[int], rng: random.Random, *, kind: int
 ) -> tuple[str | list[int], list[str], int]:
-    """Return a prompt that fills the context, one of the largest images, or one that only holds a slot."""
-    context_tokens = engine.info.context_tokens
-    if kind == 0:
-        tokens = [rng.randrange(16, engine.info.vocab_size) for _ in range(context_tokens - 16)]
+    """Return a prompt that fills the context, one of the largest images if any, or one that only holds a slot."""
+    if kind == 0 or (kind == 1 and not images):
+        tokens = rng.choices(words, k=engine.info.context_tokens - 16)
         return tokens, [], OUTPUT_TOKENS
     if kind == 1:
         picked = [rng.choice(images)]
         return engine.preprocessor.render([_with_images(picked)]), picked, OUTPUT_TOKENS
-    words = [rng.randrange(16, engine.info.vocab_size) for _ in range(8)]
-    return words, [], FILLER_TOKENS
+    return rng.choices(words, k=8), [], FILLER_TOKENS
 
 
 def _with_images(images: Sequence[str]) -> dict[str, object]:
