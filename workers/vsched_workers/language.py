@@ -54,7 +54,7 @@ from vsched_workers.checkpoint.whole_model import (
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind, LogitRule
-from vsched_workers.families.decoders import text_positions
+from vsched_workers.families.decoders import text_family, text_positions
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (
@@ -377,14 +377,15 @@ def family_language(
     model: nn.Module,
     head: torch.Tensor,
     *,
+    config: Any = None,
     ranks: int = 1,
 ) -> LanguageModel:
     """Return a family's model, which has its weights, ready to run.
 
-    `head` is the output projection, or this rank's part of the vocabulary of it; `info` tells this rank's share of the
-    KV cache.
+    `head` is the output projection, or this rank's part of the vocabulary of it; `config` is the configuration where
+    that of the checkpoint is of more than this model; `info` tells this rank's share of the KV cache.
     """
-    config = family.model_config(info.path)
+    config = config or family.model_config(info.path)
     text = config.get_text_config()
     kinds = family.decoder.kinds(text)
     kv_heads = text.num_key_value_heads // ranks
@@ -439,22 +440,7 @@ def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model of an architecture that has no path of its own."""
-    what, or_one_rank = (
-        f"model_type {info.family!r} has no path of its own, and the generic one",
-        "",
-    )
-    if language_family(info.family, info.path) is not None:
-        what = f"several ranks share model_type {info.family!r} on the generic path, which"
-        or_one_rank = ", or generate.tensor_parallel to 1"
-    if not isinstance(backend, ReferenceBackend):
-        raise ConfigError(
-            f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
-            f"Remedy: set generate.device to cpu{or_one_rank}."
-        )
-    if settings.deterministic:
-        raise ConfigError(
-            f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
-        )
+    backend = _generic_backend(info, settings, backend)
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
     text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
     if settings.ranks > 1:
@@ -478,6 +464,10 @@ def _load_any(
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     ranks.join(group)
+    usual = text_family(text.model_type, text) if found.only_places_rows else None
+    if usual is not None and not (info.item_atomic or info.prompt_atomic):
+        decoder, head = model.get_decoder(), model.get_output_embeddings().weight
+        return family_language(info, usual, backend, decoder, head, config=text), group
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model, inputs),
@@ -490,6 +480,33 @@ def _load_any(
         mutual=_mutual(info),
     )
     return language, group
+
+
+def _generic_backend(
+    info: ModelInfo, settings: WorkerSettings, backend: Backend
+) -> ReferenceBackend:
+    """Return the backend of the generic path.
+
+    Raises:
+        ConfigError: When that path cannot do what is asked for.
+    """
+    what, or_one_rank = (
+        f"model_type {info.family!r} has no path of its own, and the generic one",
+        "",
+    )
+    if language_family(info.family, info.path) is not None:
+        what = f"several ranks share model_type {info.family!r} on the generic path, which"
+        or_one_rank = ", or generate.tensor_parallel to 1"
+    if not isinstance(backend, ReferenceBackend):
+        raise ConfigError(
+            f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
+            f"Remedy: set generate.device to cpu{or_one_rank}."
+        )
+    if settings.deterministic:
+        raise ConfigError(
+            f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
+        )
+    return backend
 
 
 def _mutual(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:

@@ -128,6 +128,7 @@ class Decoder:
         gate_up: Its linear layers for the gate and what is gated; one name where they are one layer already.
         down: Its linear layer back to the hidden size.
         windows: Which layers have windows.
+        rotates_by_window: Whether, of layers some of which have windows, only those rotate.
         frequencies_by_kind: Whether each kind of layer has frequencies of rotation of its own.
         norms: The norms of a layer.
         entries: Entries of the configuration that say more.
@@ -145,6 +146,7 @@ class Decoder:
     gate_up: Sequence[str] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     windows: Windows = Windows.NONE
+    rotates_by_window: bool = False
     frequencies_by_kind: bool = False
     norms: LayerNorms = LayerNorms()
     entries: Entries = Entries()
@@ -215,6 +217,8 @@ class Decoder:
             windows = [window if kind == SLIDING else None for kind in _kinds(config)] or windows
         stated = self.entries.rotates
         rotates = getattr(config, stated) if stated else [True] * count
+        if self.rotates_by_window and getattr(config, "sliding_window", None) is not None:
+            rotates = [kind == SLIDING for kind in _kinds(config)]
         names = _kinds(config) if self.frequencies_by_kind else [""] * count
         return [
             AttentionKind(window, bool(turns), name)

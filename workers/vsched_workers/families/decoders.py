@@ -54,6 +54,13 @@ _OLMO = Decoder(
 
 DECODERS: Mapping[str, Decoder] = {
     "cwm": Decoder(windows=Windows.NAMED),
+    "exaone4": Decoder(
+        windows=Windows.NAMED,
+        rotates_by_window=True,
+        query_norm="q_norm",
+        key_norm="k_norm",
+        norms=replace(_OLMO.norms, weights=NormWeights.AFTER_ROUNDING),
+    ),
     "gemma": Decoder(norms=LayerNorms(weights=NormWeights.PLUS_ONE)),
     "gemma2": Decoder(windows=Windows.NAMED, norms=_GEMMA_NORMS, entries=_GEMMA_ENTRIES),
     "gemma3_text": Decoder(
@@ -82,6 +89,11 @@ DECODERS: Mapping[str, Decoder] = {
     "qwen3": Decoder(windows=Windows.NAMED, query_norm="q_norm", key_norm="k_norm"),
     "seed_oss": Decoder(),
     "smollm3": Decoder(windows=Windows.NAMED, entries=Entries(rotates="no_rope_layers")),
+    "vaultgemma": Decoder(
+        windows=Windows.NAMED,
+        norms=replace(_GEMMA_NORMS, after_attention="", after_feed_forward=""),
+        entries=_GEMMA_ENTRIES,
+    ),
 }
 
 
@@ -124,8 +136,8 @@ class TextFamily:
 def text_positions(
     token_ids: npt.NDArray[np.int32], items: Items
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the positions of a prompt without images: the same on all three axes."""
-    assert not items, "it is a model of text alone"
+    """Return the positions of a prompt, the same on all three axes; images have no positions of their own."""
+    del items
     return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0
 
 

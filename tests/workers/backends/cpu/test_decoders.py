@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.backends.cpu.twins import Twins, run_twins
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.families.decoders import DECODERS
 
 pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
@@ -40,6 +45,8 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
     ),
     "cwm": ("cwm", {}),
+    "rotation in windows alone": ("exaone4", {}),
+    "vaultgemma": ("vaultgemma", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "ministral": ("ministral", {}),
     "layers that do not rotate": ("smollm3", {"sliding_window": None}),
     "weights that are merged already": (
@@ -87,6 +94,61 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     questions = [Question(prompt, count=12) for prompt in prompts()]
     Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
     twins.check()
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava", "mistral3", "smolvlm"])
+def test_language_parts_of_vision_models_are_fused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows of images in their places, as the whole model's modules put them there."""
+    make_vision_checkpoint(name, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    smaller = {
+        key: weight * 0.3 if weight.dim() == 2 else weight for key, weight in weights.items()
+    }
+    save_file(smaller, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fused = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    monkeypatch.setattr(ImageInputs, "only_places_rows", lambda *_: False)
+    exact = Stage.load(str(tmp_path), attention="exact", dtype="bfloat16")
+    assert isinstance(exact.generator._layers, WholeModel)  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    twins = Twins(exact.generator, fused.generator)
+    stage = dataclasses.replace(exact, generator=twins)
+    questions = [
+        Question(text, images=[drawn_image(seed, 60, 40) for seed in range(count)], count=12)
+        for text, count in (("What is it?", 1), ("And these two?", 2), ("No image.", 0))
+    ]
+    Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
+    twins.check()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4v", "paligemma"])
+def test_language_parts_that_see_more_or_have_axes_stay_as_they_are(
+    name: str, tmp_path: Path
+) -> None:
+    make_vision_checkpoint(name, tmp_path)
+    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    assert isinstance(stage.generator._layers, WholeModel)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["embeddings", "positions", "logits"])
+def test_a_model_that_does_more_than_place_rows_is_seen(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its results, whatever its code looks like."""
+    make_vision_checkpoint("llava", tmp_path)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    inputs = ImageInputs(model, levels=1)
+    inputs.try_out(model)
+    assert inputs.only_places_rows(model)
+    if what == "logits":
+        monkeypatch.setattr(model, "get_output_embeddings", lambda: torch.nn.Linear(64, 300))
+    else:
+        name = {"embeddings": "inputs_embeds", "positions": "position_ids"}[what]
+        model.model.language_model.register_forward_pre_hook(
+            lambda _module, args, given: (args, given | {name: given[name] + 1}), with_kwargs=True
+        )
+    assert not inputs.only_places_rows(model)
 
 
 def test_deterministic_refuses_windows(tmp_path: Path) -> None:

@@ -201,14 +201,14 @@ class FusedLanguage:
         count = len(token_ids)
         ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._custom) - count))
         hidden = self._model.embed_tokens(ids)
-        if self._rows_factor != 1.0:
-            hidden *= self._rows_factor
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
         if images is not None:
             places = torch.from_numpy(images.rows)
             hidden[places] = images.levels[0]
             levels = list(images.levels[1:])
+        if self._rows_factor != 1.0:
+            hidden *= self._rows_factor
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
         angles = {name: made(positions) for name, made in self._angles.items()}

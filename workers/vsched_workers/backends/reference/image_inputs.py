@@ -88,6 +88,43 @@ class ImageInputs:
             return
         raise refusal(model.config.model_type, "features of images that cannot be given to it")
 
+    def only_places_rows(self, model: Any) -> bool:
+        """Return whether all that a model adds to its decoder and its head is to put rows in their places.
+
+        That is tried, with rows of chance. Attention may be anything that looks at no cache.
+        """
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        axes = self._rope is not None or self._first
+        if self._levels > 1 or self._around or axes or decoder is None or head is None:
+            return False
+        weight = next(decoder.parameters())
+        ids = torch.tensor([self._neutral, self._image, self._image], device=weight.device)
+        places = torch.arange(3, device=weight.device)
+        rows = torch.randn(1, 2, model.config.get_text_config().hidden_size).to(weight)
+        seen: dict[str, Any] = {}
+
+        def note(_: Any, __: Any, given: dict[str, Any], made: Any) -> None:
+            seen.update(given, made=made.last_hidden_state)
+
+        hook = decoder.register_forward_hook(note, with_kwargs=True)
+        try:
+            images = Images(np.array([1, 2]), rows)
+            given = self.arguments(ids, places.expand(4, 1, 3), images, None)
+            logits = model(use_cache=False, **given).logits
+        finally:
+            hook.remove()
+        wanted = model.get_input_embeddings()(ids)[None].clone()
+        wanted[0, 1:] = rows[0]
+        pairs = (
+            (seen.get("inputs_embeds"), wanted),
+            (seen.get("position_ids"), places[None]),
+            (logits, head(seen["made"])),
+        )
+        return all(
+            found is not None and found.dtype == right.dtype and torch.equal(found, right)
+            for found, right in pairs
+        )
+
     def arguments(
         self,
         token_ids: torch.Tensor,

@@ -138,11 +138,13 @@ class FirstRun(NamedTuple):
         kv: What each layer keeps of a token; of no heads where it keeps nothing.
         states: What layers keep of a sequence besides.
         layers: The layers, where some can be left out.
+        only_places_rows: Whether a model that takes images puts their rows in their places, and does no more with them.
     """
 
     kv: list[KvShape]
     states: RecurrentStates
     layers: DecoderLayers | None
+    only_places_rows: bool = False
 
 
 @torch.inference_mode()
@@ -204,11 +206,13 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
                 )
             if strange:
                 raise refusal(family, strange[0])
+            places = False
             if inputs is not None:
                 inputs.try_out(model)
+                places = inputs.only_places_rows(model)
             runs_without = layers is not None and _runs_without(model, layers)
         found = [shapes.get(layer, NOTHING_KEPT) for layer in range(count)]
-        return FirstRun(found, states, layers if runs_without else None)
+        return FirstRun(found, states, layers if runs_without else None, places)
     finally:
         model.set_attn_implementation(NAME)
 
