@@ -285,10 +285,11 @@ class Engine:
 
         generation = TokenStream(
             request_id,
-            prompt_tokens=prompt_tokens,
+            prompt_token_ids=prepared.token_ids,
             detokenizer=self.preprocessor.detokenizer(),
             stop=sampling.stop,
             stop_token_ids=frozenset(stop_token_ids),
+            include_stop=sampling.include_stop,
             logprobs=sampling.logprobs is not None,
             on_stop=shell.end,
             on_end=on_end,

@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
     batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
-    added unless `ignore_eos`. `logprobs` is the number of alternatives to report a token, None for none at all.
+    added unless `ignore_eos`. `include_stop` leaves what ended a request in its text, special tokens aside. `logprobs`
+    is the number of alternatives to report a token, None for none at all.
 
     `grammar` is what the output must match, as `vsched.worker.capabilities.Grammars` takes it; empty for anything.
     """
@@ -37,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

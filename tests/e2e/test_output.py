@@ -47,6 +47,8 @@ async def test_stop_string_ends_before_it(engine: Engine) -> None:
     assert found.text == whole[: whole.index(stop)]
     assert found.finish_reason == "stop"
     assert len(found.token_ids) < 60
+    found = await answer(engine, ASK, sampled(max_tokens=60, stop=(stop,), include_stop=True))
+    assert found.text == whole[: whole.index(stop) + len(stop)]
 
 
 async def test_stop_string_that_only_begins_is_given_out(engine: Engine) -> None:

@@ -16,17 +16,23 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/tokenize",
+    "/detokenize",
     "/admin/replicas",
     "/admin/clear",
     "/v1/models",
     "/v1/models/simulated",
     "/health",
+    "/ping",
+    "/version",
+    "/load",
+    "/openapi.json",
+    "/docs",
     "/metrics",
     "/admin/statistics",
     "/nowhere",
 )
-WEIGHTS = (40, 20, 15, 6, 1, 2, 2, 2, 2, 2, 2)
-POSTED = 5
+WEIGHTS = (40, 20, 12, 3, 6, 1, 2, 2, 2, 1, 1, 1, 1, 1, 2, 2, 2)
+POSTED = 6
 TEXTS = ("5", "12 7 3", "1 2 3 4 5 6 7 8 9", "42", "9 9")
 """A simulated model's words are numbers."""
 TOKENS: tuple[bytes, ...] = (
@@ -149,7 +155,7 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": "simulated",
         "stream": rng.random() < 0.5,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5},
         "min_tokens": 1,
         "temperature": rng.random(),
         "top_p": 0.9,
@@ -161,6 +167,10 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
         "frequency_penalty": 0.5,
         "stop": ["ab", "c"],
         "stop_token_ids": [1, 2],
+        "include_stop_str_in_output": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": True,
         "ignore_eos": True,
         "priority": 3,
         "ttft_target_ms": 500,
@@ -181,12 +191,23 @@ def _messages(rng: random.Random) -> list[dict[str, Any]]:
         if rng.random() < 0.5:
             content = [{"type": "text", "text": content}]
             if rng.random() < 0.5:
-                content.append({"type": "image_url", "image_url": {"url": _image_url(rng)}})
+                content.append(_image_part(rng))
             if rng.random() < 0.1:
                 content.append({"type": "image_embeds", "image_embeds": {"data": "AAAA"}})
         role = rng.choice(("user", "user", "assistant", "system", "developer"))
         messages.append({"role": role, "content": content})
     return messages
+
+
+def _image_part(rng: random.Random) -> dict[str, Any]:
+    """Return an image, at times with a name, or by its name alone, under which there may be none."""
+    url = _image_url(rng)
+    part: dict[str, Any] = {"type": "image_url", "image_url": rng.choice(({"url": url}, url))}
+    if rng.random() < 0.3:
+        part["uuid"] = rng.choice(("first", "second"))
+        if rng.random() < 0.5:
+            part["image_url"] = None
+    return part
 
 
 def _image_url(rng: random.Random) -> str:
@@ -202,6 +223,8 @@ def _chat(rng: random.Random) -> dict[str, Any]:
     extra: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if rng.random() < 0.2 else {}
     if rng.random() < 0.1:
         extra["chat_template_kwargs"] = {"enable_thinking": False}
+    if rng.random() < 0.1:
+        extra["continue_final_message"] = True
     return {"messages": _messages(rng), **_sampling(rng), **extra}
 
 
@@ -211,7 +234,12 @@ def _completion(rng: random.Random) -> dict[str, Any]:
 
 
 def _tokenize(rng: random.Random) -> dict[str, Any]:
-    return {"prompt": rng.choice(TEXTS)} if rng.random() < 0.5 else {"messages": _messages(rng)}
+    body = {"prompt": rng.choice(TEXTS)} if rng.random() < 0.5 else {"messages": _messages(rng)}
+    return {**body, "return_token_strs": rng.random() < 0.5}
+
+
+def _detokenize(rng: random.Random) -> dict[str, Any]:
+    return {"tokens": [rng.randrange(10) for _ in range(rng.randrange(5))]}
 
 
 def _replicas(rng: random.Random) -> dict[str, Any]:
@@ -223,5 +251,6 @@ _DRAW: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
     "/tokenize": _tokenize,
+    "/detokenize": _detokenize,
     "/admin/replicas": _replicas,
 }

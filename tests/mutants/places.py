@@ -8,7 +8,7 @@ CHECKS = (
     "tests/unit/aio/leader",
     "tests/unit/worker/test_member.py",
     "tests/unit/rank/test_follow.py",
-    "tests/unit/api/test_access_key.py",
+    "tests/unit/api/middleware/test_access_key.py",
     "tests/mutants/runs.py",
 )
 """Of these, a mutant meets the tests that reach its line, except the slow ones."""
@@ -53,7 +53,7 @@ _FUNCTIONS: dict[str, str] = {
     "vsched.aio.leader.leader:Leader": """
         decide _append lose _on_frame _take_failure _begin _take_answer _take_beat _tick
     """,
-    "vsched.api.access:": "_carries _digest",
+    "vsched.api.middleware.access:": "_carries _digest",
 }
 
 PLACES: tuple[str, ...] = tuple(

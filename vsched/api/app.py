@@ -8,13 +8,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vsched.api.access import access_middleware
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.description import page
 from vsched.api.errors import ErrorBody, ErrorEnvelope
 from vsched.api.metrics import ApiMetrics
-from vsched.api.operations import Operations, ReplicasEndpoint, TokenizeEndpoint, json_response
+from vsched.api.middleware.access import access_middleware
+from vsched.api.middleware.request_id import response_id
+from vsched.api.operations import (
+    DetokenizeEndpoint,
+    Operations,
+    ReplicasEndpoint,
+    TokenizeEndpoint,
+    json_response,
+)
 
 
 def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
@@ -39,8 +47,14 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
         Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(engine, bodies), methods=["POST"]),
         Route("/health", operations.health),
         Route("/ready", operations.health),
+        Route("/ping", operations.health, methods=["GET", "POST"]),
+        Route("/version", operations.version),
+        Route("/load", operations.load),
+        Route("/openapi.json", page.openapi),
+        Route("/docs", page.page),
         Route("/metrics", operations.metrics),
         Route("/admin/statistics", operations.statistics),
         Route("/admin/clear", operations.clear, methods=["POST"]),
@@ -71,6 +85,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _mistake(request: Request, error: Exception) -> Response:
-    del request, error
+    del error
     body = ErrorBody("the server made a mistake", "server_error", None, "internal_error")
-    return json_response(ErrorEnvelope(body), 500)
+    response = json_response(ErrorEnvelope(body), 500)
+    # What answers this stands before all middleware.
+    response.headers["x-request-id"] = response_id(request.scope).decode()
+    return response

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,9 +19,17 @@ from vsched.api.bodies.constraints import behind_thought, beside_calls, constrai
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
-from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter, usage_of
+from vsched.api.fields.neutral import refuse_unsupported
+from vsched.api.formatters import (
+    AnswerOptions,
+    ChatFormatter,
+    CompletionFormatter,
+    Formatter,
+    usage_of,
+)
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
+from vsched.api.middleware.request_id import new_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.sse_writer import SseWriter
 from vsched.api.tools.choice import tool_use
@@ -57,7 +64,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttft_target_ms: int | None
     cache_salt: str
     stream: bool
-    include_usage: bool
+    options: AnswerOptions
     constrained_by: str
     wording: Callable[[], AnswerWording] | None = None
 
@@ -194,7 +201,7 @@ class CompletionEndpoint:
             constraint = beside_calls(constraint, calls)
         if constraint and thought:
             constraint = behind_thought(constraint, thought)
-        parameters.refuse_unsupported(request)
+        refuse_unsupported(request)
         words: tuple[tuple[int, ...], ...] = ()
         if request.bad_words:  # tokenizing the most of them would hold up every other connection
             words = await asyncio.to_thread(
@@ -209,7 +216,6 @@ class CompletionEndpoint:
             bad_words=words,
             grammar=constraint.grammar if constraint else "",
         )
-        options = request.stream_options
         return CheckedRequest(
             prompt=prompt,
             images=images,
@@ -219,13 +225,13 @@ class CompletionEndpoint:
             ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
             stream=bool(request.stream),
-            include_usage=options is not None and options.include_usage,
+            options=parameters.answer_options(request),
             constrained_by=constraint.param if constraint else "",
         )
 
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
         check_ready(self._engine)
-        request_id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        request_id = new_id(self.id_prefix, exchange.scope)
         # Not kept here: prompt and images end with their preparation.
         return await exchange.until_disconnect(
             self._generate(exchange, record, await self.read(exchange, request_id))
@@ -237,7 +243,7 @@ class CompletionEndpoint:
         generation = await self._accepted(job)
         job = msgspec.structs.replace(job, prompt="", images=())
         exchange.release_room()
-        formatter = self._formatter(job)
+        formatter = self._formatter(generation, job)
         try:
             if job.stream:
                 return await self._stream(exchange, record, generation, formatter, job)
@@ -250,12 +256,13 @@ class CompletionEndpoint:
                 output=generation.output_tokens,
             )
 
-    def _formatter(self, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
         return CompletionFormatter(
-            job.request_id,
+            generation,
             created=int(time.time()),
             model=self._engine.model_name,
             preprocessor=self._engine.preprocessor,
+            options=job.options,
         )
 
     async def _accepted(self, job: CheckedRequest) -> Generation:
@@ -290,7 +297,7 @@ class CompletionEndpoint:
     ) -> str:
         await exchange.start_stream(_id_header(job))
         outcome = await SseWriter(exchange, record, generation, formatter).run()
-        if job.include_usage:
+        if job.options.usage:
             await exchange.send_event(formatter.usage_chunk(usage_of(generation)))
         await exchange.end_stream()
         return outcome
@@ -332,11 +339,11 @@ class ChatEndpoint(CompletionEndpoint):
         tokens = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, ChatRequest, tokens=tokens)
         check_model(request.model, self._engine)
-        parameters.refuse_unsupported(request)
+        refuse_unsupported(request)
         messages, images = parameters.split_messages(request.messages, self._settings)
         if images:
             refuse_images(self._engine.info)  # before a template that knows no images sees them
-        arguments = parameters.template_arguments(request.chat_template_kwargs, self._settings)
+        arguments = parameters.template_arguments(request, self._settings)
         template = self._engine.preprocessor.chat_template
         tools = tool_use(request, self._settings, template)
         if tools is not None:
@@ -380,11 +387,12 @@ class ChatEndpoint(CompletionEndpoint):
                 return False
         return prompt.rstrip().endswith(mark)
 
-    def _formatter(self, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
         return ChatFormatter(
-            job.request_id,
+            generation,
             created=int(time.time()),
             model=self._engine.model_name,
             preprocessor=self._engine.preprocessor,
+            options=job.options,
             wording=job.wording() if job.wording is not None else None,
         )

@@ -8,6 +8,7 @@ sees a request when its head is complete, and writes without being told where th
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 import msgspec
@@ -152,6 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
             STATUS_LINE[error.status],
             b"content-type: application/json\r\n",
             b"content-length: %d\r\n" % len(body),
+            b"x-request-id: %s\r\n" % secrets.token_hex(16).encode(),
             b"connection: close\r\n\r\n",
         )
         self.transport.write(b"".join((*head, body)))

@@ -32,6 +32,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         body_bytes_max: Bytes of a request body; counted while it arrives.
         bodies_bytes_max: Bytes of large bodies that are held at a time, over all connections; more wait.
         body_wait_s: Longest wait of a body for room among them.
+        strict_fields: Whether a field that nobody knows is refused within messages and other objects, too.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
         tools_max: Tools of one chat request.
@@ -55,6 +56,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     body_bytes_max: _Positive = 32 * 1024 * 1024
     bodies_bytes_max: _Positive = 256 * 1024 * 1024
     body_wait_s: _Seconds = 30.0
+    strict_fields: bool = False
     messages_max: _Positive = 1024
     parts_max: _Positive = 4096
     tools_max: _Positive = 128
@@ -79,6 +81,8 @@ class Generation(Protocol):
 
     @property
     def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def prompt_tokens(self) -> int: ...
     @property

@@ -14,6 +14,17 @@ _TYPES = {
 }
 
 
+_OPENAI_CODES = {
+    "context_exceeded": "context_length_exceeded",
+    "kv_exceeded": "context_length_exceeded",
+    "queue_full": "rate_limit_exceeded",
+}
+"""Codes that OpenAI has a name of its own for: clients look for it."""
+_CONTEXT_WORDS = "This model's maximum context length is exceeded: "
+"""What litellm, and what is built on it, takes for a prompt that is too long: it reads the words, not the code."""
+_SHOWN_CHARACTERS_MAX = 40
+
+
 class ClientDisconnected(Exception):
     """The client went away."""
 
@@ -46,12 +57,14 @@ class ErrorEnvelope(msgspec.Struct):
 def envelope(error: RequestRefused | RequestFailed) -> ErrorEnvelope:
     """Word an error for the client."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
+    code = _OPENAI_CODES.get(error.code, error.code)
+    before = _CONTEXT_WORDS if code == "context_length_exceeded" else ""
     return ErrorEnvelope(
         ErrorBody(
-            message=error.message,
+            message=before + error.message,
             type=_TYPES.get(error.status, default),
             param=getattr(error, "param", None),
-            code=error.code,
+            code=code,
         )
     )
 
@@ -60,6 +73,15 @@ def out_of_bounds(param: str, *, value: object, limit: object, remedy: str) -> P
     """Word a parameter outside its bounds."""
     message = limit_message(f"`{param}` is out of bounds", value=value, limit=limit, remedy=remedy)
     return ParameterRefused(message, param=param)
+
+
+def shown(value: object) -> str:
+    """Return a value of a request as JSON, as far as it is short."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS_MAX:
+        return f"a text of {len(value)} characters"
+    return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS_MAX]
 
 
 def unsupported(param: str, *, remedy: str) -> ParameterRefused:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.contract import Generation
@@ -46,11 +46,29 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer carries besides its text.
+
+    Attributes:
+        usage: A last event with the usage; with `running_usage` each event has what there is so far.
+        token_ids: Those of the prompt, and of each choice.
+        tokens_as_ids: Log-probabilities name tokens as `token_id:N`, for what is no text.
+    """
+
+    usage: bool = False
+    running_usage: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+
+_TEXT_ALONE = AnswerOptions()
+
+
 class Formatter(Protocol):
     """Words deltas; one for each request, since it remembers what came before."""
 
-    def chunk(self, delta: OutputDelta) -> object | None:
-        """Return the event for a delta, to be encoded as JSON; None when there is nothing to say yet."""
+    def chunk(self, delta: OutputDelta) -> object:
+        """Return the event for a delta, to be encoded as JSON: one for each, for clients count tokens by events."""
         ...
 
     def usage_chunk(self, usage: Usage) -> object:
@@ -74,63 +92,95 @@ class _Form:
         return msgspec.Raw(self._before + _ENCODER.encode(text) + self._after)
 
 
-def _is_text_alone(delta: OutputDelta) -> bool:
-    return bool(delta.text) and delta.finish_reason is None and delta.logprobs is None
-
-
 def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
     return (deltas[-1].finish_reason if deltas else None) or "stop"
 
 
-def _is_silent(delta: OutputDelta) -> bool:
-    return not delta.text and not delta.logprobs and delta.finish_reason is None
+class _Formatting:
+    """What both kinds of answers have in common.
 
-
-class ChatFormatter:
-    """Words chat completions."""
+    Attributes:
+        options: What the answer carries besides its text.
+    """
 
     def __init__(
         self,
-        request_id: str,
+        generation: Generation,
         *,
         created: int,
         model: str,
         preprocessor: Preprocessor,
+        options: AnswerOptions = _TEXT_ALONE,
         wording: AnswerWording | None = None,
     ) -> None:
         """Take `wording` where the answer may hold more than content."""
-        self._id = request_id
+        self.options = options
+        self._generation = generation
+        self._id = generation.request_id
         self._created = created
         self._model = model
         self._preprocessor = preprocessor
         self._wording = wording
         self._begun = False
-        blank = ChatChunkChoice(ChatDelta(content=_BLANK), None, None)
-        self._form = _Form(ChatChunk(request_id, created, model, [blank]))
+        self._bare = not (options.running_usage or options.token_ids)
+        self._form = _Form(self._event(_BLANK))
 
-    def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
+    def _event(self, text: str) -> object:
+        """Return an event with a text and nothing else."""
+        raise NotImplementedError
+
+    def _is_bare(self, delta: OutputDelta) -> bool:
+        """Return whether the event of a delta is its text and nothing else."""
+        return self._bare and delta.finish_reason is None and delta.logprobs is None
+
+    def _running_usage(self) -> Usage | UnsetType:
+        return usage_of(self._generation) if self.options.running_usage else UNSET
+
+    def _token_ids(self, deltas: Sequence[OutputDelta]) -> list[int] | UnsetType:
+        if not self.options.token_ids:
+            return UNSET
+        return [token_id for delta in deltas for token_id in delta.token_ids]
+
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        """Return the ids of the prompt, for the first event or the whole answer."""
+        wanted = self.options.token_ids and not self._begun
+        return list(self._generation.prompt_token_ids) if wanted else UNSET
+
+    def _token_text(self, token_id: int) -> str:
+        if self.options.tokens_as_ids:
+            return f"token_id:{token_id}"
+        return self._preprocessor.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class ChatFormatter(_Formatting):
+    """Words chat completions."""
+
+    def _event(self, text: str) -> ChatChunk:
+        choice = ChatChunkChoice(ChatDelta(content=text), None, None)
+        return ChatChunk(self._id, self._created, self._model, [choice])
+
+    def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw:
+        if self._begun and self._wording is None and self._is_bare(delta):
+            return self._form.fill(delta.text)
+        added, reason = ChatDelta(content=delta.text), delta.finish_reason
         if self._wording is not None:
-            return self._worded(delta, self._wording)
-        if self._begun:
-            if _is_text_alone(delta):
-                return self._form.fill(delta.text)
-            if _is_silent(delta):
-                return None
-        content = ChatDelta(
-            role=UNSET if self._begun else "assistant",
-            content=delta.text if delta.text or not self._begun else UNSET,
+            added = self._wording.added(delta.text, is_last=reason is not None)
+            reason = reason and self._wording.finish_reason(reason)
+        if not self._begun:
+            added.role = "assistant"
+        choice = ChatChunkChoice(
+            added, reason, self._logprobs([delta]), token_ids=self._token_ids([delta])
+        )
+        chunk = ChatChunk(
+            self._id,
+            self._created,
+            self._model,
+            [choice],
+            self._running_usage(),
+            prompt_token_ids=self._prompt_token_ids(),
         )
         self._begun = True
-        choice = ChatChunkChoice(content, delta.finish_reason, self._logprobs([delta]))
-        return ChatChunk(self._id, self._created, self._model, [choice])
-
-    def _worded(self, delta: OutputDelta, wording: AnswerWording) -> ChatChunk:
-        added = wording.added(delta.text, is_last=delta.finish_reason is not None)
-        if not self._begun:
-            self._begun, added.role = True, "assistant"
-        reason = delta.finish_reason and wording.finish_reason(delta.finish_reason)
-        choice = ChatChunkChoice(added, reason, self._logprobs([delta]))
-        return ChatChunk(self._id, self._created, self._model, [choice])
+        return chunk
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], usage)
@@ -141,8 +191,17 @@ class ChatFormatter:
         if self._wording is not None:
             message = self._wording.message(text)
             reason = self._wording.finish_reason(reason)
-        choice = ChatChoice(message, reason, self._logprobs(deltas))
-        return ChatResponse(self._id, self._created, self._model, [choice], usage)
+        choice = ChatChoice(
+            message, reason, self._logprobs(deltas), token_ids=self._token_ids(deltas)
+        )
+        return ChatResponse(
+            self._id,
+            self._created,
+            self._model,
+            [choice],
+            usage,
+            prompt_token_ids=self._prompt_token_ids(),
+        )
 
     def _logprobs(self, deltas: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if all(delta.logprobs is None for delta in deltas):
@@ -158,40 +217,44 @@ class ChatFormatter:
 
     def _alternative(self, token_id: int, logprob: float) -> TopLogprob:
         content = self._preprocessor.token_bytes(token_id)
-        return TopLogprob(
-            content.decode("utf-8", "replace"), max(logprob, _LOGPROB_MIN), list(content)
-        )
+        return TopLogprob(self._token_text(token_id), max(logprob, _LOGPROB_MIN), list(content))
 
 
-class CompletionFormatter:
+class CompletionFormatter(_Formatting):
     """Words plain completions."""
 
-    def __init__(
-        self, request_id: str, *, created: int, model: str, preprocessor: Preprocessor
-    ) -> None:
-        self._id = request_id
-        self._created = created
-        self._model = model
-        self._preprocessor = preprocessor
-        self._offset = 0
-        blank = CompletionChoice(_BLANK, None, None)
-        self._form = _Form(CompletionResponse(request_id, created, model, [blank]))
+    _offset = 0
 
-    def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw | None:
-        if _is_text_alone(delta):
-            return self._form.fill(delta.text)
-        if _is_silent(delta):
-            return None
-        choice = CompletionChoice(delta.text, delta.finish_reason, self._logprobs([delta]))
+    def _event(self, text: str) -> CompletionResponse:
+        choice = CompletionChoice(text, None, None)
         return CompletionResponse(self._id, self._created, self._model, [choice])
+
+    def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw:
+        if self._is_bare(delta):
+            return self._form.fill(delta.text)
+        choice = self._choice(delta.text, delta.finish_reason, [delta])
+        self._begun = True
+        usage = self._running_usage()
+        return CompletionResponse(self._id, self._created, self._model, [choice], usage)
 
     def usage_chunk(self, usage: Usage) -> CompletionResponse:
         return CompletionResponse(self._id, self._created, self._model, [], usage)
 
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
         text = "".join(delta.text for delta in deltas)
-        choice = CompletionChoice(text, _finish_reason(deltas), self._logprobs(deltas))
+        choice = self._choice(text, _finish_reason(deltas), deltas)
         return CompletionResponse(self._id, self._created, self._model, [choice], usage)
+
+    def _choice(
+        self, text: str, finish_reason: str | None, deltas: Sequence[OutputDelta]
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            text,
+            finish_reason,
+            self._logprobs(deltas),
+            token_ids=self._token_ids(deltas),
+            prompt_token_ids=self._prompt_token_ids(),
+        )
 
     def _logprobs(self, deltas: Sequence[OutputDelta]) -> CompletionLogprobs | None:
         if all(delta.logprobs is None for delta in deltas):
@@ -199,15 +262,18 @@ class CompletionFormatter:
         result = CompletionLogprobs([], [], [], [])
         for delta in deltas:
             for token in delta.logprobs or ():
-                text = self._text(token.token_id)
+                text = self._token_text(token.token_id)
                 result.tokens.append(text)
                 result.token_logprobs.append(max(token.logprob, _LOGPROB_MIN))
-                result.top_logprobs.append(
-                    {self._text(other): max(logprob, _LOGPROB_MIN) for other, logprob in token.top}
-                )
+                result.top_logprobs.append(self._top(token))
                 result.text_offset.append(self._offset)
                 self._offset += len(text)
         return result
 
-    def _text(self, token_id: int) -> str:
-        return self._preprocessor.token_bytes(token_id).decode("utf-8", "replace")
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """Return the alternatives by their texts, the best of those that read alike, and always the sampled token."""
+        found: dict[str, float] = {}
+        for token_id, logprob in token.top:
+            found.setdefault(self._token_text(token_id), max(logprob, _LOGPROB_MIN))
+        found[self._token_text(token.token_id)] = max(token.logprob, _LOGPROB_MIN)
+        return found

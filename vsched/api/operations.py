@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from importlib.metadata import version
 
 import msgspec
 from starlette.requests import Request
@@ -13,12 +15,23 @@ from vsched.api import parameters
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
-from vsched.api.errors import ParameterRefused, envelope, unsupported
+from vsched.api.errors import ParameterRefused, envelope, out_of_bounds, shown, unsupported
+from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
-from vsched.api.request_schema import GroupRequest, TokenizeRequest
-from vsched.api.responses import GroupAction, Model, ModelList, Tokens
+from vsched.api.request_schema import DetokenizeRequest, GroupRequest, TokenizeRequest
+from vsched.api.responses import (
+    Detokenized,
+    GroupAction,
+    Load,
+    Model,
+    ModelList,
+    State,
+    Tokens,
+    Version,
+)
 from vsched.media import Prompt
+from vsched.worker.contract import Preprocessor
 
 ACTIONS = ("drain", "restart", "resume")
 
@@ -41,7 +54,17 @@ class Operations:
         """Tell the engine's state: 200 when requests are taken, 503 otherwise."""
         del request
         state = self._engine.state
-        return json_response({"status": state}, 200 if state in {"ready", "degraded"} else 503)
+        return json_response(State(state), 200 if state in {"ready", "degraded"} else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Tell the version of vsched."""
+        del request
+        return json_response(Version(version("vsched")))
+
+    async def load(self, request: Request) -> Response:
+        """Tell how many completions are being served."""
+        del request
+        return json_response(Load(self._metrics.in_flight))
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -101,9 +124,21 @@ class TokenizeEndpoint:
         request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
         token_ids = await self._engine.tokenize(self._prompt(request))
-        return Tokens(len(token_ids), limit, token_ids)
+        strings: list[str] | None = None
+        if request.return_token_strs:
+            strings = await asyncio.to_thread(_texts, self._engine.preprocessor, token_ids)
+        return Tokens(len(token_ids), limit, token_ids, strings)
 
     def _prompt(self, request: TokenizeRequest) -> Prompt:
+        refuse_unsupported(request)
+        added = request.messages is None
+        if request.add_special_tokens not in {None, added}:
+            raise out_of_bounds(
+                "add_special_tokens",
+                value=shown(request.add_special_tokens),
+                limit=f"{shown(added)} for {'a prompt' if added else 'messages'}, as for completions",
+                remedy="leave it out",
+            )
         match request.prompt, request.messages:
             case str(prompt), None:
                 return prompt
@@ -113,12 +148,52 @@ class TokenizeEndpoint:
                     # Their tokens depend on their sizes; counting them means reading them within all the limits.
                     remedy = "send no images; a completion's usage counts them"
                     raise unsupported("messages", remedy=remedy)
-                arguments = parameters.template_arguments(
-                    request.chat_template_kwargs, self._settings
-                )
+                arguments = parameters.template_arguments(request, self._settings)
                 return rendered(self._engine, messages, arguments)
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")
+
+
+class DetokenizeEndpoint:
+    """An ASGI application for /detokenize."""
+
+    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
+        self._engine = engine
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._detokenize(exchange))
+
+    async def _detokenize(self, exchange: HttpExchange) -> Detokenized:
+        check_ready(self._engine)
+        limit = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, DetokenizeRequest, tokens=limit)
+        check_model(request.model, self._engine)
+        if len(request.tokens) > limit:
+            raise out_of_bounds(
+                "tokens",
+                value=f"{len(request.tokens)} tokens",
+                limit=f"{limit} tokens of context",
+                remedy="send fewer at a time",
+            )
+        parameters.check_vocabulary("tokens", request.tokens, self._engine.info)
+        preprocessor = self._engine.preprocessor
+        return Detokenized(await asyncio.to_thread(_whole_text, preprocessor, request.tokens))
+
+
+def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
+    """Return the text of each token; half a character is a replacement character."""
+    return [preprocessor.token_bytes(one).decode("utf-8", "replace") for one in token_ids]
+
+
+def _whole_text(preprocessor: Preprocessor, token_ids: list[int]) -> str:
+    """Return the text of all tokens, special ones included."""
+    text = b"".join(map(preprocessor.token_bytes, token_ids)).decode("utf-8", "replace")
+    plain = preprocessor.detokenize(token_ids)
+    # Some tokenizers begin every text with a blank, which is no part of it.
+    return plain if text == f" {plain}" else text
 
 
 class ReplicasEndpoint:

@@ -10,19 +10,22 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds, unsupported
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown
+from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
     ImageEmbedsPart,
+    ImagePart,
     ImageUrl,
     Message,
     SamplingFields,
     TextPart,
+    TokenizeRequest,
 )
 from vsched.api.tools.history import check_arguments
 from vsched.errors import limit_message
-from vsched.media import EmbeddedImage, ImageReference
+from vsched.media import EmbeddedImage, ImageReference, NamedImage
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -43,23 +46,8 @@ _KIND_WORDS = {
     "object": "an object",
     "null": "null",
 }
-_SHOWN_CHARACTERS_MAX = 40
 _TOKEN_DIGITS_MAX = 10
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
-
-# What each unsupported field may hold without changing the meaning of a request, and what to do instead.
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("n", (1,), "send n = 1, once for each answer that you want"),
-    ("best_of", (1,), "send no best_of"),
-    ("audio", (), "ask for text"),
-    ("function_call", ("none", "auto"), "send no functions"),
-    ("functions", ([],), "describe the functions in the prompt"),
-    ("modalities", (["text"],), 'send modalities = ["text"]'),
-    ("prediction", (), "send no prediction"),
-    ("web_search_options", (), "send no web_search_options"),
-    ("echo", (False,), "prepend the prompt yourself"),
-    ("suffix", ("",), "send no suffix"),
-)
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
@@ -128,29 +116,7 @@ def _shown(body: bytes, path: str) -> str:
             value = value[int(index)] if index else value[name]
     except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
         return "(not shown)"  # its key is not told, or what msgspec skips is no JSON
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS_MAX:
-        return f"a text of {len(value)} characters"
-    return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS_MAX]
-
-
-def refuse_unsupported(request: SamplingFields) -> None:
-    """Refuse fields that would change the meaning of a request.
-
-    Raises:
-        ParameterRefused: Names the field and what to do instead.
-    """
-    for name, harmless, remedy in _UNSUPPORTED:
-        value = getattr(request, name, None)
-        if value is None or (value in harmless and not _is_bool_for_int(value, harmless)):
-            continue
-        raise unsupported(name, remedy=remedy)
-
-
-def _is_bool_for_int(value: object, harmless: Sequence[object]) -> bool:
-    # `True == 1` in Python; in a request it is a mistake.
-    return isinstance(value, bool) and not any(isinstance(known, bool) for known in harmless)
+    return shown(value)
 
 
 def sampling_params(
@@ -186,9 +152,13 @@ def sampling_params(
             limit=f"{min_tokens_limit} (max_tokens)",
             remedy="ask for fewer tokens",
         )
+    logprobs = info.vocab_size if logprobs == -1 else logprobs
     if logprobs is not None and logprobs > settings.logprobs_max:
         raise out_of_bounds(
-            "logprobs", value=logprobs, limit=settings.logprobs_max, remedy="ask for fewer"
+            "logprobs",
+            value=logprobs,
+            limit=settings.logprobs_max,
+            remedy="ask for fewer or raise server.logprobs_max",
         )
 
     def given(value: float | None, default: float) -> float:
@@ -210,6 +180,7 @@ def sampling_params(
         frequency_penalty=given(request.frequency_penalty, 0.0),
         stop=_stop(request.stop, settings),
         stop_token_ids=_stop_token_ids(request.stop_token_ids, info, settings),
+        include_stop=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
@@ -444,21 +415,43 @@ def _content(message: Message, images: list[ImageReference]) -> str | list[dict[
         if isinstance(part, ImageEmbedsPart):
             images.append(EmbeddedImage(part.image_embeds.data))
         else:
-            reference = part.image_url
-            images.append(reference.url if isinstance(reference, ImageUrl) else reference)
+            images.append(_reference(part))
         content.append({"type": "image"})
     return content
 
 
+def _reference(part: ImagePart) -> ImageReference:
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if part.uuid is not None:
+        return NamedImage(part.uuid, url or None)
+    if url is None:
+        message = "`image_url` is missing. Remedy: send it, or the uuid that the image was sent with before."
+        raise ParameterRefused(message, param="image_url")
+    return url
+
+
+def answer_options(request: SamplingFields) -> AnswerOptions:
+    """Return what the answer carries besides its text."""
+    stream = request.stream_options if request.stream else None
+    usage = stream is not None and stream.include_usage
+    return AnswerOptions(
+        usage=usage,
+        running_usage=usage and stream is not None and stream.continuous_usage_stats,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+    )
+
+
 def template_arguments(
-    arguments: dict[str, bool | int | float | str] | None, settings: ApiSettings
+    request: ChatRequest | TokenizeRequest, settings: ApiSettings
 ) -> dict[str, Any]:
-    """Return the arguments that a request may hand to the chat template.
+    """Return the arguments that a request hands to the chat template: its own, and how the prompt is to end.
 
     Raises:
-        ParameterRefused: When one is not on the allow-list.
+        ParameterRefused: When one is not on the allow-list, or a prompt is to end in two ways.
     """
-    for name in arguments or {}:
+    arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    for name in arguments:
         if name not in settings.template_arguments:
             raise out_of_bounds(
                 "chat_template_kwargs",
@@ -466,4 +459,14 @@ def template_arguments(
                 limit=", ".join(settings.template_arguments) or "none",
                 remedy="leave the others out",
             )
-    return dict(arguments or {})
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            message = (
+                "`continue_final_message` and `add_generation_prompt` exclude each other: either the last message goes "
+                "on, or a new one begins. Remedy: send add_generation_prompt = false."
+            )
+            raise ParameterRefused(message, param="continue_final_message")
+        return {**arguments, "continue_final_message": True, "add_generation_prompt": False}
+    if request.add_generation_prompt is False:
+        return {**arguments, "add_generation_prompt": False}
+    return arguments

@@ -1,8 +1,9 @@
 """The bodies of requests, as msgspec structs: types and plain bounds are checked while decoding.
 
 Fields that OpenAI knows and that do not change the answer are accepted and ignored. Fields that would change it are
-accepted only with the value that changes nothing; `parameters.refuse_unsupported` tells. A field that nobody knows is
-an error: a misspelt `temperature` must not be lost.
+accepted only with the value that changes nothing; `fields.neutral` tells. A field that nobody knows is an error:
+a misspelt `temperature` must not be lost. In messages and what they hold it is ignored, for histories come back with
+what other servers wrote into them, unless the settings ask for strictness (`bodies.strict_fields`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vsched.api.fields.neutral import OtherServersFields, neutral
+
 _MAX_INT32 = 2**31 - 1
 
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -18,6 +21,9 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
 Int32 = Annotated[int, msgspec.Meta(ge=-_MAX_INT32, le=_MAX_INT32)]
+Alternatives = Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)]
+"""How many alternatives of a token to report; -1 for the whole vocabulary."""
+TemplateArguments = dict[str, bool | int | float | str]
 
 
 class ImageUrl(msgspec.Struct):
@@ -34,12 +40,13 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """An image by reference."""
+    """An image by reference; with a `uuid` it can be sent by that alone afterwards."""
 
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
+    uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
 
-class ImageEmbeds(msgspec.Struct, forbid_unknown_fields=True):
+class ImageEmbeds(msgspec.Struct):
     """A finished embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
 
     data: str
@@ -63,18 +70,20 @@ class ToolCall(msgspec.Struct):
 
     function: CalledFunction
     id: str | None = None
+    type: Any = None
+    index: Any = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message; the nulls that the openai client sends back with an assistant's message are accepted."""
+class Message(msgspec.Struct):
+    """One message; of what clients send back with an assistant's message, what no template reads is ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | ImagePart | ImageEmbedsPart] | None = None
     name: str | None = None
-    refusal: str | None = None
-    audio: None = None
-    annotations: list[Any] | None = None
-    function_call: None = None
+    refusal: Any = None
+    audio: Any = None
+    annotations: Any = None
+    function_call: Any = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: Any = None
@@ -128,6 +137,8 @@ class StreamOptions(msgspec.Struct):
     """What a stream carries besides text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Any = None
 
 
 JsonSchema = dict[str, Any] | bool
@@ -164,7 +175,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(OtherServersFields, kw_only=True):
     """What chat and plain completions share."""
 
     model: str | None = None
@@ -183,15 +194,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     priority: Int32 = 0
     ttft_target_ms: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)] | None = None
     cache_salt: str | None = None
 
-    n: Any = None
-    best_of: Any = None
+    n: Annotated[Any, neutral(1, remedy="send n = 1, once for each answer that you want")] = None
+    best_of: Annotated[Any, neutral(1, remedy="send no best_of")] = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -209,21 +223,25 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/chat/completions."""
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     messages: list[Message]
+    echo: Annotated[Any, neutral(False)] = None
+    add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    prediction: Any = None
+    audio: Annotated[Any, neutral(remedy="ask for text")] = None
+    function_call: Annotated[Any, neutral("none", "auto", remedy="send no functions")] = None
+    functions: Annotated[Any, neutral([], remedy="send tools")] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    prediction: Annotated[Any, neutral()] = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    web_search_options: Any = None
+    web_search_options: Annotated[Any, neutral()] = None
 
     moderation: Any = None
     prompt_cache_key: Any = None
@@ -240,19 +258,41 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """The body of /v1/completions."""
 
     prompt: str | list[str | Count | list[Count]]
-    logprobs: Count | None = None
+    logprobs: Alternatives | None = None
 
-    echo: Any = None
-    suffix: Any = None
+    echo: Annotated[Any, neutral(False, remedy="prepend the prompt yourself")] = None
+    suffix: Annotated[
+        Any, neutral("", remedy="leave it out; the models served here only write on from a prompt")
+    ] = None
+    prompt_embeds: Annotated[Any, neutral(remedy="send a text or token ids")] = None
+    add_special_tokens: Annotated[Any, neutral(True, remedy="send token ids")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /tokenize: a prompt or messages."""
+    """The body of /tokenize: a prompt or messages.
+
+    Special tokens are added as they are for a completion: to a prompt, and not to what the template made of messages.
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
+    chat_template_kwargs: TemplateArguments | None = None
+    media_io_kwargs: Annotated[Any, neutral({})] = None
+    mm_processor_kwargs: Annotated[Any, neutral({})] = None
+    tools: Annotated[Any, neutral([], remedy="describe the tools in the prompt")] = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /detokenize."""
+
+    tokens: list[Count]
+    model: str | None = None
 
 
 class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -86,6 +86,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     logprobs: ChatLogprobs | None
     index: int = 0
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct):
@@ -97,6 +98,7 @@ class ChatResponse(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -115,6 +117,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None
     index: int = 0
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -126,6 +129,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -144,6 +148,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None
     index: int = 0
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct):
@@ -175,11 +181,18 @@ class ModelList(msgspec.Struct):
 
 
 class Tokens(msgspec.Struct):
-    """The answer of /tokenize."""
+    """The answer of /tokenize; `token_strs` where they were asked for."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """The answer of /detokenize: the text of the tokens, special ones included."""
+
+    prompt: str
 
 
 class GroupAction(msgspec.Struct):
@@ -189,3 +202,21 @@ class GroupAction(msgspec.Struct):
     action: str
     done: bool
     state: str
+
+
+class State(msgspec.Struct):
+    """The answer of /health: the engine's state."""
+
+    status: str
+
+
+class Version(msgspec.Struct):
+    """The answer of /version."""
+
+    version: str
+
+
+class Load(msgspec.Struct):
+    """The answer of /load: completions that are being served, streams included."""
+
+    server_load: int

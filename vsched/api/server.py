@@ -174,6 +174,8 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         bodies_bytes_max=server.bodies_bytes_max,
+        logprobs_max=server.logprobs_max,
+        strict_fields=server.strict_fields,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
     )
     return uvicorn.Config(

@@ -78,5 +78,4 @@ class SseWriter:
         self._record.output()
         if delta.finish_reason is not None:
             self._outcome, self._over = delta.finish_reason, True
-        chunk = self._formatter.chunk(delta)
-        return None if chunk is None else self._exchange.send_event_nowait(chunk)
+        return self._exchange.send_event_nowait(self._formatter.chunk(delta))

@@ -119,6 +119,21 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "wait for half of `server.receive_s`, then get a 503.",
         ),
     ] = 256 << 20
+    logprobs_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most alternatives of a token that a request may ask for (`top_logprobs`). A request for the "
+            "whole vocabulary (-1) asks for as many as it has.",
+        ),
+    ] = 20
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Whether a field that nobody knows is refused within messages, content parts and others, "
+            "too. In a request itself it always is."
+        ),
+    ] = False
     headers_max: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 100
     header_bytes_max: Annotated[
         int, Meta(ge=1024, description="Most bytes of a request's URL and headers together.")

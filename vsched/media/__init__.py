@@ -3,7 +3,7 @@
 `MediaPipeline.prepare` is the way in. Everything that a client can send is bounded here, before work is done for it.
 """
 
-from vsched.media.embeddings import EmbeddedImage, ImageReference
+from vsched.media.embeddings import EmbeddedImage, ImageReference, NamedImage
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
@@ -14,6 +14,7 @@ __all__ = [
     "ImageReference",
     "MediaPipeline",
     "MediaSettings",
+    "NamedImage",
     "PixelLease",
     "PixelStatistics",
     "PixelStore",

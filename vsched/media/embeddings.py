@@ -47,8 +47,21 @@ class EmbeddedImage:
     data: str = field(repr=False)
 
 
-ImageReference = str | EmbeddedImage
-"""An image of a request: where it is, or its embedding."""
+@dataclass(frozen=True, slots=True)
+class NamedImage:
+    """An image that its client has a name for: sent once with it, it is referred to by the name alone afterwards.
+
+    Attributes:
+        uuid: The name; names of requests with different cache salts are different.
+        reference: Where the image is; None where it was sent before.
+    """
+
+    uuid: str
+    reference: str | None = field(default=None, repr=False)
+
+
+ImageReference = str | EmbeddedImage | NamedImage
+"""An image of a request: where it is, its embedding, or an image with a name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import Measured, blame
+from vsched.media.measure import Measured, blame, unknown_image
 from vsched.media.pictures.filling import process
 from vsched.media.pictures.processes import PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStore
@@ -113,6 +113,8 @@ class Fills:
                     continue
                 fill = self._fills.get(image.key)
                 if fill is None:
+                    if not image.is_sent:
+                        raise blame(unknown_image(), index)  # its pixels were dropped meanwhile
                     fill = self._start(image, lease)
                 else:
                     self.repeated += 1

@@ -12,6 +12,7 @@ from vsched.media.embeddings import (
     EmbeddedImage,
     Embedding,
     ImageReference,
+    NamedImage,
     check_tokens,
     read_embedding,
 )
@@ -28,7 +29,7 @@ class Measured:
     """One image of a request before its pixels exist.
 
     Attributes:
-        content: The encoded image, or the embedding that came in its place.
+        content: The encoded image, or the embedding that came in its place; empty where a name stands for it.
         received_bytes: Bytes that the client sent for it.
         extent_bytes: Bytes that it takes in the arena's pixel region.
         work_bytes: Most host memory that a thread takes to fill its extent.
@@ -46,6 +47,15 @@ class Measured:
         """Whether the client brought its embedding."""
         return isinstance(self.content, Embedding)
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether the client sent it with this request, and not its name alone."""
+        return bool(self.content)
+
+
+ImageName = tuple[str, str]
+"""The cache salt of the requests that use it, and the uuid that they call an image."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -53,6 +63,23 @@ class Planned:
 
     plan: ImagePlan
     work_bytes: int
+
+
+def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
+    """Return what is to be read for a reference; the reference itself where it is a name alone."""
+    if isinstance(reference, NamedImage) and reference.reference is not None:
+        return reference.reference
+    return reference
+
+
+def unknown_image() -> RequestRefused:
+    """Word the refusal of a name under which there is no image any more, or never was one."""
+    return RequestRefused(
+        "no image is kept under this uuid: it was never sent with it, or has been dropped to make room. "
+        "Remedy: send the image again, with its uuid; arena.pixel_bytes says how much is kept.",
+        code="image_unknown",
+        status=404,
+    )
 
 
 def refuse_images(info: ModelInfo) -> None:
@@ -86,15 +113,20 @@ def pixel_limits(settings: MediaSettings) -> DecodeLimits:
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
-    `plans` is only read here; the event loop fills it.
+    `plans` and `names` are only read here; the event loop fills them.
     """
 
     def __init__(
-        self, preprocessor: Preprocessor, settings: MediaSettings, plans: Mapping[bytes, Planned]
+        self,
+        preprocessor: Preprocessor,
+        settings: MediaSettings,
+        plans: Mapping[bytes, Planned],
+        names: Mapping[ImageName, bytes],
     ) -> None:
         self._preprocessor = preprocessor
         self._settings = settings
         self._plans = plans
+        self._names = names
         self._limits = pixel_limits(settings)
 
     def measure(
@@ -118,10 +150,13 @@ class Measurer:
             measured = seen.get(reference)
             if measured is None:
                 try:
-                    if isinstance(reference, EmbeddedImage):
-                        measured = self._measure_embedded(reference, cache_salt)
+                    source = source_of(reference)
+                    if isinstance(source, EmbeddedImage):
+                        measured = self._measure_embedded(source, cache_salt)
+                    elif isinstance(source, str):
+                        measured = self._measure_image(source, fetched, cache_salt, reserve)
                     else:
-                        measured = self._measure_image(reference, fetched, cache_salt, reserve)
+                        measured = self._named(source, cache_salt)
                     total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
@@ -151,6 +186,15 @@ class Measurer:
         check_work(planned.work_bytes, self._settings)
         size = extent_bytes(plan.arrays)
         return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes)
+
+    def _named(self, image: NamedImage, cache_salt: str) -> Measured:
+        """Return an image that was sent before; whether its pixels are still there is seen when they are needed."""
+        key = self._names.get((cache_salt, image.uuid))
+        planned = self._plans.get(key) if key is not None else None
+        if key is None or planned is None:
+            raise unknown_image()
+        size = extent_bytes(planned.plan.arrays)
+        return Measured(key, planned.plan, b"", 0, size, planned.work_bytes)
 
     def _plan(self, encoded: bytes) -> Planned:
         header = inspect(encoded, self._limits)
@@ -203,9 +247,12 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaSetting
 
 def reference_bytes(reference: ImageReference) -> int:
     """Return the bytes that a reference holds while its request is prepared: itself, and its base64 decoded."""
-    if isinstance(reference, EmbeddedImage):
-        return base64_bytes(reference.data) * 7 // 4
-    return base64_bytes(reference) * 7 // 4 if is_data(reference) else len(reference)
+    source = source_of(reference)
+    if isinstance(source, EmbeddedImage):
+        return base64_bytes(source.data) * 7 // 4
+    if isinstance(source, NamedImage):
+        return len(source.uuid)
+    return base64_bytes(source) * 7 // 4 if is_data(source) else len(source)
 
 
 def check_work(size: int, settings: MediaSettings) -> None:

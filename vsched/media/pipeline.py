@@ -19,15 +19,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import EmbeddedImage, ImageReference
+from vsched.media.embeddings import ImageReference, NamedImage
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
+    ImageName,
     Measured,
     Measurer,
     Planned,
@@ -37,6 +39,7 @@ from vsched.media.measure import (
     pixel_limits,
     reference_bytes,
     refuse_images,
+    source_of,
 )
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
@@ -125,7 +128,8 @@ class MediaPipeline:
         self._store = store
         self._settings = settings
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
-        self._measurer = Measurer(preprocessor, settings, self._plans)
+        self._names: OrderedDict[ImageName, bytes] = OrderedDict()
+        self._measurer = Measurer(preprocessor, settings, self._plans, self._names)
         limits = pixel_limits(settings)
         self._pictures: PictureProcesses | None = None
         if executor is None and store.shared_fd is not None:
@@ -196,6 +200,7 @@ class MediaPipeline:
     def clear(self) -> int:
         """Forget remembered plans and pixels that no request holds; return the bytes freed."""
         self._plans.clear()
+        self._names.clear()
         return self._store.clear()
 
     def close(self) -> None:
@@ -254,7 +259,7 @@ class MediaPipeline:
         lease = await self._store.acquire({image.key: image.extent_bytes for image in measured})
         acquired = time.perf_counter()
         try:
-            self._remember(measured)
+            self._remember(images, measured, cache_salt)
             await self._fills.fill(measured, lease)
         except BaseException:
             lease.release()
@@ -322,11 +327,12 @@ class MediaPipeline:
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            if isinstance(reference, EmbeddedImage) or is_local(reference) or reference in fetched:
+            source = source_of(reference)
+            if not isinstance(source, str) or is_local(source) or source in fetched:
                 continue
             try:
-                fetched[reference] = await self._read_remote(reference, self._settings, holding.add)
-                total += len(fetched[reference])
+                fetched[source] = await self._read_remote(source, self._settings, holding.add)
+                total += len(fetched[source])
                 check_total(total, self._settings)
             except RequestRefused as error:
                 raise blame(error, index) from None
@@ -344,13 +350,25 @@ class MediaPipeline:
             )
             raise RequestRefused(message, code="context_exceeded")
 
-    def _remember(self, measured: Sequence[Measured]) -> None:
-        for image in measured:
+    def _remember(
+        self, images: Sequence[ImageReference], measured: Sequence[Measured], cache_salt: str
+    ) -> None:
+        for reference, image in zip(images, measured, strict=True):
             if not image.is_embedded:
                 self._plans[image.key] = Planned(image.plan, image.work_bytes)
                 self._plans.move_to_end(image.key)
-        while len(self._plans) > self._settings.plans_max:
-            self._plans.popitem(last=False)
+            if isinstance(reference, NamedImage):
+                name = (cache_salt, reference.uuid)
+                self._names[name] = image.key
+                self._names.move_to_end(name)
+        _shorten(self._plans, self._settings.plans_max)
+        _shorten(self._names, self._settings.plans_max)
+
+
+def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
+    """Drop the oldest entries beyond a count."""
+    while len(kept) > count:
+        kept.popitem(last=False)
 
 
 def _give_way() -> None:

@@ -318,7 +318,7 @@ class Stream:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.generation = TokenStream(
             request.request_id,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             detokenizer=text or Text(),
             stop=(),
             stop_token_ids=frozenset(),

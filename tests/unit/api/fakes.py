@@ -31,6 +31,7 @@ class FakeGeneration:
         self, script: Sequence[OutputDelta | Exception | asyncio.Event], request_id: str
     ) -> None:
         self.request_id = request_id
+        self.prompt_token_ids = [3, 1, 4, 1, 5, 9, 2]
         self.prompt_tokens = 7
         self.cached_tokens = 0
         self.output_tokens = 0

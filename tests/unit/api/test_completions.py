@@ -9,6 +9,7 @@ from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import NamedImage
 
 
 async def test_chat_whole_response() -> None:
@@ -42,9 +43,10 @@ async def test_chat_stream() -> None:
     deltas = [event["choices"][0] for event in reply.events]
     assert [choice["delta"] for choice in deltas] == [
         {"role": "assistant", "content": "Hel"},
+        {"content": ""},
         {"content": "lo"},
     ]
-    assert [choice["finish_reason"] for choice in deltas] == [None, "stop"]
+    assert [choice["finish_reason"] for choice in deltas] == [None, None, "stop"]
     assert all("usage" not in event for event in reply.events)
     assert len({event["id"] for event in reply.events}) == 1
 
@@ -69,7 +71,29 @@ async def test_stream_sends_one_piece_a_delta() -> None:
         OutputDelta("ab", [1, 2]), OutputDelta("", [3]), OutputDelta("c", [4], None, "length")
     )
     reply = await post(engine, CHAT, chat(stream=True))
-    assert len(reply.pieces) == 3
+    assert len(reply.pieces) == 4  # with `[DONE]`
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (PLAIN, {"prompt": "x"})])
+async def test_stream_shows_every_token_also_those_without_text(
+    path: str, body: dict[str, object]
+) -> None:
+    """Clients count events: special tokens, and half characters, are events with an empty text."""
+    silent = [OutputDelta("", [token]) for token in (7, 8)]
+    engine = FakeEngine(*silent, OutputDelta("a", [9]), OutputDelta("", [0], None, "stop"))
+    choices = [
+        event["choices"][0] for event in (await post(engine, path, {**body, "stream": True})).events
+    ]
+    texts = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in choices]
+    assert texts == ["", "", "a", ""]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    if path == CHAT:
+        assert [choice["delta"].get("role") for choice in choices] == [
+            "assistant",
+            None,
+            None,
+            None,
+        ]
 
 
 async def test_plain_completion_whole_and_streamed() -> None:
@@ -78,7 +102,7 @@ async def test_plain_completion_whole_and_streamed() -> None:
     assert reply.json["choices"] == [choice]
     assert reply.json["object"] == "text_completion"
     streamed = await post(FakeEngine(), PLAIN, {"prompt": "abc", "stream": True})
-    assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "lo"]
+    assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "", "lo"]
 
 
 async def test_images_keep_their_order_and_leave_the_template() -> None:
@@ -97,6 +121,28 @@ async def test_images_keep_their_order_and_leave_the_template() -> None:
     assert (await post(engine, CHAT, chat(messages=messages))).status == 200
     assert engine.calls[0]["images"] == ["data:one", "data:two"]
     assert engine.calls[0]["prompt"] == "system:be briefuser:\x01and\x01assistant:"
+
+
+async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
+    engine = FakeEngine()
+    content = [
+        {"type": "image_url", "image_url": {"url": "data:one"}, "uuid": "a"},
+        {"type": "image_url", "image_url": None, "uuid": "b"},
+        {"type": "image_url", "uuid": "c"},
+        {"type": "image_url", "image_url": "data:two", "uuid": None},
+    ]
+    reply = await post(engine, CHAT, chat(messages=[{"role": "user", "content": content}]))
+    assert reply.status == 200
+    named = [NamedImage("a", "data:one"), NamedImage("b"), NamedImage("c"), "data:two"]
+    assert engine.calls[0]["images"] == named
+
+
+@pytest.mark.parametrize("fields", [{}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}])
+async def test_image_without_url_and_name_is_refused(fields: dict[str, object]) -> None:
+    content = [{"type": "image_url", **fields}]
+    reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
+    assert reply.status == 400
+    assert "Remedy" in reply.error["message"]
 
 
 async def test_template_rejection_is_a_400() -> None:
@@ -140,7 +186,19 @@ async def test_refusal_carries_status_and_retry_after() -> None:
         reply = await post(engine, CHAT, chat(stream=stream))
         assert (reply.status, reply.headers["retry-after"]) == (429, "3")
         assert reply.error["type"] == "rate_limit_error"
-        assert reply.error["code"] == "queue_full"
+        assert reply.error["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("code", ["context_exceeded", "kv_exceeded"])
+async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str) -> None:
+    """OpenAI's code, and the words by which litellm finds its ContextWindowExceededError."""
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("too long: value 9, limit 8. Remedy: less.", code=code)
+    for path, body in ((CHAT, chat()), (PLAIN, {"prompt": "x"})):
+        reply = await post(engine, path, body)
+        assert reply.error["code"] == "context_length_exceeded"
+        assert "this model's maximum context length is" in reply.error["message"].lower()
+        assert "value 9, limit 8. Remedy: " in reply.error["message"]
 
 
 async def test_failure_is_an_error_response() -> None:
@@ -206,6 +264,22 @@ async def test_plain_logprobs_shape() -> None:
     streamed = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1, "stream": True})
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in streamed.events]
     assert offsets == [[0], [1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> None:
+    """`logprobs: 0` asks for nothing else; alternatives that read alike do not hide a better one."""
+    engine = FakeEngine(
+        OutputDelta("H", [72], [TokenLogprob(72, -0.5, [])]),
+        OutputDelta("", [105], [TokenLogprob(105, -3.0, [(254, -1.0), (255, -2.0)])], "stop"),
+    )
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0, "stream": stream})
+    found = [
+        event["choices"][0]["logprobs"] for event in (reply.events if stream else [reply.json])
+    ]
+    tops = [top for logprobs in found for top in logprobs["top_logprobs"]]
+    assert tops == [{"H": -0.5}, {"\ufffd": -1.0, "i": -3.0}]
+    assert engine.sampling.logprobs == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -33,9 +33,7 @@ async def test_text_only_request_has_no_images() -> None:
     assert list(engine.calls[0]["images"]) == []
 
 
-@pytest.mark.parametrize(
-    "value", [None, "data", [], {}, {"data": 5}, {"data": "A" * 5000, "grid": [1, 2, 4]}]
-)
+@pytest.mark.parametrize("value", [None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}])
 async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> None:
     """A 400 that says where."""
     engine = FakeEngine()

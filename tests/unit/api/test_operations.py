@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
+from importlib.metadata import version
 
 import pytest
 
@@ -48,9 +50,55 @@ async def test_models() -> None:
 
 async def test_tokenize_prompt_and_messages() -> None:
     reply = await call(FakeEngine(), "POST", "/tokenize", {"prompt": "abc"})
-    assert reply.json == {"count": 3, "max_model_len": 1000, "tokens": [97, 98, 99]}
+    assert reply.json == {
+        "count": 3,
+        "max_model_len": 1000,
+        "tokens": [97, 98, 99],
+        "token_strs": None,
+    }
     reply = await call(FakeEngine(), "POST", "/tokenize", CHAT)
     assert reply.json["count"] == len("user:hi")
+
+
+async def test_tokenize_tells_the_text_of_each_token() -> None:
+    body = {"prompt": "a\xe9", "return_token_strs": True, "add_special_tokens": True}
+    reply = await call(FakeEngine(), "POST", "/tokenize", body)
+    assert reply.json["token_strs"] == ["a", "\ufffd"]
+
+
+async def test_detokenize_returns_the_text() -> None:
+    reply = await call(FakeEngine(), "POST", "/detokenize", {"tokens": [72, 105], "model": "demo"})
+    assert reply.json == {"prompt": "Hi"}
+    assert (await call(FakeEngine(), "POST", "/detokenize", {"tokens": []})).json == {"prompt": ""}
+
+
+async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None:
+    """Where a tokenizer begins every text with a blank; special tokens stay."""
+    engine = FakeEngine()
+    texts = {1: b"<s>", 2: b" Hi"}
+    engine.preprocessor.token_bytes = texts.__getitem__  # type: ignore[method-assign]
+    engine.preprocessor.detokenize = lambda _: "Hi"  # type: ignore[method-assign,assignment]
+    reply = await call(engine, "POST", "/detokenize", {"tokens": [2]})
+    assert reply.json == {"prompt": "Hi"}
+    reply = await call(engine, "POST", "/detokenize", {"tokens": [1, 2]})
+    assert reply.json == {"prompt": "<s> Hi"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "`tokens` is missing"),
+        ({"tokens": [256]}, "value 256, limit below 256"),
+        ({"tokens": [-1]}, "limit >= 0"),
+        ({"tokens": [1] * 1001}, "value 1001 tokens, limit 1000 tokens of context"),
+        ({"tokens": [1], "model": "other"}, "ask for demo"),
+        ({"tokens": "ab"}, "limit a list"),
+    ],
+)
+async def test_detokenize_refuses(body: object, message: str) -> None:
+    reply = await call(FakeEngine(), "POST", "/detokenize", body)
+    assert reply.status in {400, 404}
+    assert message in reply.error["message"]
 
 
 async def test_tokenize_while_it_loads_is_refused() -> None:
@@ -77,6 +125,10 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
         {"prompt": "x", "nonsense": 1},
+        {"prompt": "x", "add_special_tokens": False},
+        {**CHAT, "add_special_tokens": True},
+        {**CHAT, "chat_template": "x"},
+        {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
     ],
 )
 async def test_tokenize_refuses(body: object) -> None:
@@ -90,7 +142,22 @@ async def test_tokenize_answers_what_the_engine_refuses() -> None:
     engine = FakeEngine()
     engine.refusal = RequestRefused("too long", code="context_exceeded")
     reply = await call(engine, "POST", "/tokenize", {"prompt": "x"})
-    assert (reply.status, reply.error["code"]) == (400, "context_exceeded")
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_version_load_and_ping() -> None:
+    """What gateways and balancers of vLLM servers ask for."""
+    assert (await call(FakeEngine(), "GET", "/version")).json == {"version": version("vsched")}
+    for method in ("GET", "POST"):
+        assert (await call(FakeEngine(), method, "/ping", api_key="secret")).status == 200
+    engine = FakeEngine(asyncio.Event())
+    app = create_app(engine, ApiSettings())
+    task = asyncio.ensure_future(Client(app).send("POST", "/v1/chat/completions", CHAT))
+    await engine.entered.wait()
+    assert (await Client(app).send("GET", "/load")).json == {"server_load": 1}
+    task.cancel()
+    await asyncio.wait([task])
+    assert (await Client(app).send("GET", "/load")).json == {"server_load": 0}
 
 
 async def test_statistics_and_clear() -> None:

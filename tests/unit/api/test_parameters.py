@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+from vsched.api import ApiSettings
 from vsched.types import SamplingDefaults
 
 
@@ -42,6 +43,7 @@ async def test_every_sampling_field_arrives() -> None:
         "presence_penalty": 0.2,
         "frequency_penalty": -0.3,
         "stop": "END",
+        "include_stop_str_in_output": True,
         "stop_token_ids": [5],
         "ignore_eos": True,
         "logprobs": True,
@@ -63,6 +65,7 @@ async def test_every_sampling_field_arrives() -> None:
         "presence_penalty": 0.2,
         "frequency_penalty": -0.3,
         "stop": ("END",),
+        "include_stop": True,
         "stop_token_ids": (5,),
         "ignore_eos": True,
         "logprobs": 3,
@@ -141,7 +144,6 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
         ("messages", [{"role": "wizard", "content": "x"}]),
         ("messages", [{"role": "user", "content": [{"type": "video_url"}]}]),
         ("messages", [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]),
-        ("messages", [{"role": "user", "content": "x", "colour": 1}]),
         ("messages", "hello"),
         ("chat_template_kwargs", {"tools": "x"}),
         ("chat_template_kwargs", {"enable_thinking": []}),
@@ -153,7 +155,7 @@ async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -
     reply = await post(engine, CHAT, chat(**{field: value}))
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
-    names = {field, "colour", "logprobs", "max_tokens"}
+    names = {field, "logprobs", "max_tokens"}
     assert any(reply.error["param"].startswith(name) for name in names)
     assert "Remedy" in reply.error["message"]
     assert engine.calls == []
@@ -172,6 +174,23 @@ async def test_min_tokens_above_max_tokens_is_refused() -> None:
 async def test_too_many_logprobs_are_refused() -> None:
     reply = await post(FakeEngine(), CHAT, chat(logprobs=True, top_logprobs=21))
     assert "value 21, limit 20" in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_logprobs_of_the_whole_vocabulary_need_the_setting(path: str) -> None:
+    """-1 is as many as the model has tokens."""
+    engine = FakeEngine()
+    whole = (
+        chat(logprobs=True, top_logprobs=-1) if path == CHAT else {"prompt": "x", "logprobs": -1}
+    )
+    reply = await post(engine, path, whole)
+    assert reply.status == 400
+    assert (
+        "value 256, limit 20. Remedy: ask for fewer or raise server.logprobs_max"
+        in (reply.error["message"])
+    )
+    assert (await post(engine, path, whole, ApiSettings(logprobs_max=256))).status == 200
+    assert engine.sampling.logprobs == 256
 
 
 @pytest.mark.parametrize(
@@ -334,6 +353,37 @@ async def test_error_texts_do_not_quote_long_content() -> None:
     reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
     assert len(reply.error["message"]) < 500
     assert "AAAA" not in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"add_generation_prompt": True}, "user:hi"),
+        ({"add_generation_prompt": False}, "add_generation_prompt=False;user:hi"),
+        (
+            {"continue_final_message": True},
+            "continue_final_message=True;add_generation_prompt=False;user:hi",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_prompt_may_go_on_with_the_last_message(
+    path: str, fields: dict[str, Any], prompt: str
+) -> None:
+    engine = FakeEngine()
+    reply = await post(engine, path, chat(**fields))
+    assert reply.status == 200
+    if path == CHAT:
+        assert engine.calls[0]["prompt"] == prompt
+    else:
+        assert reply.json["count"] == len(prompt)
+
+
+async def test_last_message_cannot_go_on_and_end() -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": True}
+    reply = await post(FakeEngine(), CHAT, chat(**fields))
+    assert (reply.status, reply.error["param"]) == (400, "continue_final_message")
+    assert "Remedy: send add_generation_prompt = false" in reply.error["message"]
 
 
 async def test_template_arguments_are_passed_from_the_allow_list() -> None:

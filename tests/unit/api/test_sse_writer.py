@@ -47,7 +47,7 @@ class Connection:
             raise AssertionError("a relay reads nothing")
 
         exchange = HttpExchange({"type": "http"}, receive, self.send)
-        writer = ChatFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+        writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
         return SseWriter(exchange, ApiMetrics(FakeEngine()).begin("chat"), generation, writer)
 
 
@@ -64,7 +64,7 @@ class Letters:
 def live_generation() -> TokenStream:
     return TokenStream(
         "id",
-        prompt_tokens=1,
+        prompt_token_ids=[1],
         detokenizer=Letters(),
         stop=(),
         stop_token_ids=frozenset(),
@@ -143,11 +143,14 @@ def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
     """A chunk of text and nothing else is put together from parts that were encoded before."""
     encode = msgspec.json.Encoder().encode
     delta = OutputDelta(text, [1])
-    writer = ChatFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    generation = FakeGeneration([], "id")
+    writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
     writer.chunk(OutputDelta("first", [1]))
     choice = ChatChunkChoice(ChatDelta(content=text), None, None)
     assert encode(writer.chunk(delta)) == encode(ChatChunk("id", 1, "demo", [choice]))
-    plain = CompletionFormatter("id", created=1, model="demo", preprocessor=FakePreprocessor())
+    plain = CompletionFormatter(
+        generation, created=1, model="demo", preprocessor=FakePreprocessor()
+    )
     whole = plain.chunk(OutputDelta(text, [1], finish_reason="stop"))
     expected = encode(whole).replace(b'"finish_reason":"stop"', b'"finish_reason":null')
     assert encode(plain.chunk(delta)) == expected

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.patience import NEVER_S, PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info, plan_of
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, MediaSettings, NamedImage, PixelStore
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.keys import item_key
 
@@ -446,3 +446,72 @@ async def test_event_loop_turns_during_a_bomb(
     finally:
         sys.setswitchinterval(interval_s)
     assert bench.preprocessor.processed == len(turns_during) - 1
+
+
+async def test_image_is_found_by_its_name_once_it_was_sent(bench: Bench) -> None:
+    """Nothing is decoded again, and it is the same item."""
+    image = data_url(image_bytes())
+    first = await bench.pipeline.prepare("\x01", [NamedImage("cat", image)])
+    first.lease.release()
+    again = await bench.pipeline.prepare("a\x01", [NamedImage("cat")])
+    assert bench.preprocessor.processed == 1
+    assert (again.items[0].key, again.items[0].tokens) == (first.items[0].key, 2)
+    assert again.items[0].extent == first.items[0].extent
+    again.lease.release()
+    other = await bench.pipeline.prepare(
+        "\x01", [NamedImage("cat", data_url(image_bytes(value=3)))]
+    )
+    assert other.items[0].key != first.items[0].key, "what is sent counts"
+    other.lease.release()
+    latest = await bench.pipeline.prepare("\x01", [NamedImage("cat")])
+    assert latest.items[0].key == other.items[0].key
+    latest.lease.release()
+
+
+async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> None:
+    """Never sent, sent by another tenant, or dropped; the message names the image and the way out."""
+    url = data_url(image_bytes())
+    (await bench.pipeline.prepare("\x01", [NamedImage("cat", url)], "one")).lease.release()
+
+    async def refused(name: str, salt: str) -> None:
+        with pytest.raises(
+            RequestRefused, match="image 1: .*Remedy: send the image again"
+        ) as caught:
+            await bench.pipeline.prepare("\x01a\x01", [url, NamedImage(name)], salt)
+        assert (caught.value.code, caught.value.status) == ("image_unknown", 404)
+
+    await refused("dog", "one")
+    await refused("cat", "other")
+    await refused("cat", "")
+    (await bench.pipeline.prepare("\x01", [NamedImage("cat")], "one")).lease.release()
+    bench.pipeline.clear()
+    await refused("cat", "one")
+    await settled(bench)
+
+
+async def test_image_whose_pixels_were_evicted_is_unknown_by_its_name(bench: Bench) -> None:
+    """The name and the plan are remembered longer than the pixels."""
+    sent = await bench.pipeline.prepare("\x01", [NamedImage("cat", data_url(image_bytes()))])
+    sent.lease.release()
+    for value in range(20, 28):
+        url = data_url(image_bytes(value=value))
+        (await bench.pipeline.prepare("\x01", [url])).lease.release()
+    with pytest.raises(RequestRefused, match="image 0: no image is kept under this uuid"):
+        await bench.pipeline.prepare("\x01", [NamedImage("cat")])
+    assert bench.store.statistics().bytes_held == 0
+
+
+async def test_image_by_its_name_joins_the_processing_of_the_one_that_was_sent(
+    bench: Bench,
+) -> None:
+    bench.preprocessor.gate.clear()
+    named = NamedImage("cat", data_url(image_bytes()))
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(bench.pipeline.prepare("\x01", [named]))
+        await entered(bench)
+        second = group.create_task(bench.pipeline.prepare("\x01", [NamedImage("cat")]))
+        await asyncio.to_thread(lambda: None)
+        bench.preprocessor.gate.set()
+    assert bench.preprocessor.processed == 1
+    for task in (first, second):
+        task.result().lease.release()

@@ -229,7 +229,7 @@ def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
     request = msgspec.structs.replace(request, sampling=sampling)
     generation = TokenStream(
         request.request_id,
-        prompt_tokens=len(request.prompt_token_ids),
+        prompt_token_ids=request.prompt_token_ids,
         detokenizer=NoText(),
         stop=(),
         stop_token_ids=frozenset(),

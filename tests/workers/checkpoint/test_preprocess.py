@@ -265,6 +265,15 @@ def test_render_passes_template_arguments_on(load: Load) -> None:
     assert not load("nano25").render(messages, add_generation_prompt=False).endswith("assistant\n")
 
 
+@pytest.mark.parametrize("text", ["It is", "It is <|im_end|> and", "two\nlines"])
+def test_render_goes_on_with_the_last_message(load: Load, text: str) -> None:
+    """It stays open, also where it holds what reads like a special token."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    arguments = {"continue_final_message": True, "add_generation_prompt": False}
+    rendered = load("nano25").render(messages, **arguments)
+    assert rendered.endswith(f"<|im_start|>assistant\n{text}")
+
+
 @given(text=st.text("aZ 0\n.é€😀<|>_", max_size=40))
 @REPEATABLE
 def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -> None:

@@ -52,13 +52,14 @@ def failure_of(message: str, *, code: str) -> RequestFailed:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces.
+    """Finds stop strings in a text that comes in pieces; with `include` the one that was found goes out, too.
 
     Text that might be the beginning of a stop string is held back until that is decided.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._stops = stops
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -73,7 +74,8 @@ class StopMatcher:
         ]
         if found:
             # What ends first is what a text that came letter by letter would have stopped at.
-            out, self._held = self._held[: min(found)[1]], ""
+            end, begin = min(found)
+            out, self._held = self._held[: end if self._include else begin], ""
             return out, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
@@ -111,22 +113,23 @@ class TokenStream:
         self,
         request_id: str,
         *,
-        prompt_tokens: int,
+        prompt_token_ids: list[int],
         detokenizer: Detokenizer,
         stop: tuple[str, ...],
         stop_token_ids: frozenset[int],
+        include_stop: bool = False,
         logprobs: bool,
         on_stop: Callable[[str, FinishReason], None],
         on_end: Callable[[], None],
     ) -> None:
         self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
+        self.prompt_token_ids = prompt_token_ids
         self.output_tokens = 0
         self.times = RequestTimes()
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop, include=include_stop)
         self._has_stops = bool(stop)
-        self._stop_token_ids = stop_token_ids
+        self._silent_token_ids = frozenset() if include_stop else stop_token_ids
         self._on_stop = on_stop
         self._on_end = on_end
         self._text: list[str] = []
@@ -138,6 +141,11 @@ class TokenStream:
         self._ended = False
         self._changed = asyncio.Event()
         self._reader: Callable[[], None] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, placeholders of images included."""
+        return len(self.prompt_token_ids)
 
     @property
     def cached_tokens(self) -> int:
@@ -157,7 +165,7 @@ class TokenStream:
         self._token_ids.append(token_id)
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
-        if token_id in self._stop_token_ids:
+        if token_id in self._silent_token_ids:
             self._changed.set()  # it ends the answer and is no part of its text
             return
         text = self._detokenizer.push((token_id,))

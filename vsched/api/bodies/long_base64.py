@@ -115,7 +115,7 @@ def _image_parts(request: Any) -> Iterator[ImagePart | ImageEmbedsPart]:
 def _text(part: ImagePart | ImageEmbedsPart) -> str:
     if isinstance(part, ImageEmbedsPart):
         return part.image_embeds.data
-    return part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    return part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url or ""
 
 
 def _replace(part: ImagePart | ImageEmbedsPart, text: str) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vsched.api import parameters
 from vsched.api.bodies.long_base64 import put_beside, take_base64
+from vsched.api.bodies.strict_fields import refuse_unknown
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
 from vsched.errors import RequestRefused, limit_message
@@ -50,6 +51,7 @@ class RequestBodies:
         self._body_bytes_max = settings.body_bytes_max
         self._bytes_max = settings.bodies_bytes_max
         self._wait_s = settings.body_wait_s
+        self._strict = settings.strict_fields
         self._budget = ByteBudget(settings.bodies_bytes_max)
         self._turn = asyncio.Lock()
 
@@ -70,9 +72,9 @@ class RequestBodies:
         """
         pieces = await exchange.read_body(self._body_bytes_max, self._room)
         if sum(map(len, pieces)) <= _THREAD_BYTES:
-            return read_request(pieces, kind, tokens)
+            return read_request(pieces, kind, tokens, strict=self._strict)
         async with self._turn:
-            return await asyncio.to_thread(read_request, pieces, kind, tokens)
+            return await asyncio.to_thread(read_request, pieces, kind, tokens, strict=self._strict)
 
     async def _room(self, size: int) -> Grant:
         """Return room for a body, the largest there can be if need be.
@@ -105,8 +107,12 @@ class RequestBodies:
         return grant
 
 
-def read_request(pieces: list[bytes], kind: type[Body], tokens: int) -> Body:
+def read_request(
+    pieces: list[bytes], kind: type[Body], tokens: int, *, strict: bool = False
+) -> Body:
     """Return the body that came in these pieces as a request, which may hold as many values as `tokens` need.
+
+    `strict` refuses what nobody knows wherever it is.
 
     Blocks: for milliseconds a megabyte; call it off the event loop for large ones.
 
@@ -117,17 +123,24 @@ def read_request(pieces: list[bytes], kind: type[Body], tokens: int) -> Body:
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     pieces.clear()
     if len(body) <= SMALL_BYTES:
-        return parameters.decode_body(body, kind)
+        return _decoded(body, kind, strict=strict)
     reduced = take_base64(body)
     check_texts(reduced.body, tokens)
     check_json_values(reduced.body, tokens)
-    request = parameters.decode_body(reduced.body, kind)
+    request = _decoded(reduced.body, kind, strict=strict)
     if put_beside(request, reduced):
         return request
     # It is long base64 in another place: a text as others.
     check_texts(body, tokens)
     check_json_values(body, tokens)
-    return parameters.decode_body(body, kind)
+    return _decoded(body, kind, strict=strict)
+
+
+def _decoded(body: bytes, kind: type[Body], *, strict: bool) -> Body:
+    request = parameters.decode_body(body, kind)
+    if strict:
+        refuse_unknown(body, request)
+    return request
 
 
 def text_bytes_max(context_tokens: int) -> int:

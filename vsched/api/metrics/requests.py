@@ -49,10 +49,15 @@ class _Times(Collector):
 
 
 class ApiMetrics:
-    """The metrics of one application, in a registry of its own."""
+    """The metrics of one application, in a registry of its own.
+
+    Attributes:
+        in_flight: Requests whose record has begun and not ended.
+    """
 
     def __init__(self, engine: EngineContract) -> None:
         self.registry = CollectorRegistry()
+        self.in_flight = 0
         self.requests = Counter(
             "vsched_requests",
             "Requests by endpoint and outcome.",
@@ -109,6 +114,7 @@ class RequestRecord:
         self._endpoint = endpoint
         self._began = time.perf_counter()
         self._last: float | None = None
+        metrics.in_flight += 1
 
     def output(self) -> None:
         """Note that output arrived."""
@@ -127,5 +133,6 @@ class RequestRecord:
 
     def end(self, outcome: str) -> None:
         """Count the request."""
+        self._metrics.in_flight -= 1
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         self._metrics.request_s.observe(time.perf_counter() - self._began)

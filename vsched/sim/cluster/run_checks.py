@@ -48,7 +48,14 @@ HARMLESS = (
     ReplicaRestart,
 )
 """Faults that must never cost a group."""
-ALWAYS_REFUSED = ("queue_full", "context_exceeded", "images_exceed_cache")
+ALWAYS_REFUSED = (
+    "queue_full",
+    "rate_limit_exceeded",
+    "context_exceeded",
+    "context_length_exceeded",
+    "images_exceed_cache",
+)
+"""As a library tells it, and as HTTP does."""
 POLL_S = 0.5
 RECOVERY_S = 60.0
 """All pauses between restarts, and as many starts."""

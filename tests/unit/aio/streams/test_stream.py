@@ -96,15 +96,17 @@ def generation(
     *,
     stop: tuple[str, ...] = (),
     stop_token_ids: frozenset[int] = frozenset(),
+    include_stop: bool = False,
     logprobs: bool = False,
 ) -> tuple[TokenStream, Ended]:
     ended = Ended()
     made = TokenStream(
         "r",
-        prompt_tokens=3,
+        prompt_token_ids=[1, 2, 3],
         detokenizer=Letters(),
         stop=stop,
         stop_token_ids=stop_token_ids,
+        include_stop=include_stop,
         logprobs=logprobs,
         on_stop=ended.on_stop,
         on_end=ended.on_end,
@@ -143,6 +145,21 @@ async def test_generation_waits_for_a_token() -> None:
     made.push(4, None)
     async with patience():
         assert (await reading).text == "e"
+
+
+async def test_generation_may_include_what_stopped_it() -> None:
+    """The stop string, of which the text ends with the last letter, or the text of the stop token."""
+    made, _ = generation(stop=("bc",), include_stop=True)
+    for token in (0, 1, 2, 3):
+        made.push(token, None)
+    made.finish(finish(FinishReason.ABORT))
+    assert "".join(delta.text for delta in await read(made)) == "abc"
+    for include, text in ((True, "ab"), (False, "a")):
+        made, _ = generation(stop_token_ids=frozenset({1}), include_stop=include)
+        made.push(0, None)
+        made.push(1, None)
+        made.finish(finish(FinishReason.STOP))
+        assert "".join(delta.text for delta in await read(made)) == text
 
 
 async def test_generation_stop_string_across_tokens_ends_it() -> None:

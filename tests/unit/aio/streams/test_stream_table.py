@@ -36,7 +36,7 @@ class Table:
     def _generation(self, name: str, text: Text, *, logprobs: bool) -> TokenStream:
         return TokenStream(
             name,
-            prompt_tokens=5,
+            prompt_token_ids=[1] * 5,
             detokenizer=text,
             stop=(),
             stop_token_ids=frozenset(),

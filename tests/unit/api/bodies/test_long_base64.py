@@ -58,8 +58,7 @@ def read(body: dict[str, Any] | bytes) -> ChatRequest:
 
 def sent_texts(request: ChatRequest) -> Iterator[str]:
     for message in request.messages:
-        assert isinstance(message.content, list)
-        for part in message.content:
+        for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, ImageEmbedsPart):
                 yield part.image_embeds.data
             elif isinstance(part, ImagePart):

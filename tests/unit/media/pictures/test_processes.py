@@ -116,7 +116,7 @@ def test_what_an_engine_decodes_has_a_bound_in_bytes(kind: str) -> None:
     """Whatever format and size: no image that the engine decodes may take more than `LARGE_BYTES`."""
     rng = random.Random(kind)
     settings = MediaSettings(decode_bytes=1 << 40)
-    measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {})
+    measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {}, {})
     for wide in (100, 700, 2000):
         high = rng.randint(wide // 2, wide)
         url = data_url(image_bytes(wide, high, kind=kind), f"image/{kind.lower()}")
@@ -139,7 +139,7 @@ async def test_what_cannot_be_decoded_is_refused(
     bench: ArenaBench, content: bytes, code: str
 ) -> None:
     """By the process itself, which goes by the same limits, whatever was looked at before."""
-    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {})
+    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {}, {})
     [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
     made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
     assert made is not None
@@ -188,7 +188,7 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
 
 
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
-    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {})
+    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {}, {})
     [image] = measurer.measure([HANGS], {}, "", lambda _: None)
     with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
         await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))

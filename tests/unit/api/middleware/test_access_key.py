@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from vsched.api import ApiSettings
-from vsched.api.access import RequireKey
+from vsched.api.middleware.access import RequireKey
 
 KEY = "the right key"
 

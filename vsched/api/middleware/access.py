@@ -17,9 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
+from vsched.api.middleware.request_id import TagResponses
 from vsched.errors import RequestRefused, limit_message
 
-_PROBES = frozenset({"/health", "/ready"})
+_OPEN = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
+"""Probes, and what is the same on every server."""
 _ADMIN = "/admin/"
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 _VALUE_CHARACTERS_MAX = 100
@@ -36,6 +38,7 @@ def access_middleware(settings: ApiSettings) -> list[Middleware]:
         expose_headers=("x-request-id", "retry-after"),
     )
     return [
+        Middleware(TagResponses),
         Middleware(CheckHost, settings=settings),
         # Outside the keys: a preflight carries none, and a page is to read why it was refused.
         *([cors] if settings.cors_origins else []),
@@ -83,7 +86,7 @@ class RequireKey:
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
         self._api_key, self._admin_key = settings.api_key, settings.admin_key
-        self._open = _PROBES | ({"/metrics"} if settings.metrics_without_key else set())
+        self._open = _OPEN | ({"/metrics"} if settings.metrics_without_key else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is authorised; answer 401 or 403 to what is not."""

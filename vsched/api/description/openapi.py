@@ -1,0 +1,142 @@
+"""The OpenAPI document, made from the structs that requests are decoded into and responses encoded from."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vsched.api.errors import ErrorEnvelope
+from vsched.api.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GroupRequest,
+    TokenizeRequest,
+)
+from vsched.api.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    Detokenized,
+    GroupAction,
+    Load,
+    Model,
+    ModelList,
+    State,
+    Tokens,
+    Version,
+)
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+_REFERENCE = "#/components/schemas/{name}"
+
+
+class ApiOperation(NamedTuple):
+    """What one method of one path does.
+
+    `response` is the body of a success, `event` that of each event where it streams; `kind` its media type.
+    """
+
+    method: str
+    path: str
+    summary: str
+    request: type | None = None
+    response: type | None = None
+    event: type | None = None
+    kind: str = JSON
+
+
+OPERATIONS: tuple[ApiOperation, ...] = (
+    ApiOperation(
+        "POST",
+        "/v1/chat/completions",
+        "Continue a conversation.",
+        ChatRequest,
+        ChatResponse,
+        ChatChunk,
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/completions",
+        "Continue a text.",
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponse,
+    ),
+    ApiOperation("GET", "/v1/models", "List the served model.", None, ModelList),
+    ApiOperation("GET", "/v1/models/{model}", "Describe the served model.", None, Model),
+    ApiOperation("POST", "/tokenize", "Count the tokens of a prompt.", TokenizeRequest, Tokens),
+    ApiOperation(
+        "POST", "/detokenize", "Return the text of tokens.", DetokenizeRequest, Detokenized
+    ),
+    ApiOperation("GET", "/health", "Tell whether requests are taken: 200 or 503.", None, State),
+    ApiOperation("GET", "/ready", "The same as /health.", None, State),
+    ApiOperation("GET", "/ping", "The same as /health.", None, State),
+    ApiOperation("POST", "/ping", "The same as /health.", None, State),
+    ApiOperation("GET", "/version", "Tell the version of vsched.", None, Version),
+    ApiOperation("GET", "/load", "Tell how many requests are being served.", None, Load),
+    ApiOperation("GET", "/metrics", "Metrics for Prometheus.", kind="text/plain"),
+    ApiOperation("GET", "/openapi.json", "This document."),
+    ApiOperation("GET", "/docs", "This document as a page.", kind="text/html"),
+    ApiOperation("GET", "/admin/statistics", "What the engine counts and measures."),
+    ApiOperation("POST", "/admin/clear", "Interrupt every request."),
+    ApiOperation("GET", "/admin/replicas", "Every group: its state, its ranks, its last loss."),
+    ApiOperation(
+        "POST", "/admin/replicas", "Drain, restart or resume a group.", GroupRequest, GroupAction
+    ),
+)
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """Return the document; it is the same for every model."""
+    kinds = {
+        kind: None
+        for each in OPERATIONS
+        for kind in (each.request, each.response, each.event)
+        if kind is not None
+    }
+    kinds[ErrorEnvelope] = None
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    references = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for each in OPERATIONS:
+        paths.setdefault(each.path, {})[each.method.lower()] = _described(each, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vsched", "version": version("vsched")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(each: ApiOperation, references: dict[type, Any]) -> dict[str, Any]:
+    content = {each.kind: {"schema": references[each.response]} if each.response else {}}
+    if each.event is not None:
+        content[EVENTS] = {"schema": references[each.event]}
+    described: dict[str, Any] = {
+        "summary": each.summary,
+        "responses": {
+            "200": {"description": "Success.", "content": content},
+            "default": {
+                "description": "An error in OpenAI's form.",
+                "content": {JSON: {"schema": references[ErrorEnvelope]}},
+            },
+        },
+        "security": [{}, {"key": []}],
+    }
+    if each.request is not None:
+        body = {JSON: {"schema": references[each.request]}}
+        described["requestBody"] = {"required": True, "content": body}
+    if "{" in each.path:
+        name = each.path.partition("{")[2].removesuffix("}")
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [parameter]
+    return described
