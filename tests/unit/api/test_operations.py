@@ -76,8 +76,8 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
     """Where a tokenizer begins every text with a blank; special tokens stay."""
     engine = FakeEngine()
     texts = {1: b"<s>", 2: b" Hi"}
-    engine.preprocessor.token_bytes = texts.__getitem__  # type: ignore[method-assign]
-    engine.preprocessor.detokenize = lambda _: "Hi"  # type: ignore[method-assign,assignment]
+    engine.preprocessor.token_bytes = texts.__getitem__  # type: ignore[assignment]
+    engine.preprocessor.detokenize = lambda _: "Hi"  # type: ignore[assignment]
     reply = await call(engine, "POST", "/detokenize", {"tokens": [2]})
     assert reply.json == {"prompt": "Hi"}
     reply = await call(engine, "POST", "/detokenize", {"tokens": [1, 2]})

@@ -62,7 +62,9 @@ def sent_texts(request: ChatRequest) -> Iterator[str]:
             if isinstance(part, ImageEmbedsPart):
                 yield part.image_embeds.data
             elif isinstance(part, ImagePart):
-                yield part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+                yield (
+                    part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+                ) or ""
             else:
                 yield part.text
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "truncate_prompt_tokens": None,
