@@ -42,7 +42,7 @@ HYBRID = "simulated-hybrid"
 STATE_BYTES = 4 << 20
 SEES_IMAGES, SEES_PROMPTS = "simulated-sees-images", "simulated-sees-prompts"
 """Paths of checkpoints in which the positions of an image see each other, or those of a prompt."""
-SEEN_TOKENS_MAX = 50
+SEEN_TOKENS_MAX = 49
 """Tokens of an image that sees itself: they fit a step of a small engine."""
 
 

@@ -14,7 +14,7 @@ from vsched.config import Config
 from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_operations
-from vsched.sim.cluster.plugin import SEES_IMAGES
+from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults.plan import (
@@ -93,7 +93,9 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
     if seed % 10 == 7:
         # By the seed, not by what is drawn: so the scenarios of other models stay what they were.
         model = msgspec.structs.replace(drawn.config.model, path=SEES_IMAGES)
-        generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=72)
+        # The least that is enough: so an image waits wherever another prompt takes of the step.
+        room = SEEN_TOKENS_MAX + drawn.config.generate.slots
+        generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
         return msgspec.structs.replace(drawn, config=config)
     return drawn
