@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.bench import compare, growth, price, regress, scheduler
 from tests.bench.options import make_parser
+from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
 from tests.bench.servers.peers import PEERS
 from vsched.errors import VschedError
@@ -44,6 +45,8 @@ def main() -> None:
                 regress.regress(options, console)
             case "scheduler":
                 scheduler.scheduler(options, console)
+            case "samplers":
+                samplers(options, console)
             case "price":
                 price.price(options)
     except (VschedError, CalledProcessError) as error:

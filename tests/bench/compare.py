@@ -191,6 +191,7 @@ def report(
         tables.rates(pairs, names),
         f"Times in ms, {sides.VSCHED} / {options.peer} (ratio): medians of the repeats.",
         tables.latencies(pairs),
+        textwrap.fill(tables.prompts(pairs, names), LINE),
         context_line(found.machine, session.settings, ours + theirs),
     ]
     if swept:

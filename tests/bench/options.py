@@ -139,6 +139,13 @@ def make_parser() -> argparse.ArgumentParser:
     scheduler.add_argument("--out", type=Path, required=True)
     scheduler.add_argument("--write-docs", action="store_true")
 
+    samplers = commands.add_parser("samplers", help="samplers of vsched, vLLM and llama.cpp")
+    samplers.add_argument("--peers", type=Path, required=True)
+    samplers.add_argument("--vocabulary", type=_count, default=152_064)
+    samplers.add_argument("--repeats", type=_count, default=5, help="steps a case")
+    samplers.add_argument("--out", type=Path, required=True)
+    samplers.add_argument("--write-docs", action="store_true")
+
     price = commands.add_parser("price", help="CPU time with model.deterministic and without")
     price.add_argument("folder", help="of the checkpoint")
     price.add_argument("--words", type=numbers, default=[50, 1000], help="of a prompt")

@@ -105,6 +105,16 @@ def latencies(rows: Sequence[Row]) -> str:
     return markdown(("case", "clients", *(name for name, _ in LATENCIES)), lines)
 
 
+def prompts(rows: Sequence[Row], sides: tuple[str, str]) -> str:
+    """Return the sentence that shows whether both sides were given the same prompts."""
+    found = {}
+    for row in rows:
+        medians = row.medians(lambda figures: figures.prompt_tokens_mean)
+        found[row.case, row.concurrency] = " / ".join(number(value) for value in medians)
+    texts = [f"{case} x {clients}: {both}" for (case, clients), both in found.items()]
+    return f"Mean tokens of a prompt, {' / '.join(sides)}: {', '.join(texts)}."
+
+
 def sweep(runs: Sequence[Run], chosen: dict[str, int]) -> str:
     """Return the table of a sweep, medians of the repeats; the budget that a case is compared at is bold."""
     groups: dict[tuple[str, int, int], list[Figures]] = {}

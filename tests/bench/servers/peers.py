@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.bench.servers import llamacpp
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import ServerSizes
 from tests.bench.servers.torchvision import DECODER, packages_of, patch_torchvision
@@ -54,7 +55,9 @@ class Peer:
         command: How the server is started.
         model: The name that requests give; that of the checkpoint's folder unless given.
         exactly: What is added to the body of a request so that its answer is exactly so many tokens.
+        prepare: What is done for a checkpoint before the server is started, unless it was done.
         budgeted: Whether its token budget is a setting, which can be swept.
+        spins: Whether its idle threads may disturb the other side even where they look idle.
     """
 
     name: str
@@ -68,7 +71,9 @@ class Peer:
     model: str | None = MODEL
     environment: Callable[[PeerStart], dict[str, str]] = lambda start: {}
     exactly: Callable[[int], dict[str, Any]] = fixed_length_fields
+    prepare: Callable[[Path, Path], None] | None = None
     budgeted: bool = False
+    spins: bool = False
 
     def spec(self, start: PeerStart) -> Spec:
         """Return how the peer is started and asked.
@@ -76,6 +81,7 @@ class Peer:
         Raises:
             ConfigError: When it is not installed.
         """
+        prepare = self.prepare
         return Spec(
             side=self.name,
             command=[*self.command(start, self.port), *start.arguments],
@@ -84,7 +90,9 @@ class Peer:
             version=self.version(start.folder),
             environment={**OFFLINE, **self.environment(start), **start.environment},
             exactly=self.exactly,
+            prepare=functools.partial(prepare, start.folder, start.checkpoint) if prepare else None,
             pausable=True,
+            spins=self.spins,
             budget=start.budget if self.budgeted else 0,
         )
 
@@ -149,6 +157,21 @@ def _transformers_command(start: PeerStart, port: int) -> list[str]:
     ]
 
 
+def _llamacpp_command(start: PeerStart, port: int) -> list[str]:
+    sizes = start.sizes
+    each = llamacpp.context_of(
+        start.checkpoint, slots=sizes.slots, context=sizes.context, kv_bytes=sizes.kv_bytes
+    )
+    return [
+        str(llamacpp.server_of(start.folder)),
+        *("--model", str(llamacpp.model_of(start.folder, start.checkpoint)), "--alias", MODEL),
+        *("--host", HOST, "--port", str(port), "--no-ui"),
+        *("--threads", str(sizes.threads), "--threads-batch", str(sizes.threads)),
+        *("--parallel", str(sizes.slots), "--ctx-size", str(sizes.slots * each)),
+        *("--no-kv-unified", "--cont-batching", "--cache-ram", "0"),
+    ]
+
+
 _TABLE = (
     Peer(
         name="vllm",
@@ -181,6 +204,20 @@ _TABLE = (
         model=None,
         environment=lambda start: {"OMP_NUM_THREADS": str(start.sizes.threads)},
         exactly=generation_config,
+    ),
+    Peer(
+        name="llamacpp",
+        port=8305,
+        packages=("cmake>=3.28,<5", "ninja>=1.11,<2", "numpy>=2,<3"),
+        steps=(
+            ("getting the source", llamacpp.get_source),
+            ("building, which takes minutes", llamacpp.build),
+        ),
+        contents=(llamacpp.VERSION, *llamacpp.FLAGS),
+        version=llamacpp.version,
+        command=_llamacpp_command,
+        prepare=llamacpp.convert_when_missing,
+        spins=True,
     ),
 )
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in _TABLE}

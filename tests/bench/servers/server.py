@@ -46,6 +46,8 @@ class Spec:
         environment: What is added to the environment.
         exactly: What is added to the body of a request so that its answer is exactly so many tokens.
         pausable: Whether it may be stopped by a signal and goes on unharmed.
+        prepare: What is done before it is started, unless it was done.
+        spins: Whether its idle threads may disturb others even where they look idle.
         budget: Its token budget, where that is what is swept.
         directory: Where it runs; `python -c` imports from there before it looks anywhere else.
         version: What it is, with its version.
@@ -58,7 +60,9 @@ class Spec:
     version: str
     environment: dict[str, str] = field(default_factory=dict)
     exactly: Callable[[int], dict[str, Any]] = nothing
+    prepare: Callable[[], None] | None = None
     pausable: bool = False
+    spins: bool = False
     budget: int = 0
     directory: Path | None = None
 

@@ -91,6 +91,9 @@ class Session:
             for spec in specs:
                 for other in servers:
                     other.pause()
+                if spec.prepare is not None:
+                    with self.console.status(f"preparing {self.checkpoint} for {spec.side}"):
+                        spec.prepare()
                 name = f"{spec.side}-{self.checkpoint}-{spec.budget}.log"
                 log = self.store.folder / "logs" / name
                 servers.append(stack.enter_context(serving(spec, log)))
@@ -110,7 +113,7 @@ class Session:
             time.sleep(SETTLE_S)
             idle = server.idle_cores(self._idle_s)
             memory = processes.memory_mib(server.pids())
-        server.paused = spec.pausable and idle > IDLE_CORES_MAX
+        server.paused = spec.pausable and (spec.spins or idle > IDLE_CORES_MAX)
         started = Started(
             side=spec.side,
             checkpoint=self.checkpoint,

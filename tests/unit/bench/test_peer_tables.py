@@ -12,7 +12,6 @@ from tests.bench.options import MADE, PAGES, SMOLLM2
 from tests.bench.records import Key, Run, SchedulerRow, Started
 from tests.bench.report import page, tables
 from tests.bench.report.ratios import best_budgets, rows
-from tests.bench.servers.peers import PEERS
 from vsched.bench.load.client import Sample
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError
@@ -219,6 +218,18 @@ def test_latencies_show_ratios_of_ours_to_theirs() -> None:
     assert cells(tables.latencies(found), 2)[2:6] == ["50.0 / 100 (0.50)"] * 3 + ["- / -"]
 
 
+def test_prompts_of_another_length_are_seen() -> None:
+    ours, theirs = (
+        msgspec.structs.replace(
+            run := run_of(side, 1),
+            figures=msgspec.structs.replace(run.figures, prompt_tokens_mean=tokens),
+        )
+        for side, tokens in (("vsched", 162.0), ("vllm", 163.0))
+    )
+    said = tables.prompts(rows([ours], [theirs], ["text"]), ("vsched", "vllm"))
+    assert said == "Mean tokens of a prompt, vsched / vllm: text x 8: 162 / 163."
+
+
 def test_sweep_marks_the_budget_that_is_compared() -> None:
     runs = [
         run_of("vllm", rate, budget=budget, repeat=repeat)
@@ -306,8 +317,9 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
     "name",
     [
         "scheduler",
-        f"vllm-{SMOLLM2}",
-        *(f"{peer}-{checkpoint}" for peer in PEERS for checkpoint in MADE),
+        "samplers",
+        *(f"{peer}-{SMOLLM2}" for peer in ("vllm", "llamacpp")),
+        *(f"{peer}-{checkpoint}" for peer in ("vllm", "transformers") for checkpoint in MADE),
         *(f"{kind}-{checkpoint}" for kind in ("growth-vllm", "regress") for checkpoint in MADE),
     ],
 )

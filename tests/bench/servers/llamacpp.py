@@ -1,0 +1,168 @@
+"""llama.cpp as a peer: built from the sdist of its Python binding, and given checkpoints as BF16 GGUF files.
+
+    python -m tests.bench.servers.llamacpp SOURCE CHECKPOINT OUT
+
+converts a checkpoint with the converter of the source, in the Python that runs it, which has torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from tests.bench.servers.sides import ROOT, python_path
+from vsched.errors import ConfigError
+
+VERSION = "0.3.36"
+PACKAGE = "llama-cpp-python"
+TARGET = "llama-server"
+FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_BUILD_WEBUI=OFF",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+KV_BYTES = 2
+"""Of a number in the KV cache: f16."""
+
+
+def get_source(folder: Path) -> None:
+    """Download and unpack the source."""
+    command = [str(folder / "bin" / "python"), "-m", "pip", "download", f"{PACKAGE}=={VERSION}"]
+    command += ["--quiet", "--no-deps", "--no-binary", PACKAGE, "--dest", str(folder / "sdist")]
+    subprocess.run(command, check=True)
+    (archive,) = (folder / "sdist").glob("*.tar.gz")
+    with tarfile.open(archive) as content:
+        content.extractall(folder / "sdist", filter="data")
+
+
+def build(folder: Path) -> None:
+    """Build the server and its libraries, for this processor, with all cores."""
+    made = str(folder / "build")
+    cmake = str(folder / "bin" / "cmake")
+    tools = {"PATH": os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))}
+    for words in (
+        ("-S", str(source_of(folder)), "-B", made, "-G", "Ninja", *FLAGS),
+        ("--build", made, "--target", TARGET, "--parallel", str(len(os.sched_getaffinity(0)))),
+    ):
+        with (folder / "build.log").open("ab") as log:
+            done = subprocess.run(
+                [cmake, *words], stdout=log, stderr=log, env={**os.environ, **tools}, check=False
+            )
+        if done.returncode:
+            raise ConfigError(
+                f"llama.cpp could not be built: {cmake} ended with status {done.returncode}. "
+                f"Remedy: see {log.name}; it wants a compiler of C++17 such as g++"
+            )
+
+
+def source_of(folder: Path) -> Path:
+    """Return the source of llama.cpp itself.
+
+    Raises:
+        ConfigError: When it was not set up.
+    """
+    found = list((folder / "sdist").glob("*/vendor/llama.cpp"))
+    if not found:
+        raise _missing("the source of llama.cpp", folder)
+    return found[0]
+
+
+def server_of(folder: Path) -> Path:
+    """Return the server.
+
+    Raises:
+        ConfigError: When it was not built.
+    """
+    path = folder / "build" / "bin" / TARGET
+    if not path.exists():
+        raise _missing(TARGET, folder)
+    return path
+
+
+def _missing(what: str, folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{what} is not in {folder}. "
+        f"Remedy: python -m tests.bench setup --peer {folder.name} --peers {folder.parent}"
+    )
+
+
+def version(folder: Path) -> str:
+    """Return what is measured, in words."""
+    server_of(folder)
+    return f"llama.cpp of {PACKAGE} {VERSION}"
+
+
+def model_of(folder: Path, checkpoint: Path) -> Path:
+    """Return where the GGUF file of a checkpoint lies, or will lie; another one for other weights."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode())
+    return folder / "models" / f"{checkpoint.name}-{digest.hexdigest()[:12]}-bf16.gguf"
+
+
+def convert_when_missing(folder: Path, checkpoint: Path) -> None:
+    """Convert a checkpoint, unless that was done."""
+    path = model_of(folder, checkpoint)
+    if path.exists():
+        return
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part")
+    words = [str(source_of(folder)), str(checkpoint), str(part)]
+    command = [sys.executable, "-m", "tests.bench.servers.llamacpp", *words]
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ConfigError(f"{checkpoint} could not be made a GGUF file:\n{done.stderr[-2000:]}")
+    part.rename(path)
+
+
+def token_bytes(checkpoint: Path) -> int:
+    """Return the bytes that a token takes in a KV cache of f16."""
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    text = config.get("text_config", config)
+    heads = text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    kv_heads = text.get("num_key_value_heads") or heads
+    return int(2 * text["num_hidden_layers"] * kv_heads * head_dim * KV_BYTES)
+
+
+def context_of(checkpoint: Path, *, slots: int, context: int, kv_bytes: int) -> int:
+    """Return the tokens of a slot: each owns its part of the KV cache, whether it needs it or not."""
+    return min(kv_bytes // token_bytes(checkpoint) // slots, context)
+
+
+def _convert(source: str, checkpoint: str, out: str) -> None:
+    """Run the converter, which refuses a tokenizer that it does not know by the hash of what it says."""
+    sys.path.insert(0, source)
+    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outtype", "bf16", "--outfile", out]
+    converter = importlib.import_module("convert_hf_to_gguf")
+    try:
+        base = importlib.import_module("conversion.base")
+    except ModuleNotFoundError:
+        base = converter
+    known = base.TextModel.get_vocab_base_pre
+
+    def known_or_usual(self: Any, tokenizer: Any) -> str:
+        try:
+            return str(known(self, tokenizer))
+        except NotImplementedError:
+            return "gpt-2"  # byte-level, as the tokenizers of made checkpoints are
+
+    base.TextModel.get_vocab_base_pre = known_or_usual
+    converter.main()
+
+
+if __name__ == "__main__":
+    _convert(*sys.argv[1:])
