@@ -33,6 +33,8 @@ FLAGS = (
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+SLOT_TOKENS = 256
+"""The context of a slot is rounded up to a multiple of this."""
 KV_BYTES = 2
 """Of a number in the KV cache: f16."""
 
@@ -140,7 +142,8 @@ def token_bytes(checkpoint: Path) -> int:
 
 def context_of(checkpoint: Path, *, slots: int, context: int, kv_bytes: int) -> int:
     """Return the tokens of a slot: each owns its part of the KV cache, whether it needs it or not."""
-    return min(kv_bytes // token_bytes(checkpoint) // slots, context)
+    each = min(kv_bytes // token_bytes(checkpoint) // slots, context)
+    return max(each // SLOT_TOKENS, 1) * SLOT_TOKENS
 
 
 def _convert(source: str, checkpoint: str, out: str) -> None:

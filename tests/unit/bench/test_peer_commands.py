@@ -214,18 +214,19 @@ def test_slots_of_llamacpp_share_the_kv_cache_of_the_other_side(tmp_path: Path) 
     checkpoint.mkdir()
     write_config(checkpoint)
     assert llamacpp.token_bytes(checkpoint) == 3 * 2 * 2 * 8 * 2
-    sizes = sides.ServerSizes(threads=2, slots=4, context=100, kv_bytes=192 * 4 * 30)
+    sizes = sides.ServerSizes(threads=2, slots=4, context=1000, kv_bytes=192 * 4 * 600)
     folder = llamacpp_folder(tmp_path)
     start = PeerStart(checkpoint=checkpoint, sizes=sizes, folder=folder, arguments=["--more"])
     spec = PEERS["llamacpp"].spec(start)
     words = " ".join(spec.command)
-    for part in ("--parallel 4", "--ctx-size 120", "--threads 2", "--more"):
+    for part in ("--parallel 4", f"--ctx-size {4 * 512}", "--threads 2", "--more"):
         assert part in words
     assert spec.pausable
     assert spec.spins
     assert spec.budget == 0, "there is none to sweep"
     args = {"slots": 4, "kv_bytes": 1 << 30}
-    assert llamacpp.context_of(checkpoint, context=100, **args) == 100, "no more than is asked for"
+    assert llamacpp.context_of(checkpoint, context=800, **args) == 768, "as it rounds up itself"
+    assert llamacpp.context_of(checkpoint, context=100, **args) == 256, "the least that it makes"
 
 
 def test_a_checkpoint_is_converted_once_and_again_when_it_was_made_anew(
