@@ -12,6 +12,7 @@ from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.description import page
+from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
 from vsched.api.errors import ErrorBody, ErrorEnvelope
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
@@ -33,6 +34,7 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
     metrics = ApiMetrics(engine)
     bodies = RequestBodies(settings)
     operations = Operations(engine, metrics)
+    messages = MessagesEndpoint(engine, settings, metrics, bodies)
     routes = [
         Route(
             "/v1/chat/completions",
@@ -44,6 +46,8 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
             CompletionEndpoint(engine, settings, metrics, bodies),
             methods=["POST"],
         ),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(engine, messages), methods=["POST"]),
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
         Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),

@@ -330,14 +330,23 @@ class ChatEndpoint(CompletionEndpoint):
     id_prefix = "chatcmpl"
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read and check a request; long messages are rendered when it is prepared.
+        """Read and check a request.
 
         Raises:
             RequestRefused: When it cannot be served.
             ClientDisconnected: When the client left before it was complete.
         """
         tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, ChatRequest, tokens=tokens)
+        return await self.job_of(
+            await self._bodies.read(exchange, ChatRequest, tokens=tokens), request_id
+        )
+
+    async def job_of(self, request: ChatRequest, request_id: str) -> CheckedRequest:
+        """Check a request; long messages are rendered when it is prepared.
+
+        Raises:
+            RequestRefused: When it cannot be served.
+        """
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         messages, images = parameters.split_messages(request.messages, self._settings)

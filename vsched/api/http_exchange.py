@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from vsched.api.errors import ClientDisconnected, envelope
+from vsched.api.errors import ClientDisconnected
+from vsched.api.wire_forms import form_of
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ _SSE_HEADERS = (
 )
 ROOMLESS_BYTES = 64 * 1024
 """A body up to this size is held without room: a connection's own buffer is as large."""
-_DONE = b"data: [DONE]\n\n"
 
 
 class Room(Protocol):
@@ -42,11 +42,12 @@ class Room(Protocol):
 
 
 class HttpExchange:
-    """A request being read and a response being written."""
+    """A request being read and a response being written, in the form that clients of its path read."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.started = False
+        self._form = form_of(scope.get("path", ""))
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -159,7 +160,7 @@ class HttpExchange:
     async def send_error(self, error: RequestRefused | RequestFailed) -> None:
         """Send an error with its status; on a stream that has begun, as its last event."""
         if self.started:
-            await self.send_event(envelope(error))
+            await self._send_events(self._form.error_events(error))
             await self.end_stream()
             return
         headers: list[tuple[bytes, bytes]] = []
@@ -171,7 +172,9 @@ class HttpExchange:
         if not self._body_read and self.scope["method"] == "POST":
             # The rest of the body is not worth reading, so the connection cannot be used again.
             headers.append((b"connection", b"close"))
-        await self.send_json(envelope(error), status=error.status, headers=headers)
+        await self.send_json(
+            self._form.error(error), status=self._form.status(error), headers=headers
+        )
 
     async def start_stream(self, headers: Headers = ()) -> None:
         """Begin a stream of server-sent events."""
@@ -181,18 +184,21 @@ class HttpExchange:
         )
 
     async def send_event(self, content: object) -> None:
-        """Send one event."""
-        rest = self.send_event_nowait(content)
-        if rest is not None:
-            await rest
+        """Send one event, or those that a dialect has for it."""
+        await self._send_events(self._form.events(content))
+
+    async def _send_events(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     def send_event_nowait(self, content: object) -> Awaitable[None] | None:
-        """Send one event without a task: this costs less than half.
+        """Send what `send_event` does without a task: this costs less than half.
 
         Returns:
             None when it is sent; else what is left to be awaited, by a task, before anything else is sent.
         """
-        body = b"data: " + _ENCODER.encode(content) + b"\n\n"
+        body = self._form.events(content)
+        if not body:
+            return None
         sending = self._send({"type": "http.response.body", "body": body, "more_body": True})
         steps = sending.__await__()
         try:
@@ -202,9 +208,9 @@ class HttpExchange:
         return _Rest(waited_for, steps)
 
     async def end_stream(self) -> None:
-        """Send `[DONE]` and end the stream."""
+        """Send what ends a stream."""
         self._finished = True
-        await self._send({"type": "http.response.body", "body": _DONE})
+        await self._send({"type": "http.response.body", "body": self._form.end})
 
 
 class _Rest:

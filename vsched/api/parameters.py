@@ -46,6 +46,8 @@ _KIND_WORDS = {
     "object": "an object",
     "null": "null",
 }
+_ROLES = "system, developer, user, assistant or tool"
+_PARTS = "text, image_url or image_embeds"
 _TOKEN_DIGITS_MAX = 10
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
@@ -59,7 +61,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), body) from None
+        raise _invalid(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeError):
         message = "the body is not valid JSON. Remedy: send one JSON object in UTF-8."
         raise ParameterRefused(message, param=None, code="invalid_json") from None
@@ -68,7 +70,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
         raise ParameterRefused(message, param=None, code="invalid_json") from None
 
 
-def _invalid(text: str, body: bytes) -> ParameterRefused:
+def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     """Word what msgspec found for people: the parameter, its value, what may stand there, what to do."""
     unknown = _UNKNOWN.match(text)
     if unknown is not None:
@@ -85,16 +87,16 @@ def _invalid(text: str, body: bytes) -> ParameterRefused:
     name = f"`{path}`" if path else "the body"
     bound, kinds = _BOUND.match(text), _KINDS.match(text)
     if path.endswith("].role"):
-        what, limit = "is no role", "system, developer, user, assistant or tool"
+        what, limit = "is no role", getattr(kind, "ROLES", _ROLES)
         remedy = "send one of these"
     elif path.endswith("].type"):
-        what, limit = "is no kind of content part", "text, image_url or image_embeds"
+        what, limit = "is no kind of content part", getattr(kind, "PARTS", _PARTS)
         remedy = "send one of these"
     elif bound is not None:
         what, limit, remedy = "is out of bounds", bound["limit"], "send a value within the limit"
     elif kinds is not None:
         kept = kinds["kinds"].removesuffix(" | null").split(" | ")  # whoever sends it wants a value
-        words = [_KIND_WORDS.get(kind, kind) for kind in kept]
+        words = [_KIND_WORDS.get(each, each) for each in kept]
         limit = " or ".join(words)
         what, remedy = "is of the wrong type", f"send {limit}"
         if kinds["sent"] == "float" and "an integer" in words:

@@ -28,13 +28,15 @@ class OutputDelta(msgspec.Struct, frozen=True):
     """What was generated since the last delta: several tokens when they came faster than they were read.
 
     `logprobs`, when asked for, has one entry per token of `token_ids`. `text` lags behind `token_ids` while characters
-    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`.
+    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`, and `stop_string`
+    where it ended at one.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None
 
 
 UNAVAILABLE = ("cleared", "stopping", "given_up", "expired")
@@ -54,13 +56,14 @@ def failure_of(message: str, *, code: str) -> RequestFailed:
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces; with `include` the one that was found goes out, too.
 
-    Text that might be the beginning of a stop string is held back until that is decided.
+    Text that might be the beginning of a stop string is held back until that is decided. `found` is the one that was.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may go out now, and whether a stop string was found after it."""
@@ -68,13 +71,13 @@ class StopMatcher:
             return text, False
         self._held += text
         found = [
-            (index + len(stop), index)
+            (index + len(stop), index, stop)
             for stop in self._stops
             if (index := self._held.find(stop)) >= 0
         ]
         if found:
             # What ends first is what a text that came letter by letter would have stopped at.
-            end, begin = min(found)
+            end, begin, self.found = min(found)
             out, self._held = self._held[: end if self._include else begin], ""
             return out, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
@@ -266,6 +269,7 @@ class TokenStream:
             token_ids=self._token_ids,
             logprobs=self._logprobs,
             finish_reason=None if finish is None else finish.reason.value,
+            stop_string=None if finish is None else self._matcher.found,
         )
         self._text, self._token_ids = [], []
         if self._logprobs is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from vsched.api.request_schema import ImageEmbedsPart, ImagePart, ImageUrl
 from vsched.media.base64_text import TextWithBase64
@@ -18,6 +20,15 @@ from vsched.media.base64_text import TextWithBase64
 LONG_BYTES = 8 * 1024
 _PIECE_BYTES = 256 * 1024
 _BEGIN = re.compile(rb"(?:data:[\w.+/\\-]{0,40};base64,)?(?=[A-Za-z0-9+/\\]{64})", re.IGNORECASE)
+
+
+@runtime_checkable
+class HoldsImages(Protocol):
+    """A request that knows where its images are."""
+
+    def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
+        """Yield each struct that holds an image, and its field with the base64."""
+        ...
 
 
 class Reduced(NamedTuple):
@@ -96,32 +107,25 @@ def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
 def put_beside(request: Any, reduced: Reduced) -> bool:
     """Give the images of a request their base64; False when some of it is elsewhere in the request."""
     places = 0
-    for part in _image_parts(request):
-        text = _text(part)
+    for holder, field in _image_fields(request):
+        text = getattr(holder, field) or ""
         start = max(text.rfind("("), 0)
         if (base64 := reduced.base64.get(text[start:])) is not None:
-            _replace(part, TextWithBase64.of(text, start, base64))
+            setattr(holder, field, TextWithBase64.of(text, start, base64))
             places += 1
     return places == reduced.places
 
 
-def _image_parts(request: Any) -> Iterator[ImagePart | ImageEmbedsPart]:
+def _image_fields(request: Any) -> Iterator[tuple[msgspec.Struct, str]]:
+    """Yield each struct that holds an image, and its field with the base64."""
+    if isinstance(request, HoldsImages):
+        yield from request.image_fields()
+        return
     for message in getattr(request, "messages", None) or ():
         for part in message.content if isinstance(message.content, list) else ():
-            if isinstance(part, ImagePart | ImageEmbedsPart):
-                yield part
-
-
-def _text(part: ImagePart | ImageEmbedsPart) -> str:
-    if isinstance(part, ImageEmbedsPart):
-        return part.image_embeds.data
-    return part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url or ""
-
-
-def _replace(part: ImagePart | ImageEmbedsPart, text: str) -> None:
-    if isinstance(part, ImageEmbedsPart):
-        part.image_embeds.data = text
-    elif isinstance(part.image_url, ImageUrl):
-        part.image_url.url = text
-    else:
-        part.image_url = text
+            if isinstance(part, ImageEmbedsPart):
+                yield part.image_embeds, "data"
+            elif isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl):
+                yield part.image_url, "url"
+            elif isinstance(part, ImagePart):
+                yield part, "image_url"

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vsched.api.dialects.messages.answer import CountedTokens, MessagesEvent, MessagesResponse
+from vsched.api.dialects.messages.schema import MessagesRequest
 from vsched.api.errors import ErrorEnvelope
 from vsched.api.request_schema import (
     ChatRequest,
@@ -29,6 +31,7 @@ from vsched.api.responses import (
     Tokens,
     Version,
 )
+from vsched.api.wire_forms import MessagesError
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -38,7 +41,8 @@ _REFERENCE = "#/components/schemas/{name}"
 class ApiOperation(NamedTuple):
     """What one method of one path does.
 
-    `response` is the body of a success, `event` that of each event where it streams; `kind` its media type.
+    `response` is the body of a success, `event` that of each event where it streams; `kind` its media type. `error` is
+    the body of an error.
     """
 
     method: str
@@ -46,8 +50,9 @@ class ApiOperation(NamedTuple):
     summary: str
     request: type | None = None
     response: type | None = None
-    event: type | None = None
+    event: Any = None
     kind: str = JSON
+    error: type = ErrorEnvelope
 
 
 OPERATIONS: tuple[ApiOperation, ...] = (
@@ -66,6 +71,23 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         CompletionRequest,
         CompletionResponse,
         CompletionResponse,
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/messages",
+        "Continue a conversation, as Anthropic has it.",
+        MessagesRequest,
+        MessagesResponse,
+        MessagesEvent,
+        error=MessagesError,
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation, as Anthropic has it.",
+        MessagesRequest,
+        CountedTokens,
+        error=MessagesError,
     ),
     ApiOperation("GET", "/v1/models", "List the served model.", None, ModelList),
     ApiOperation("GET", "/v1/models/{model}", "Describe the served model.", None, Model),
@@ -97,10 +119,9 @@ def document() -> dict[str, Any]:
     kinds = {
         kind: None
         for each in OPERATIONS
-        for kind in (each.request, each.response, each.event)
+        for kind in (each.request, each.response, each.event, each.error)
         if kind is not None
     }
-    kinds[ErrorEnvelope] = None
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     references = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -126,8 +147,8 @@ def _described(each: ApiOperation, references: dict[type, Any]) -> dict[str, Any
         "responses": {
             "200": {"description": "Success.", "content": content},
             "default": {
-                "description": "An error in OpenAI's form.",
-                "content": {JSON: {"schema": references[ErrorEnvelope]}},
+                "description": "An error.",
+                "content": {JSON: {"schema": references[each.error]}},
             },
         },
         "security": [{}, {"key": []}],

@@ -169,7 +169,7 @@ async def test_generation_stop_string_across_tokens_ends_it() -> None:
         made.push(token, None)
     assert ended.stops == [("r", FinishReason.STOP)]
     made.finish(finish(FinishReason.STOP))
-    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop")]
+    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
     assert made.output_tokens == 3
     assert made.reason is FinishReason.STOP
 
@@ -180,7 +180,7 @@ async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
     for token in (0, 1, 2):
         made.push(token, None)
     made.finish(finish(FinishReason.LENGTH))
-    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop")]
+    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
     assert made.reason is FinishReason.STOP
 
 

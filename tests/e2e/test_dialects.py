@@ -1,0 +1,121 @@
+"""Other vendors' APIs with real ranks behind them: the same answers as the chat's, in their own events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+httpx = pytest.importorskip("httpx")
+
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image, held  # noqa: E402
+from tests.patience import PATIENCE_S, until  # noqa: E402
+from vsched import Engine  # noqa: E402
+from vsched.api.server import RunningServer  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84))], count=24)
+OPTIONS: dict[str, Any] = {"model": "nano25", "temperature": 0.0, "ignore_eos": True}
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
+    """A client of the server; `engine` sees that nothing is held after the test."""
+    del engine
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+async def events_of(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with client.stream("POST", path, json=body | {"stream": True}) as reply:
+        assert reply.status_code == 200
+        lines = [line async for line in reply.aiter_lines()]
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+async def leave(client: Any, path: str, body: dict[str, Any]) -> None:
+    """Read the first events of a stream, and go."""
+    async with client.stream("POST", path, json=body | {"stream": True}) as reply:
+        async for line in reply.aiter_lines():
+            if "delta" in line:
+                return
+
+
+def anthropic_messages(ask: Ask) -> list[dict[str, Any]]:
+    """Return the messages of a chat as Anthropic has them."""
+    made: list[dict[str, Any]] = []
+    for message in ask.messages:
+        content: list[dict[str, Any]] = []
+        for part in message["content"]:
+            if part["type"] == "text":
+                content.append(part)
+                continue
+            head, data = part["image_url"]["url"].split(",")
+            media_type = head.removeprefix("data:").removesuffix(";base64")
+            source = {"type": "base64", "media_type": media_type, "data": data}
+            content.append({"type": "image", "source": source})
+        made.append({"role": message["role"], "content": content})
+    return made
+
+
+async def test_messages_answer_as_the_chat_does(client: Any, engine: Engine) -> None:
+    wanted = await answer(engine, ASK)
+    body = OPTIONS | {"messages": anthropic_messages(ASK), "max_tokens": ASK.count}
+    message = (await client.post("/v1/messages", json=body)).json()
+    assert message["content"] == [{"type": "text", "text": wanted.text}]
+    assert message["stop_reason"] == "max_tokens"
+    usage = message["usage"]
+    assert usage["output_tokens"] == ASK.count
+    prompt = len(ASK.prompt(engine.preprocessor))
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+    events = await events_of(client, "/v1/messages", body)
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert len(deltas) > 3
+    assert "".join(delta["text"] for delta in deltas) == wanted.text
+    stop = wanted.text[5:9]
+    stopped = (await client.post("/v1/messages", json=body | {"stop_sequences": [stop]})).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
+    assert stopped["content"][0]["text"] == wanted.text[: wanted.text.index(stop)]
+
+
+async def test_messages_call_a_tool_and_are_counted(client: Any) -> None:
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    asked: dict[str, Any] = {"model": "nano25", "max_tokens": 80, "seed": 3, "tools": tools}
+    asked["messages"] = [{"role": "user", "content": "Rain?"}]
+    counted = (await client.post("/v1/messages/count_tokens", json=asked)).json()
+    asked["tool_choice"] = {"type": "tool", "name": "weather"}
+    message = (await client.post("/v1/messages", json=asked)).json()
+    (call,) = message["content"]
+    assert (call["type"], call["name"], message["stop_reason"]) == (
+        "tool_use",
+        "weather",
+        "tool_use",
+    )
+    assert call["input"]["unit"] in {"C", "F"}
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "wet"}
+    asked["messages"] += [
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    asked["tool_choice"] = {"type": "none"}
+    again = (await client.post("/v1/messages", json=asked)).json()
+    assert again["content"][0]["type"] == "text"
+
+
+async def test_streams_whose_clients_leave_hold_nothing(client: Any, engine: Engine) -> None:
+    body = OPTIONS | {"messages": anthropic_messages(ASK), "max_tokens": 500}
+    await asyncio.gather(*(leave(client, "/v1/messages", body) for _ in range(3)))
+    await until(lambda: not any(held(engine).values()), "the answers nobody reads are ended")

@@ -1,0 +1,35 @@
+"""Scripts of answers, and the events that a dialect made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tests.unit.api.fakes import FakeEngine, Reply
+from vsched.aio.streams.stream import OutputDelta
+
+CALLS = (
+    'Look.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {"b": "ü"}}\n</tool_call>'
+)
+
+
+def saying(
+    text: str, finish: str = "stop", *, size: int = 7, stop_string: str | None = None
+) -> FakeEngine:
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    last = OutputDelta("", [0], finish_reason=finish, stop_string=stop_string)
+    return FakeEngine(*(OutputDelta(piece, [1]) for piece in pieces), last)
+
+
+def named_events(reply: Reply) -> list[Any]:
+    """Return the events of a stream whose names are their types, and which nothing ends."""
+    found: list[Any] = []
+    *events, rest = reply.body.decode().split("\n\n")
+    assert rest == ""
+    for event in events:
+        name, data = event.split("\n")
+        found.append(msgspec.json.decode(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

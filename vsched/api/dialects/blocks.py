@@ -1,0 +1,128 @@
+"""An answer as a row of blocks that begin, grow and end: what dialects stream, from the chat's own deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.responses import ChatDelta
+from vsched.api.tools.wording import AnswerWording
+
+
+class BlockKind(Enum):
+    """What a block holds."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class AnswerBlock:
+    """A piece of an answer; `text` is what it holds, the arguments of a call included."""
+
+    def __init__(self, index: int, kind: BlockKind, *, call_id: str = "", name: str = "") -> None:
+        self.index = index
+        self.kind = kind
+        self.call_id = call_id
+        self.name = name
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, text: str) -> None:
+        """Let it grow."""
+        self._pieces.append(text)
+
+
+class BlockBegins(NamedTuple):
+    """A block that holds nothing yet."""
+
+    block: AnswerBlock
+
+
+class BlockGrows(NamedTuple):
+    """What comes to a block."""
+
+    block: AnswerBlock
+    text: str
+
+
+class BlockEnds(NamedTuple):
+    """A block that is complete."""
+
+    block: AnswerBlock
+
+
+BlockStep = BlockBegins | BlockGrows | BlockEnds
+
+
+class AnswerBlocks:
+    """The blocks of one answer; one at a time is open.
+
+    Attributes:
+        blocks: Those that have begun.
+        reasoning_tokens: Tokens that came with reasoning and nothing else.
+        finish_reason: As OpenAI has it; empty before the end.
+        stop_string: At which the answer ended.
+    """
+
+    def __init__(self, wording: AnswerWording | None) -> None:
+        self.blocks: list[AnswerBlock] = []
+        self.reasoning_tokens = 0
+        self.finish_reason = ""
+        self.stop_string: str | None = None
+        self._wording = wording
+        self._open: AnswerBlock | None = None
+
+    def take(self, delta: OutputDelta) -> list[BlockStep]:
+        """Return what the next delta does; the last one ends the answer, which has one block at least."""
+        reason = delta.finish_reason
+        added = ChatDelta(content=delta.text)
+        if self._wording is not None:
+            added = self._wording.added(delta.text, is_last=reason is not None)
+            reason = reason and self._wording.finish_reason(reason)
+        if added.reasoning_content and not added.content and not added.tool_calls:
+            self.reasoning_tokens += len(delta.token_ids)
+        steps = list(self._added(added))
+        if reason is not None:
+            self.finish_reason, self.stop_string = reason, delta.stop_string
+            if not self.blocks:
+                steps += self._begin(BlockKind.TEXT)
+            steps += self._end()
+        return steps
+
+    def _added(self, added: ChatDelta) -> Iterator[BlockStep]:
+        for kind, text in (
+            (BlockKind.REASONING, added.reasoning_content),
+            (BlockKind.TEXT, added.content),
+        ):
+            if text:
+                yield from self._grow(kind, text)
+        for call in added.tool_calls or ():
+            if call.id:
+                name = call.function.name or ""
+                yield from self._begin(BlockKind.CALL, call_id=call.id, name=name)
+            if call.function.arguments:
+                yield from self._grow(BlockKind.CALL, call.function.arguments)
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.add(text)
+        yield BlockGrows(self._open, text)
+
+    def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
+        yield from self._end()
+        self._open = AnswerBlock(len(self.blocks), kind, call_id=call_id, name=name)
+        self.blocks.append(self._open)
+        yield BlockBegins(self._open)
+
+    def _end(self) -> Iterator[BlockStep]:
+        if self._open is not None:
+            yield BlockEnds(self._open)
+        self._open = None

@@ -1,0 +1,63 @@
+"""/v1/messages and /v1/messages/count_tokens: chats by other names."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
+from vsched.api.contract import EngineContract, Generation
+from vsched.api.dialects.blocks import AnswerBlocks
+from vsched.api.dialects.messages.answer import CountedTokens, MessagesFormatter
+from vsched.api.dialects.messages.request import NAMES, chat_request
+from vsched.api.dialects.messages.schema import MessagesRequest
+from vsched.api.dialects.naming import named_as
+from vsched.api.errors import unsupported
+from vsched.api.fields.neutral import refuse_unsupported
+from vsched.api.formatters import Formatter
+from vsched.api.http_exchange import HttpExchange
+
+
+class MessagesEndpoint(ChatEndpoint):
+    """Anthropic's messages."""
+
+    name = "messages"
+    id_prefix = "msg"
+
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read a request as the chat that it means.
+
+        Raises:
+            RequestRefused: When it cannot be served.
+            ClientDisconnected: When the client left before it was complete.
+        """
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            return await self.job_of(chat_request(request), request_id)
+
+    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+        blocks = AnswerBlocks(job.wording() if job.wording is not None else None)
+        return MessagesFormatter(generation, model=self._engine.model_name, blocks=blocks)
+
+
+class CountTokensEndpoint:
+    """The tokens that a message would take."""
+
+    def __init__(self, engine: EngineContract, messages: MessagesEndpoint) -> None:
+        self._engine = engine
+        self._messages = messages
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._count(exchange))
+
+    async def _count(self, exchange: HttpExchange) -> CountedTokens:
+        check_ready(self._engine)
+        job = await self._messages.read(exchange, "")
+        if job.images:
+            # Their tokens depend on their sizes; counting them means reading them within all the limits.
+            remedy = "send no images; the usage of an answer counts them"
+            raise unsupported("messages", remedy=remedy)
+        return CountedTokens(len(await self._engine.tokenize(job.prompt)))

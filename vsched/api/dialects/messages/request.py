@@ -1,0 +1,200 @@
+"""A body of /v1/messages as the chat request that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vsched.api.dialects.messages.schema import (
+    DialogueMessage,
+    ImageBlock,
+    MessagesRequest,
+    MessagesTool,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.request_schema import (
+    CalledFunction,
+    ChatRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    NamedSchema,
+    NamedTool,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from vsched.media.base64_text import TextWithBase64
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""What the parameters of a chat are called here."""
+_SHARED = set(MessagesRequest.__struct_fields__) & set(ChatRequest.__struct_fields__)
+_DIFFERENT = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """Return the chat request that a body means.
+
+    Raises:
+        ParameterRefused: When it holds what has no place in a chat.
+    """
+    same: dict[str, Any] = {name: getattr(request, name) for name in _SHARED - _DIFFERENT}
+    choice = request.tool_choice
+    single = choice is not None and choice.disable_parallel_tool_use
+    messages = [*_system(request.system)]
+    for message in request.messages:
+        messages += _user(message) if message.role == "user" else [_assistant(message)]
+    last = messages[-1] if messages else None
+    return ChatRequest(
+        messages=messages,
+        continue_final_message=last is not None and _is_begun(last),
+        stop=request.stop_sequences,
+        tools=[_tool(each, index) for index, each in enumerate(request.tools or ())] or None,
+        tool_choice=_choice(request),
+        parallel_tool_calls=False if single else None,
+        response_format=_format(request),
+        chat_template_kwargs=_template_arguments(request),
+        **same,
+    )
+
+
+def _is_begun(last: Message) -> bool:
+    """Return whether the last message is an answer that the client has begun, and that goes on."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
+    if not system:
+        return []
+    return [Message("system", system if isinstance(system, str) else _content(system))]
+
+
+def _user(message: DialogueMessage) -> list[Message]:
+    """Return a turn of the user: results of calls are messages of their own, in their order."""
+    if isinstance(message.content, str):
+        return [Message("user", message.content)]
+    made: list[Message] = []
+    parts: list[TextBlock | ImageBlock] = []
+    for block in message.content:
+        match block:
+            case TextBlock() | ImageBlock():
+                parts.append(block)
+            case ToolResultBlock(tool_use_id=call, content=content):
+                if parts:
+                    made.append(Message("user", _content(parts)))
+                    parts = []
+                text = content if isinstance(content, str) else _content(content or ())
+                made.append(Message("tool", text, tool_call_id=call))
+            case _:
+                raise _misplaced("user", "text, image or tool_result")
+    if parts or not made:
+        made.append(Message("user", _content(parts)))
+    return made
+
+
+def _assistant(message: DialogueMessage) -> Message:
+    if isinstance(message.content, str):
+        return Message("assistant", message.content)
+    parts: list[TextBlock | ImageBlock] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                parts.append(block)
+            case ThinkingBlock(thinking=text):
+                thoughts.append(text)
+            case ToolUseBlock(id=made, name=name, input=arguments):
+                calls.append(ToolCall(CalledFunction(name, arguments), made))
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                raise _misplaced("assistant", "text, tool_use or thinking")
+    return Message(
+        "assistant",
+        _content(parts),
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+def _misplaced(role: str, allowed: str) -> ParameterRefused:
+    return out_of_bounds(
+        "messages",
+        value=f"another content block with role {role}",
+        limit=allowed,
+        remedy="send it with the role that it belongs to",
+    )
+
+
+def _content(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[Any]:
+    """Return blocks as content; one that is text alone is a text, which every template takes."""
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    if len(texts) == len(blocks) <= 1:
+        return "".join(texts)
+    return [TextPart(one.text) if isinstance(one, TextBlock) else _image(one) for one in blocks]
+
+
+def _image(block: ImageBlock) -> ImagePart:
+    source = block.source
+    if source.type == "url" and source.url:
+        return ImagePart(source.url)
+    if source.type == "base64" and source.data and source.media_type:
+        before, data = f"data:{source.media_type};base64,", source.data
+        if isinstance(data, TextWithBase64):
+            start = len(before) + data.start
+            return ImagePart(TextWithBase64.of(before + data, start, data.base64))
+        return ImagePart(before + data)
+    raise out_of_bounds(
+        "messages",
+        value=f"an image whose source is {shown(source.type)}",
+        limit="base64 with data and media_type, or url with url",
+        remedy="send the image in one of these ways",
+    )
+
+
+def _tool(tool: MessagesTool, index: int) -> Tool:
+    if tool.type not in {None, "custom"}:
+        remedy = "describe a function with name and input_schema, which the client carries out"
+        raise unsupported(f"tools[{index}].type", remedy=remedy)
+    return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))
+
+
+def _choice(request: MessagesRequest) -> str | ToolChoice | None:
+    choice = request.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name:
+        return ToolChoice("function", NamedTool(choice.name))
+    if choice.type not in _CHOICES:
+        raise out_of_bounds(
+            "tool_choice.type",
+            value=shown(choice.type),
+            limit="auto, any, none, or tool with a name",
+            remedy="send one of these",
+        )
+    return _CHOICES[choice.type]
+
+
+def _format(request: MessagesRequest) -> ResponseFormat | None:
+    asked = request.output_config.format if request.output_config is not None else None
+    if asked is None:
+        return None
+    if asked.type != "json_schema":
+        raise unsupported("output_config.format.type", remedy="send json_schema as its type")
+    return ResponseFormat("json_schema", NamedSchema(schema=asked.schema))
+
+
+def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:
+    if request.thinking is None:
+        return request.chat_template_kwargs
+    thinks = request.thinking.type != "disabled"
+    return {"enable_thinking": thinks, **(request.chat_template_kwargs or {})}

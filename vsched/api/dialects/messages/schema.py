@@ -1,0 +1,168 @@
+"""The body of /v1/messages. What Anthropic has beyond it is accepted where it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from vsched.api.fields.neutral import neutral
+from vsched.api.request_schema import (
+    Count,
+    Int32,
+    PositiveCount,
+    Probability,
+    TemplateArguments,
+)
+
+
+class ImageSource(msgspec.Struct):
+    """Where an image is: `base64` with `data` and `media_type`, or `url`."""
+
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    """An image."""
+
+    source: ImageSource
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call that the model made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """What a call came to; that it is an error, its content tells the model."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thought; its signature is not looked at."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Thoughts of another server, which nobody here can read; they are left out."""
+
+
+class DialogueMessage(msgspec.Struct):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: (
+        str
+        | list[
+            TextBlock
+            | ImageBlock
+            | ToolUseBlock
+            | ToolResultBlock
+            | ThinkingBlock
+            | RedactedThinkingBlock
+        ]
+    )
+
+
+class MessagesTool(msgspec.Struct):
+    """A function that the model may call; `input_schema` is the JSON schema of its arguments."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesToolChoice(msgspec.Struct):
+    """Whether a tool is to be called: `auto`, `any`, `tool` with a name, or `none`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model is to think; `disabled`, or any other type."""
+
+    type: str
+
+
+class OutputFormat(msgspec.Struct):
+    """The form of an answer: `json_schema`."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """What the answer is to be like; `effort` is ignored."""
+
+    format: OutputFormat | None = None
+    effort: Any = None
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/messages and /v1/messages/count_tokens; the fields behind `thinking` are those of a chat."""
+
+    ROLES: ClassVar[str] = "user or assistant; `system` is a field of its own"
+    PARTS: ClassVar[str] = "text, image, tool_use, tool_result or thinking"
+
+    messages: list[DialogueMessage]
+    model: str | None = None
+    max_tokens: PositiveCount | None = None
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+
+    min_p: Probability | None = None
+    min_tokens: Count = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool = False
+    priority: Int32 = 0
+    ttft_target_ms: PositiveCount | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    container: Annotated[Any, neutral()] = None
+    mcp_servers: Annotated[Any, neutral([], remedy="send their tools")] = None
+    output_format: Annotated[Any, neutral(remedy="send it as output_config.format")] = None
+    cache_control: Any = None
+    context_management: Any = None  # the model sees the whole history instead
+    diagnostics: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+
+    def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
+        """Yield each source of an image, and its field with the base64."""
+        for message in self.messages:
+            for block in message.content if isinstance(message.content, list) else ():
+                inner = block.content if isinstance(block, ToolResultBlock) else [block]
+                for each in inner if isinstance(inner, list) else ():
+                    if isinstance(each, ImageBlock):
+                        yield each.source, "data"

@@ -1,0 +1,105 @@
+"""How errors and events are written, by the path that was called: everything else of an exchange is the same for all.
+
+Errors come from places that know no dialect, such as the check of keys, so the form belongs to the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vsched.api.errors import envelope
+from vsched.errors import RequestFailed, RequestRefused
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class WireForm:
+    """OpenAI's form; one for each exchange."""
+
+    end = b"data: [DONE]\n\n"
+    """What ends a stream."""
+
+    def status(self, error: RequestRefused | RequestFailed) -> int:
+        """Return the HTTP status of an error."""
+        return error.status
+
+    def error(self, error: RequestRefused | RequestFailed) -> object:
+        """Return the body of an error."""
+        return envelope(error)
+
+    def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
+        """Return what tells of an error within a stream."""
+        return self.events(self.error(error))
+
+    def events(self, content: object) -> bytes:
+        """Return what a formatter made, as events."""
+        return b"data: " + _ENCODER.encode(content) + b"\n\n"
+
+
+class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
+    """An event that is told by its name, its tag."""
+
+
+class NamedEvents(WireForm):
+    """Several events at a time, each with a name, and nothing behind the last."""
+
+    end = b""
+
+    def events(self, content: object) -> bytes:
+        assert isinstance(content, Sequence)
+        return b"".join(map(self._event, content))
+
+    def _event(self, event: StreamEvent) -> bytes:
+        name = str(event.__struct_config__.tag).encode()
+        return b"event: %b\ndata: %b\n\n" % (name, _ENCODER.encode(event))
+
+
+class MessagesErrorBody(msgspec.Struct):
+    """The inside of an Anthropic error."""
+
+    type: str
+    message: str
+
+
+class MessagesError(StreamEvent, tag="error"):
+    """An Anthropic error as it travels, as a body and as an event."""
+
+    error: MessagesErrorBody
+
+
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesForm(NamedEvents):
+    """Anthropic's form."""
+
+    def status(self, error: RequestRefused | RequestFailed) -> int:
+        return 529 if error.status == 503 else error.status
+
+    def error(self, error: RequestRefused | RequestFailed) -> MessagesError:
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = _MESSAGES_TYPES.get(error.status, default)
+        return MessagesError(error=MessagesErrorBody(kind, envelope(error).error.message))
+
+    def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
+        return self._event(self.error(error))
+
+
+_FORMS: dict[str, type[WireForm]] = {
+    "/v1/messages": MessagesForm,
+    "/v1/messages/count_tokens": MessagesForm,
+}
+
+
+def form_of(path: str) -> WireForm:
+    """Return the form that clients of a path read."""
+    return _FORMS.get(path, WireForm)()
