@@ -115,7 +115,59 @@ async def test_messages_call_a_tool_and_are_counted(client: Any) -> None:
     assert again["content"][0]["type"] == "text"
 
 
+def response_input(ask: Ask) -> list[dict[str, Any]]:
+    """Return the messages of a chat as input of /v1/responses."""
+    made: list[dict[str, Any]] = []
+    for message in ask.messages:
+        content = [
+            {"type": "input_text", "text": part["text"]}
+            if part["type"] == "text"
+            else {"type": "input_image", "image_url": part["image_url"]["url"]}
+            for part in message["content"]
+        ]
+        made.append({"role": message["role"], "content": content})
+    return made
+
+
+async def test_responses_answer_as_the_chat_does(client: Any, engine: Engine) -> None:
+    wanted = await answer(engine, ASK)
+    body = OPTIONS | {"input": response_input(ASK), "max_output_tokens": ASK.count}
+    response = (await client.post("/v1/responses", json=body)).json()
+    assert [item["content"][0]["text"] for item in response["output"]] == [wanted.text]
+    assert (response["status"], response["usage"]["output_tokens"]) == ("incomplete", ASK.count)
+    assert response["usage"]["input_tokens"] == len(ASK.prompt(engine.preprocessor))
+    events = await events_of(client, "/v1/responses", body)
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert len(deltas) > 3
+    assert "".join(deltas) == wanted.text
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_responses_call_a_tool_and_go_on(client: Any) -> None:
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    asked = {"model": "nano25", "max_output_tokens": 80, "seed": 3, "tools": tools}
+    question = {"role": "user", "content": "Rain?"}
+    forced = {"input": [question], "tool_choice": "required", "parallel_tool_calls": False}
+    response = (await client.post("/v1/responses", json=asked | forced)).json()
+    (call,) = response["output"]
+    assert (call["type"], call["name"], response["status"]) == (
+        "function_call",
+        "weather",
+        "completed",
+    )
+    assert json.loads(call["arguments"])["unit"] in {"C", "F"}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "wet"}
+    history = {"input": [question, call, result], "tool_choice": "none"}
+    again = (await client.post("/v1/responses", json=asked | history)).json()
+    assert again["output"][0]["type"] == "message"
+
+
 async def test_streams_whose_clients_leave_hold_nothing(client: Any, engine: Engine) -> None:
     body = OPTIONS | {"messages": anthropic_messages(ASK), "max_tokens": 500}
-    await asyncio.gather(*(leave(client, "/v1/messages", body) for _ in range(3)))
+    asked = OPTIONS | {"input": response_input(ASK), "max_output_tokens": 500}
+    await asyncio.gather(
+        leave(client, "/v1/messages", body),
+        leave(client, "/v1/messages", body),
+        leave(client, "/v1/responses", asked),
+    )
     await until(lambda: not any(held(engine).values()), "the answers nobody reads are ended")

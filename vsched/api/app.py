@@ -13,6 +13,7 @@ from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.description import page
 from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
+from vsched.api.dialects.responses.endpoint import ResponsesEndpoint
 from vsched.api.errors import ErrorBody, ErrorEnvelope
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
@@ -44,6 +45,11 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route(
             "/v1/completions",
             CompletionEndpoint(engine, settings, metrics, bodies),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/responses",
+            ResponsesEndpoint(engine, settings, metrics, bodies),
             methods=["POST"],
         ),
         Route("/v1/messages", messages, methods=["POST"]),

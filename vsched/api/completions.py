@@ -54,6 +54,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine.
 
     `constrained_by` is the parameter that its grammar comes from. `wording` makes what reads an answer with calls.
+    `asked` is what the answer of a dialect repeats of the request.
     """
 
     prompt: Prompt
@@ -67,6 +68,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: AnswerOptions
     constrained_by: str
     wording: Callable[[], AnswerWording] | None = None
+    asked: object = None
 
 
 def check_model(name: str | None, engine: EngineContract) -> None:

@@ -94,9 +94,42 @@ class MessagesForm(NamedEvents):
         return self._event(self.error(error))
 
 
+class NumberedEvent(StreamEvent, kw_only=True):
+    """An event with its place in the stream, which it gets when it is written."""
+
+    sequence_number: int = 0
+
+
+class ResponsesErrorEvent(NumberedEvent, tag="error"):
+    """An error within a stream of /v1/responses."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
+class ResponsesForm(NamedEvents):
+    """That of OpenAI's Responses API: errors as ever, events by name and number."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
+        found = envelope(error).error
+        event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
+        return self.events([event])
+
+    def _event(self, event: StreamEvent) -> bytes:
+        assert isinstance(event, NumberedEvent)
+        event.sequence_number = self._number
+        self._number += 1
+        return super()._event(event)
+
+
 _FORMS: dict[str, type[WireForm]] = {
     "/v1/messages": MessagesForm,
     "/v1/messages/count_tokens": MessagesForm,
+    "/v1/responses": ResponsesForm,
 }
 
 

@@ -70,6 +70,18 @@ async def test_chat_stream_parses(client: Any) -> None:
     assert chunks[-1].usage.completion_tokens == 2
 
 
+async def test_responses_parse(client: Any) -> None:
+    """Streamed and whole, and the output goes back as input."""
+    async with client.responses.stream(model="demo", input="hi") as stream:
+        deltas = [event.delta async for event in stream if event.type.endswith("text.delta")]
+        final = await stream.get_final_response()
+    assert (deltas, final.output_text, final.status) == (["H", "i"], "Hi", "completed")
+    history = [*MESSAGES, *final.output, *MESSAGES]
+    again = await client.responses.create(model="demo", input=history)
+    assert again.output_text == "Hi"
+    assert again.usage.input_tokens_details.cached_tokens == 4
+
+
 async def test_completion_parses(client: Any) -> None:
     answer = await client.completions.create(model="demo", prompt="x", logprobs=2)
     assert answer.choices[0].text == "Hi"

@@ -10,6 +10,8 @@ import msgspec
 
 from vsched.api.dialects.messages.answer import CountedTokens, MessagesEvent, MessagesResponse
 from vsched.api.dialects.messages.schema import MessagesRequest
+from vsched.api.dialects.responses.events import ResponseObject, ResponsesEvent
+from vsched.api.dialects.responses.schema import ResponsesRequest
 from vsched.api.errors import ErrorEnvelope
 from vsched.api.request_schema import (
     ChatRequest,
@@ -71,6 +73,14 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         CompletionRequest,
         CompletionResponse,
         CompletionResponse,
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/responses",
+        "Continue a conversation, as OpenAI's newer API has it.",
+        ResponsesRequest,
+        ResponseObject,
+        ResponsesEvent,
     ),
     ApiOperation(
         "POST",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vsched.api.dialects.fields import shared_fields
 from vsched.api.dialects.messages.schema import (
     DialogueMessage,
     ImageBlock,
@@ -35,8 +36,7 @@ from vsched.media.base64_text import TextWithBase64
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """What the parameters of a chat are called here."""
-_SHARED = set(MessagesRequest.__struct_fields__) & set(ChatRequest.__struct_fields__)
-_DIFFERENT = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
+_DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -46,7 +46,6 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     Raises:
         ParameterRefused: When it holds what has no place in a chat.
     """
-    same: dict[str, Any] = {name: getattr(request, name) for name in _SHARED - _DIFFERENT}
     choice = request.tool_choice
     single = choice is not None and choice.disable_parallel_tool_use
     messages = [*_system(request.system)]
@@ -62,7 +61,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
         parallel_tool_calls=False if single else None,
         response_format=_format(request),
         chat_template_kwargs=_template_arguments(request),
-        **same,
+        **shared_fields(request, but=_DIFFERENT),
     )
 
 

@@ -7,14 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from vsched.api.dialects.fields import ChatFields
 from vsched.api.fields.neutral import neutral
-from vsched.api.request_schema import (
-    Count,
-    Int32,
-    PositiveCount,
-    Probability,
-    TemplateArguments,
-)
+from vsched.api.request_schema import PositiveCount
 
 
 class ImageSource(msgspec.Struct):
@@ -118,34 +113,20 @@ class OutputConfig(msgspec.Struct):
     effort: Any = None
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/messages and /v1/messages/count_tokens; the fields behind `thinking` are those of a chat."""
+class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/messages and /v1/messages/count_tokens."""
 
     ROLES: ClassVar[str] = "user or assistant; `system` is a field of its own"
     PARTS: ClassVar[str] = "text, image, tool_use, tool_result or thinking"
 
     messages: list[DialogueMessage]
-    model: str | None = None
     max_tokens: PositiveCount | None = None
     system: str | list[TextBlock] | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = False
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-
-    min_p: Probability | None = None
-    min_tokens: Count = 0
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    ignore_eos: bool = False
-    priority: Int32 = 0
-    ttft_target_ms: PositiveCount | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: TemplateArguments | None = None
 
     container: Annotated[Any, neutral()] = None
     mcp_servers: Annotated[Any, neutral([], remedy="send their tools")] = None

@@ -1,0 +1,176 @@
+"""What OpenAI's bodies for responses mean as chats."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.api.dialects.responses.test_answer import RESPONSES, TOOLS, body
+from tests.unit.api.fakes import FakeEngine, post
+from vsched.api.bodies.reading import SMALL_BYTES
+from vsched.api.dialects.responses.request import chat_request
+from vsched.api.dialects.responses.schema import ResponsesRequest
+from vsched.api.request_schema import ChatRequest
+from vsched.media.base64_text import base64_of
+
+URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "input_image", "image_url": URL, "detail": "auto"}
+TEXT = {"type": "input_text", "text": "See"}
+
+
+def meant(**fields: Any) -> ChatRequest:
+    return chat_request(msgspec.convert(body(**fields), ResponsesRequest))
+
+
+def plain(request: ChatRequest) -> list[dict[str, Any]]:
+    """Return messages as builtins, without what they leave open."""
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        for message in msgspec.to_builtins(request.messages)
+    ]
+
+
+def test_a_text_with_instructions() -> None:
+    assert plain(meant(input="hi", instructions="Be short.")) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_a_history_of_items() -> None:
+    """What one turn of the model was made of is one message again."""
+    request = meant(
+        input=[
+            {"role": "user", "content": [TEXT, IMAGE]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [
+                {"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [
+                {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "x"},
+            {"type": "function_call", "call_id": "2", "name": "g", "arguments": '{"a":1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "one"},
+            {"type": "function_call_output", "call_id": "2", "output": [TEXT, IMAGE]},
+            {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "3", "output": ""},
+            {"role": "assistant", "content": "So."},
+            {"role": "developer", "content": "Go on."},
+        ]
+    )  # fmt: skip
+    parts = [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": URL, "uuid": None},
+    ]
+    messages = plain(request)
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        message["calls"] = [(call["id"], call["function"]["name"]) for call in calls]
+        message.pop("tool_calls", None)
+    assert messages == [
+        {"role": "user", "content": parts, "calls": []},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "calls": [("1", "f"), ("2", "g")],
+        },
+        {"role": "tool", "content": "one", "tool_call_id": "1", "calls": []},
+        {"role": "tool", "content": parts, "tool_call_id": "2", "calls": []},
+        {"role": "assistant", "calls": [("3", "f")]},
+        {"role": "tool", "content": "", "tool_call_id": "3", "calls": []},
+        {"role": "assistant", "content": "So.", "calls": []},
+        {"role": "developer", "content": "Go on.", "calls": []},
+    ]
+
+
+async def test_parameters_reach_the_engine() -> None:
+    engine = FakeEngine()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    sent = body(max_output_tokens=8, temperature=0.5, top_p=0.9, seed=4, text={"format": form})
+    assert (await post(engine, RESPONSES, sent)).status == 200
+    found = engine.sampling
+    assert (found.max_tokens, found.temperature, found.top_p, found.seed) == (8, 0.5, 0.9, 4)
+    assert msgspec.json.decode(found.grammar) == {"json_schema": schema}
+
+
+def test_choices_of_tools() -> None:
+    for choice in ("auto", "none", "required"):
+        assert meant(tools=TOOLS, tool_choice=choice).tool_choice == choice
+    named = meant(tools=TOOLS, tool_choice={"type": "function", "name": "f"}).tool_choice
+    assert msgspec.to_builtins(named)["function"] == {"name": "f"}
+    some = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "f"}],
+    }
+    allowed = msgspec.to_builtins(meant(tools=TOOLS, tool_choice=some).tool_choice)["allowed_tools"]
+    assert allowed == {"mode": "required", "tools": [{"function": {"name": "f"}}]}
+
+
+async def test_what_changes_nothing_is_taken() -> None:
+    sent = body(
+        store=False, include=["reasoning.encrypted_content"], truncation="disabled",
+        reasoning={"effort": "low"}, background=False, previous_response_id=None, user="u",
+        stream_options={"include_obfuscation": False}, top_logprobs=0,
+    )  # fmt: skip
+    assert (await post(FakeEngine(), RESPONSES, sent)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"store": True}, "send store = false, and send the whole history as input"),
+        ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
+        ({"conversation": "c"}, "`conversation` is not supported"),
+        ({"background": True}, "`background` is not supported"),
+        ({"truncation": "auto"}, "`truncation` is not supported"),
+        ({"include": ["file_search_call.results"]}, "`include` is not supported"),
+        ({"input": []}, "`input` is out of bounds"),
+        ({"input": 3}, "`input` is of the wrong type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "`input[0].type` is out of bounds"),
+        ({"input": [{"type": "message", "content": "x"}]}, "`input[0]` lacks"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "`input[0]` lacks"),
+        (
+            {"input": [{"role": "tool", "content": "x"}]},
+            "limit system, developer, user or assistant",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "limit input_text,"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "`input[0].content.file_id` is not supported",
+        ),
+        ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
+        ({"text": {"format": {"type": "json_schema"}}}, "`text.format"),
+        ({"tools": [{"type": "web_search"}]}, "`tools[0].type` is out of bounds"),
+        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "`tool_choice` is out of bounds"),
+        ({"max_tokens": 3}, "`max_tokens` is not a known parameter"),
+    ],
+)
+async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: str) -> None:
+    reply = await post(FakeEngine(), RESPONSES, body(**fields))
+    assert reply.status == 400
+    assert wanted in reply.error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
+async def test_what_is_no_request_is_refused(raw: bytes) -> None:
+    assert (await post(FakeEngine(), RESPONSES, raw)).status == 400
+
+
+async def test_large_images_go_beside_the_body() -> None:
+    """As those of chats do: their base64 is never decoded as a text."""
+    large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
+    before = "data:image/png;base64,"
+    image = {"type": "input_image", "image_url": before + large}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": [image]}
+    engine = FakeEngine()
+    items = [{"role": "user", "content": [TEXT, image]}, call, output]
+    assert (await post(engine, RESPONSES, body(input=items))).status == 200
+    assert len(engine.calls[0]["images"]) == 2
+    for url in engine.calls[0]["images"]:
+        assert len(url) < 200
+        assert base64_of(url, len(before)) == large.encode()

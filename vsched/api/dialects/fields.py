@@ -1,0 +1,42 @@
+"""Fields that dialects have in common with the chat, and how they get there."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Annotated, Any
+
+import msgspec
+
+from vsched.api.request_schema import (
+    ChatRequest,
+    Count,
+    Int32,
+    PositiveCount,
+    Probability,
+    TemplateArguments,
+)
+
+
+class ChatFields(msgspec.Struct, kw_only=True):
+    """Those of a chat, by the same names; from `min_p` on no other vendor has them."""
+
+    model: str | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+
+    min_p: Probability | None = None
+    min_tokens: Count = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool = False
+    priority: Int32 = 0
+    ttft_target_ms: PositiveCount | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+
+def shared_fields(request: msgspec.Struct, *, but: AbstractSet[str]) -> dict[str, Any]:
+    """Return the fields that a request has by the names of the chat's, but those that mean or hold something else."""
+    names = set(request.__struct_fields__) & set(ChatRequest.__struct_fields__)
+    return {name: getattr(request, name) for name in sorted(names - but)}

@@ -1,0 +1,187 @@
+"""Answers as OpenAI's Responses API words them, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.contract import Generation
+from vsched.api.dialects.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegins,
+    BlockEnds,
+    BlockGrows,
+    BlockKind,
+    BlockStep,
+)
+from vsched.api.dialects.responses import events as made
+from vsched.api.dialects.responses.schema import ResponsesFormat, ResponsesRequest, TextOptions
+from vsched.api.responses import Usage
+from vsched.api.wire_forms import NumberedEvent
+
+_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+
+
+class ResponsesFormatter:
+    """Words one answer; `asked` is the request, of which it repeats the settings."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        created: int,
+        model: str,
+        blocks: AnswerBlocks,
+        asked: ResponsesRequest,
+    ) -> None:
+        self._generation = generation
+        self._created = created
+        self._model = model
+        self._blocks = blocks
+        self._asked = asked
+        self._begun = False
+
+    def chunk(self, delta: OutputDelta) -> list[NumberedEvent]:
+        """Return the events of a delta, none while it has no text; the first and last have more."""
+        events: list[NumberedEvent] = []
+        if not self._begun:
+            response = self._response("in_progress", [])
+            events += [
+                made.ResponseCreated(response=response),
+                made.ResponseInProgress(response=response),
+            ]
+            self._begun = True
+        for step in self._blocks.take(delta):
+            events += self._events(step)
+        if self._blocks.finish_reason:
+            ended = self._ended()
+            cut = ended.incomplete_details is not None
+            events.append(
+                made.ResponseIncomplete(response=ended)
+                if cut
+                else made.ResponseCompleted(response=ended)
+            )
+        return events
+
+    def usage_chunk(self, usage: Usage) -> list[NumberedEvent]:
+        """Return nothing: the last event has the usage."""
+        del usage
+        return []
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> made.ResponseObject:
+        """Return the answer that the events of a stream would make."""
+        del usage
+        for delta in deltas:
+            self._blocks.take(delta)
+        return self._ended()
+
+    def _events(self, step: BlockStep) -> Iterator[NumberedEvent]:
+        block = step.block
+        is_call = block.kind is BlockKind.CALL
+        own, index = self._id(block), block.index
+        match step:
+            case BlockBegins():
+                item = self._item(block, "in_progress", [])
+                yield made.OutputItemAdded(output_index=index, item=item)
+                if not is_call:
+                    yield made.ContentPartAdded(
+                        item_id=own, output_index=index, part=_part(block, "")
+                    )
+            case BlockGrows(text=text):
+                yield made.DELTAS[block.kind](item_id=own, output_index=index, delta=text)
+            case BlockEnds():
+                yield self._done(block)
+                if not is_call:
+                    yield made.ContentPartDone(
+                        item_id=own, output_index=index, part=_part(block, block.text)
+                    )
+                yield made.OutputItemDone(output_index=index, item=self._ended_item(block))
+
+    def _done(self, block: AnswerBlock) -> NumberedEvent:
+        own, index, text = self._id(block), block.index, block.text
+        match block.kind:
+            case BlockKind.TEXT:
+                return made.OutputTextDone(item_id=own, output_index=index, text=text)
+            case BlockKind.REASONING:
+                return made.ReasoningDone(item_id=own, output_index=index, text=text)
+            case BlockKind.CALL:
+                return made.ArgumentsDone(
+                    item_id=own, output_index=index, arguments=text, name=block.name
+                )
+
+    def _ended_item(self, block: AnswerBlock) -> made.OutputItem:
+        cut = self._blocks.finish_reason == "length" and block is self._blocks.blocks[-1]
+        parts: list[made.OutputPart] = (
+            [] if block.kind is BlockKind.CALL else [_part(block, block.text)]
+        )
+        return self._item(block, "incomplete" if cut else "completed", parts)
+
+    def _item(
+        self, block: AnswerBlock, status: str, parts: list[made.OutputPart]
+    ) -> made.OutputItem:
+        own = self._id(block)
+        match block.kind:
+            case BlockKind.TEXT:
+                return made.MessageItem(own, status, list(parts))
+            case BlockKind.REASONING:
+                return made.ReasoningItem(own, status, list(parts))
+            case BlockKind.CALL:
+                text = "" if status == "in_progress" else block.text
+                return made.CallItem(own, status, block.call_id, block.name, text)
+
+    def _id(self, block: AnswerBlock) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._generation.request_id}_{block.index}"
+
+    def _ended(self) -> made.ResponseObject:
+        output = [self._ended_item(block) for block in self._blocks.blocks]
+        if self._blocks.finish_reason != "length":
+            return self._response("completed", output)
+        response = self._response("incomplete", output)
+        response.incomplete_details = made.IncompleteDetails("max_output_tokens")
+        return response
+
+    def _response(self, status: str, output: list[made.OutputItem]) -> made.ResponseObject:
+        asked = self._asked
+        has_ended = status != "in_progress"
+        return made.ResponseObject(
+            id=self._generation.request_id,
+            created_at=self._created,
+            status=status,
+            model=self._model,
+            output=output,
+            usage=self._usage() if has_ended else None,
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            reasoning=asked.reasoning,
+            temperature=asked.temperature,
+            text=_with_format(asked.text),
+            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
+            tools=asked.tools or [],
+            top_p=asked.top_p,
+            user=asked.user,
+        )
+
+    def _usage(self) -> made.ResponsesUsage:
+        generation = self._generation
+        return made.ResponsesUsage(
+            generation.prompt_tokens,
+            made.InputDetails(generation.cached_tokens),
+            generation.output_tokens,
+            made.OutputDetails(self._blocks.reasoning_tokens),
+            generation.prompt_tokens + generation.output_tokens,
+        )
+
+
+def _with_format(text: TextOptions | None) -> TextOptions:
+    sent = text or TextOptions()
+    return msgspec.structs.replace(sent, format=sent.format or ResponsesFormat("text"))
+
+
+def _part(block: AnswerBlock, text: str) -> made.OutputPart:
+    is_text = block.kind is BlockKind.TEXT
+    return made.OutputTextPart(text) if is_text else made.ReasoningPart(text)

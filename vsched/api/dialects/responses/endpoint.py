@@ -1,0 +1,49 @@
+"""/v1/responses: a chat by another name."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from vsched.api.completions import ChatEndpoint, CheckedRequest
+from vsched.api.contract import Generation
+from vsched.api.dialects.blocks import AnswerBlocks
+from vsched.api.dialects.naming import named_as
+from vsched.api.dialects.responses.answer import ResponsesFormatter
+from vsched.api.dialects.responses.request import NAMES, chat_request
+from vsched.api.dialects.responses.schema import ResponsesRequest
+from vsched.api.fields.neutral import refuse_unsupported
+from vsched.api.formatters import Formatter
+from vsched.api.http_exchange import HttpExchange
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """OpenAI's responses, without state."""
+
+    name = "responses"
+    id_prefix = "resp"
+
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read a request as the chat that it means.
+
+        Raises:
+            RequestRefused: When it cannot be served.
+            ClientDisconnected: When the client left before it was complete.
+        """
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, ResponsesRequest, tokens=tokens)
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            job = await self.job_of(chat_request(request), request_id)
+        return msgspec.structs.replace(job, asked=msgspec.structs.replace(request, input=""))
+
+    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+        assert isinstance(job.asked, ResponsesRequest)
+        return ResponsesFormatter(
+            generation,
+            created=int(time.time()),
+            model=self._engine.model_name,
+            blocks=AnswerBlocks(job.wording() if job.wording is not None else None),
+            asked=job.asked,
+        )
