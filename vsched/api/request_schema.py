@@ -154,10 +154,14 @@ class NamedSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form of an answer as OpenAI has it: `text`, `json_object` or `json_schema`."""
+    """The form of an answer as OpenAI has it: `text`, `json_object` or `json_schema`.
+
+    `schema` beside `json_object` is not OpenAI's; clients such as instructor send it, and it is kept to.
+    """
 
     type: str
     json_schema: NamedSchema | None = None
+    schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):

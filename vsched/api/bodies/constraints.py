@@ -85,7 +85,8 @@ def _of_response_format(asked: ResponseFormat | None) -> list[Constraint]:
     if asked is None or asked.type == "text":
         return []
     if asked.type == "json_object":
-        return [Constraint("response_format", constraint_from_schema(_ANY_OBJECT))]
+        schema = _ANY_OBJECT if asked.schema is None else asked.schema
+        return [Constraint("response_format", constraint_from_schema(schema))]
     if asked.type != "json_schema":
         remedy = "send text, json_object or json_schema as its type"
         raise unsupported("response_format.type", remedy=remedy)

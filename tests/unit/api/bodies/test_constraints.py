@@ -26,6 +26,10 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
     ("fields", "grammar"),
     [
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            {"json_schema": SCHEMA},
+        ),
         ({"response_format": named(strict=True)}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
