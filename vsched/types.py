@@ -57,12 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the argmax of the raw logits is the answer."""
+        """Whether the argmax of the raw logits is the answer, but where `min_tokens` forbids a stop token."""
         return (
             self.temperature == 0.0
             and not self.has_penalty
             and self.logprobs is None
-            and self.min_tokens == 0
             and not self.logit_bias
             and not self.bad_words
             and not self.grammar

@@ -233,7 +233,7 @@ class Driver:
                 special=[
                     (row, each.sequence)
                     for row, each in enumerate(rows)
-                    if not each.sequence.sampling.is_plain_greedy
+                    if each.sequence.is_special
                 ],
             )
         )

@@ -175,6 +175,15 @@ class SequenceState:
         """Output tokens so far, int32 [length - prompt_length]."""
         return self.tokens[self.prompt_length : self.length]
 
+    @property
+    def is_special(self) -> bool:
+        """Whether a token of it may be another than the argmax of the raw logits, or more than a token is asked for.
+
+        A least number of tokens forbids stop tokens, and so nothing where there are none, as with `ignore_eos`.
+        """
+        forbids = self.sampling.min_tokens > 0 and bool(self.stop_token_ids)
+        return forbids or not self.sampling.is_plain_greedy
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -126,7 +126,7 @@ class GenerateRank:
         table.block_table[slot, : len(join.blocks)] = join.blocks
         table.block_count[slot] = len(join.blocks)
         self._in_slot[slot] = sequence
-        if not sampling.is_plain_greedy:
+        if sequence.is_special:
             self._special[slot] = sequence
 
     def _constrain(self, sequence: SequenceState) -> None:

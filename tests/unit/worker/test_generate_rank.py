@@ -203,6 +203,18 @@ def test_generate_rank_ends_a_sequence(
     assert len(worker.batches) == steps, "nothing to do, so the worker is not asked"
 
 
+@pytest.mark.parametrize(("stops", "special"), [((9,), [(0, 1, [])]), ((), [])])
+def test_a_least_number_of_tokens_is_special_only_where_it_forbids_a_stop_token(
+    stops: tuple[int, ...], special: list[tuple[int, int, list[int]]]
+) -> None:
+    """With `ignore_eos` and no stop tokens, as benchmarks ask, a greedy row stays as cheap as it is."""
+    worker = Script([7])
+    params = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=5)
+    joining = join(1, 0, [1, 2], sampling=params, stops=stops)
+    rank_of(worker).apply(GenerateDecision(1, joined=[joining], chunks=[whole(0, 2)]))
+    assert worker.batches[0]["special"] == special
+
+
 def test_generate_rank_slot_that_is_left_is_as_new() -> None:
     """Stop tokens, limits and sampling of who was there before do not leak."""
     worker = Script([7], [9], [9], [9])

@@ -110,15 +110,15 @@ def _special(
     for row in range(count):
         params = SamplingParams(seed=row, **fields)
         tokens = rng.integers(0, vocabulary, _PROMPT + _OUTPUTS, dtype=np.int32)
-        if not params.is_plain_greedy:
-            state = SequenceState(
-                number=row,
-                tokens=tokens,
-                length=len(tokens),
-                prompt_length=_PROMPT,
-                items=(),
-                sampling=params,
-                stop_token_ids=frozenset(),
-            )
+        state = SequenceState(
+            number=row,
+            tokens=tokens,
+            length=len(tokens),
+            prompt_length=_PROMPT,
+            items=(),
+            sampling=params,
+            stop_token_ids=frozenset(),
+        )
+        if state.is_special:
             special.append((row, state))
     return special
