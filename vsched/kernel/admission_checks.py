@@ -60,15 +60,16 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
 
 
 def refuse_full(
-    request: Request, *, waiting: int, waiting_bytes: int, limits: SchedulerLimits
+    request: Request, *, answers: int, waiting: int, waiting_bytes: int, limits: SchedulerLimits
 ) -> Refuse | None:
     """Return the refusal when too many requests would wait, or hold too many bytes while they wait.
 
-    One request alone may hold more bytes than the limit. `waiting` does not count this request, `waiting_bytes` does.
+    One request alone may hold more bytes than the limit, and have more answers. `waiting` does not count this request,
+    `waiting_bytes` does.
     """
     name, code = request.request_id, RefusalCode.QUEUE_FULL
-    if waiting >= limits.waiting:
-        return Refuse(name, code, waiting + 1, limits.waiting, "generate.max_waiting")
+    if waiting and waiting + answers > limits.waiting:
+        return Refuse(name, code, waiting + answers, limits.waiting, "generate.max_waiting")
     if waiting and waiting_bytes > limits.waiting_bytes:
         setting = "generate.max_waiting_bytes"
         return Refuse(name, code, waiting_bytes, limits.waiting_bytes, setting)

@@ -10,11 +10,19 @@ from vsched.failures import EncodeErrorKind, GroupFailure
 from vsched.types import FinishReason, Request
 
 
+class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One more answer to a request: a sequence of its own, which differs from the first in its id and seed alone."""
+
+    request_id: str
+    seed: int
+
+
 class Submitted(msgspec.Struct, frozen=True):
-    """A request arrived."""
+    """A request arrived; all its answers are accepted, or none. The further ones share the prompt of the first."""
 
     request: Request
     stop_token_ids: tuple[int, ...] = ()
+    further: tuple[FurtherAnswer, ...] = ()
 
 
 class Aborted(msgspec.Struct, frozen=True):

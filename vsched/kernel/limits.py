@@ -76,6 +76,15 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether KV blocks of one sequence can be of use to another.
+
+        They say nothing of the state that a sequence had at their end, and what a prompt's later tokens made of them is
+        only right with these.
+        """
+        return self.state_snapshots != 0 and not self.prompt_atomic
+
+    @property
     def atom_tokens(self) -> int:
         """The most tokens that one chunk can have to hold whole: what every step has beside a decode of each slot."""
         return self.batch_tokens - self.slots

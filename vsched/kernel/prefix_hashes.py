@@ -23,7 +23,7 @@ def chain_hashes(
 ) -> list[bytes]:
     """Return the hashes of the full blocks of `tokens` from `start_block` on.
 
-    `parent` is the hash of the block before, or the tenant's salt. A block that an item begins in covers its digest,
+    `parent` is the hash of the block before, or a root. A block that an item begins in covers its digest,
     place and length too, because every placeholder has the same token id; the blocks after it do by the chain.
     """
     width = block_size * tokens.itemsize
@@ -49,3 +49,8 @@ def chain_hashes(
 def root_hash(cache_salt: str) -> bytes:
     """Return the parent of a sequence's first block: tenants with different salts share nothing."""
     return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
+
+
+def family_root(number: int) -> bytes:
+    """Return the parent of the first blocks that only the answers to one request share; `number` is its first's."""
+    return blake2b(number.to_bytes(8, "little"), digest_size=16, person=b"vsched.answers").digest()

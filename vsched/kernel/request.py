@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from vsched.kernel.decisions import RequestData
-from vsched.kernel.prefix_hashes import chain_hashes, root_hash
+from vsched.kernel.prefix_hashes import chain_hashes
 from vsched.types import ItemPlace, MediaItem, Request
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Phase(enum.StrEnum):
     READY = "waiting for a slot"
     PREEMPTED = "preempted, its last step is still in flight"
     SUSPENDED = "waiting for its group to come back"
+    PROMPT = "waiting for the prompt that it shares with the first answer"
     PREFILL = "prefilling"
     DECODE = "decoding"
 
@@ -43,6 +44,9 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         host_bytes: Host memory that it keeps occupied.
         uncached: Tokens still to be computed, as far as known.
         hashes: Block hashes of the full blocks of `tokens`.
+        root: Parent of the first of them; None where it shares its blocks with nobody, and has no hashes.
+        first: Number of the first answer to the same request; its own where it is that, or the only one.
+        answers: How many there are; their numbers are in a row.
         computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
         branch: Where the blocks ended that were cached when it joined, of a model with a state.
         first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.
@@ -66,6 +70,9 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     uncached: int
     phase: Phase = Phase.ITEMS
     hashes: list[bytes] = []
+    root: bytes | None = None
+    first: int = 0
+    answers: int = 1
     blocks: list[int] = []
     slot: int = -1
     bucket: int = 0
@@ -94,8 +101,14 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         now_ns: int,
         *,
         scope: str = "item",
+        root: bytes | None = None,
+        first: int = 0,
+        answers: int = 1,
     ) -> RequestState:
-        """Return the state of a request that was just accepted; `scope` is that of the encoding policy."""
+        """Return the state of a request that was just accepted; `scope` is that of the encoding policy.
+
+        The items of further answers are those of the first, and count once.
+        """
         return cls(
             request=request,
             number=number,
@@ -103,7 +116,10 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             stop_token_ids=stop_token_ids,
             items=request.items if scope == "item" else keyed_by_set(request.items),
             tokens=int32(request.prompt_token_ids),
-            host_bytes=host_bytes(request),
+            host_bytes=host_bytes(request, items=not first or first == number),
+            root=root,
+            first=first or number,
+            answers=answers,
             submitted_ns=now_ns,
             uncached=len(request.prompt_token_ids),
         )
@@ -122,12 +138,14 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         return self.submitted_ns + target_ms * 1_000_000
 
     def extend_hashes(self, block_size: int) -> None:
-        """Compute the hashes of full blocks that it does not have yet."""
+        """Compute the hashes of full blocks that it does not have yet, if others may share them."""
+        if self.root is None:
+            return
         self.hashes += chain_hashes(
             self.tokens,
             self.request.items,  # by content: what KV depends on, however embeddings are cached
             block_size=block_size,
-            parent=self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt),
+            parent=self.hashes[-1] if self.hashes else self.root,
             start_block=len(self.hashes),
         )
 
@@ -152,9 +170,10 @@ def int32(numbers: Sequence[int]) -> array[int]:
     return array("i", pack(f"{len(numbers)}i", *numbers))
 
 
-def host_bytes(request: Request) -> int:
+def host_bytes(request: Request, *, items: bool = True) -> int:
     """Return the bytes of host memory that a request occupies: its tokens, its grammar, and its items' extents."""
-    extents = sum(item.extent.size for item in request.items if item.extent is not None)
+    held = request.items if items else ()
+    extents = sum(item.extent.size for item in held if item.extent is not None)
     return 4 * len(request.prompt_token_ids) + len(request.sampling.grammar) + extents
 
 

@@ -14,10 +14,12 @@ import msgspec
 from vsched.kernel.admission_checks import refuse_full, refuse_impossible
 from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.events import FurtherAnswer, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
+from vsched.kernel.prefix_hashes import family_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router, RouterState
@@ -34,7 +36,11 @@ class RequestMovesState(msgspec.Struct):
 
 
 class RequestMoves:
-    """Moves the requests of a table between the embedding cache and the generate groups."""
+    """Moves the requests of a table between the embedding cache and the generate groups.
+
+    Attributes:
+        ended_answers: Answers, of several to a request, of whose end the others have not heard; see `release_prompts`.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class RequestMoves:
         self._faults = faults
         self._router = Router(policies.routing, limits, faults)
         self._given_up = ""
+        self.ended_answers: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
         """Return the group that a request belongs to."""
@@ -64,43 +71,67 @@ class RequestMoves:
 
     # --- arrivals ---
 
-    def submit(
-        self, request: Request, stop_token_ids: tuple[int, ...], now_ns: int
-    ) -> list[Command]:
-        """Accept a request and find it a place, or refuse it."""
-        refusal = self._refuse(request)
+    def submit(self, event: Submitted, now_ns: int) -> list[Command]:
+        """Accept a request with all its answers and find them a place, or refuse it."""
+        request = event.request
+        requests = [request, *(_another(request, one) for one in event.further)]
+        refusal = self._refuse(request, requests)
         if refusal is not None:
             self._table.count_refusal(refusal.code)
             return [refusal]
-        scope = self._encoding.scope
-        state = self._table.add(request, stop_token_ids, now_ns, scope=scope)
-        accepted = Accept(request.request_id, state.number)
-        return [accepted, *self._route(state, now_ns, arriving=True)]
+        table, commands = self._table, []
+        first, answers = table.next_number, len(requests)
+        root = self._root(request, first, answers)
+        for each in requests:
+            state = table.add(
+                each,
+                event.stop_token_ids,
+                now_ns,
+                scope=self._encoding.scope,
+                root=root,
+                first=first,
+                answers=answers,
+            )
+            commands.append(Accept(each.request_id, state.number))
+            commands += self._route(state, now_ns, arriving=True)
+        return commands
 
-    def _refuse(self, request: Request) -> Refuse | None:
+    def _root(self, request: Request, first: int, answers: int) -> bytes | None:
+        """Return the root of a request's block hashes: without a prefix cache, its answers share with each other."""
+        if self._limits.prefix_cache:
+            return root_hash(request.cache_salt)
+        return family_root(first) if answers > 1 and self._limits.shares_blocks else None
+
+    def _refuse(self, request: Request, requests: Sequence[Request]) -> Refuse | None:
         if self._given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
-        if refusal is None and self._table.find(request.request_id) is not None:
+        if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
-        return refusal or self._refuse_full(request)
+        return refusal or self._refuse_full(request, len(requests))
 
-    def _refuse_full(self, request: Request) -> Refuse | None:
+    def _refuse_full(self, request: Request, answers: int) -> Refuse | None:
         table, limits = self._table, self._limits
         waiting = len(table.live) - sum(group.slots_held for group in self._groups)
         waiting_bytes = table.live_bytes + host_bytes(request)
+        waiting_bytes += (answers - 1) * host_bytes(request, items=False)
         if waiting_bytes > limits.waiting_bytes:  # else it does not matter which of them run
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
-        return refuse_full(request, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits)
+        return refuse_full(
+            request, answers=answers, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits
+        )
 
     def _route(
         self, state: RequestState, now_ns: int, *, arriving: bool = False
     ) -> Sequence[Command]:
         """Find a group for a request, and enqueue it there."""
-        if self._limits.prefix_cache:
-            state.extend_hashes(self._limits.block_size)
-        group = self._router.choose(state, self._groups)
+        state.extend_hashes(self._limits.block_size)
+        first = self._table.live.get(state.first)
+        if first is not None and first is not state and self.group_of(first).open:
+            group = self.group_of(first)  # where the prompt is computed
+        else:
+            group = self._router.choose(state, self._groups)
         state.replica = self._groups.index(group)
         group.add(state)
         return self.enqueue(state, now_ns, arriving=arriving)
@@ -128,6 +159,10 @@ class RequestMoves:
             return ()
         computed = group.cached_tokens(state)
         state.uncached = len(state.tokens) - computed
+        if self._awaits_prompt(state):
+            self.drop_claims(state)
+            state.phase = Phase.PROMPT
+            return ()
         state.phase = Phase.ITEMS
         drop_claims_before(state, computed, cache=self._cache)
         ended = self.claim_items(state, computed, now_ns, arriving=arriving)
@@ -171,6 +206,42 @@ class RequestMoves:
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
 
+    def _awaits_prompt(self, state: RequestState) -> bool:
+        """Return whether an answer waits until the first one has computed the prompt that it would compute, too.
+
+        Then all full blocks are there, and it computes the rest: a block at most.
+        """
+        if state.first == state.number or not state.hashes or state.admitted_ns:
+            return False
+        first = self._table.live.get(state.first)
+        return (
+            first is not None
+            and first.replica == state.replica
+            and first.phase is not Phase.DECODE
+            and state.uncached > self._limits.block_size
+        )
+
+    def after_chunk(self, state: RequestState, now_ns: int) -> Sequence[Command]:
+        """A chunk of a request was decided: it claims the items of the next one, or its prompt is there for others."""
+        if state.phase is Phase.PREFILL:
+            # While a chunk runs, the encoder works on the items of the next one.
+            return self.claim_items(state, state.computed, now_ns)
+        return self._release_prompt(state, now_ns)
+
+    def _release_prompt(self, first: RequestState, now_ns: int) -> list[Command]:
+        """Let those go on that wait for the prompt of a first answer: it is computed, or will not be."""
+        commands: list[Command] = []
+        if first.answers > 1 and first.first == first.number:
+            for state in self._table.answers_with(first):
+                if state.phase is Phase.PROMPT:
+                    commands += self.enqueue(state, now_ns)
+        return commands
+
+    def release_prompts(self, now_ns: int) -> list[Command]:
+        """Let those go on whose first answer ended since this was called last."""
+        ended, self.ended_answers = self.ended_answers, []
+        return [command for one in ended for command in self._release_prompt(one, now_ns)]
+
     def items_ready(self, numbers: Iterable[int], now_ns: int) -> list[Command]:
         """Items that these requests wait for are encoded."""
         commands: list[Command] = []
@@ -198,7 +269,8 @@ class RequestMoves:
         elsewhere = any(other.open for other in self._groups)
         running = any(other.ready for other in self._groups)
         commands: list[Command] = []
-        for state in self.requests_of(group, Phase.ITEMS, Phase.READY, Phase.SUSPENDED):
+        waiting = (Phase.ITEMS, Phase.READY, Phase.SUSPENDED, Phase.PROMPT)
+        for state in self.requests_of(group, *waiting):
             if group.takes(state):
                 probe("moves.kept_by_draining_group")
                 continue
@@ -239,6 +311,8 @@ class RequestMoves:
         self.group_of(state).remove(state)
         self.drop_claims(state)
         self._table.remove(state, reason)
+        if state.answers > 1:
+            self.ended_answers.append(state)
         times = RequestTimes(
             submitted_ns=state.submitted_ns,
             items_ready_ns=state.items_ready_ns,
@@ -293,3 +367,17 @@ class RequestMoves:
         for index in sorted(state.wanted):
             state.wanted.discard(index)
             self._cache.release(state, index)
+
+    def check(self) -> None:
+        """Assert that who waits for the prompt of a first answer will hear of it."""
+        assert not self.ended_answers, "answers were not told that their first ended"
+        for state in self._table.live.values():
+            if state.phase is Phase.PROMPT:
+                assert self._awaits_prompt(state), f"answer {state.number} waits for no prompt"
+                assert not state.wanted, "an answer that waits for a prompt claims embeddings"
+
+
+def _another(request: Request, answer: FurtherAnswer) -> Request:
+    """Return a request that differs in its id and seed alone."""
+    sampling = msgspec.structs.replace(request.sampling, seed=answer.seed)
+    return msgspec.structs.replace(request, request_id=answer.request_id, sampling=sampling)

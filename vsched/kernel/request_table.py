@@ -44,17 +44,44 @@ class RequestTable:
         self._expiries: deque[tuple[int, int]] = deque()
 
     def add(
-        self, request: Request, stop_token_ids: tuple[int, ...], now_ns: int, *, scope: str
+        self,
+        request: Request,
+        stop_token_ids: tuple[int, ...],
+        now_ns: int,
+        *,
+        scope: str,
+        root: bytes | None,
+        first: int,
+        answers: int,
     ) -> RequestState:
-        """Take a request in, and return its state."""
+        """Take a request in, or an answer of several to one, and return its state."""
         self._arrivals += 1
-        state = RequestState.arrived(request, self._arrivals, stop_token_ids, now_ns, scope=scope)
+        state = RequestState.arrived(
+            request,
+            self._arrivals,
+            stop_token_ids,
+            now_ns,
+            scope=scope,
+            root=root,
+            first=first,
+            answers=answers,
+        )
         self.live[state.number] = state
         self.live_bytes += state.host_bytes
         self._numbers[request.request_id] = state.number
         if self._waiting_ns:
             self._expiries.append((now_ns + self._waiting_ns, state.number))
         return state
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next request."""
+        return self._arrivals + 1
+
+    def answers_with(self, state: RequestState) -> list[RequestState]:
+        """Return the live answers to the request that this is one of, in order."""
+        numbers = range(state.first, state.first + state.answers)
+        return [self.live[number] for number in numbers if number in self.live]
 
     def remove(self, state: RequestState, reason: FinishReason) -> None:
         """Forget a request that ended."""

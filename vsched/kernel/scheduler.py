@@ -116,7 +116,7 @@ class Scheduler:
             case Stepped():
                 commands = self._on_stepped(event, now_ns)
             case Submitted():
-                commands = moves.submit(event.request, event.stop_token_ids, now_ns)
+                commands = moves.submit(event, now_ns)
             case Encoded(step, group):
                 numbers = self.encode.complete(self._encoder(group), step)
                 commands = moves.items_ready(numbers, now_ns)
@@ -237,10 +237,13 @@ class Scheduler:
             state.known = False
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
-            commands.append(moves.fail(poison, now_ns, message, code="group_lost"))
+            family = self._table.answers_with(
+                poison
+            )  # equal but for their seeds, they would do the same
+            commands += [moves.fail(one, now_ns, message, code="group_lost") for one in family]
             probe("kernel.poison_ended")
         for state in lost:
-            if state is not poison:
+            if state.number in self._table.live:
                 commands += moves.enqueue(state, now_ns)
                 if state.phase is Phase.READY and group.queue.entries[-1].order > state.order:
                     probe("kernel.put_front_at_loss")
@@ -286,7 +289,7 @@ class Scheduler:
 
     def _awaited(self, group: Group) -> bool:
         """Return whether a request waits for its turn in a group, and will get it."""
-        waiting = (Phase.ITEMS, Phase.READY)
+        waiting = (Phase.ITEMS, Phase.READY, Phase.PROMPT)
         return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
     # --- planning ---
@@ -296,13 +299,18 @@ class Scheduler:
         if self.limits.waiting_ns:
             commands += self._moves.expire(now_ns)
         depth = self.limits.generate_depth
+        moves = self._moves
         while True:
+            if moves.ended_answers:
+                commands += moves.release_prompts(now_ns)
             sent = more = False
             for group in self.generators:
                 if self._plan_generate(group, commands, now_ns):
                     sent = True
                     more = more or group.steps_in_flight < depth
             if more or (self.embeddings.queue.entries and self._plan_encode(commands, now_ns)):
+                continue
+            if moves.ended_answers:
                 continue
             if sent or not self._break_stall(commands, now_ns):
                 break  # where something was sent, it is in flight, and no group can send more
@@ -320,9 +328,8 @@ class Scheduler:
         if planned.decision is None:
             return False
         commands.append(Decide(group.name, planned.decision))
-        for state in planned.prefilling:
-            # While a chunk runs, the encoder works on the items of the next one.
-            commands += self._moves.claim_items(state, state.computed, now_ns)
+        for state in planned.prefilled:
+            commands += self._moves.after_chunk(state, now_ns)
         return True
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
@@ -466,6 +473,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
         live = self._table.live
+        self._moves.check()
         self.embeddings.check(live, self.encode.orphaned)
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
         held = self._holds(self._now_ns)

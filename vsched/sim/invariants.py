@@ -79,7 +79,7 @@ class Oracles:
         self._prompts: dict[int, int] = {}
         self._ids: dict[int, str] = {}
         self._unstarted: dict[int, int] = {}
-        self._entering: Submitted | None = None
+        self._entering: dict[str, Submitted] = {}
         self._pages: dict[int, bytes] = {}
         self._reading: Counter[int] = Counter()
         self._writing: dict[str, EncodeDecision] = {}
@@ -121,7 +121,8 @@ class Oracles:
             if pages:  # a Counter takes its time to see that there are none
                 self._reading.subtract(pages)
         elif type(event) is Submitted:
-            self._entering = event
+            names = [event.request.request_id, *(one.request_id for one in event.further)]
+            self._entering = dict.fromkeys(names, event)
         elif type(event) is Encoded:
             for task in self._writing.pop(event.group).tasks:
                 self._pages.update(dict.fromkeys(task.pages, task.key))
@@ -141,19 +142,18 @@ class Oracles:
     def _take_command(self, command: Command, now_ns: int) -> None:
         match command:
             case Accept(request_id, number):
-                assert self._entering is not None, "accepted without being submitted"
-                request = self._entering.request
-                assert request.request_id == request_id, "another request was accepted"
+                assert request_id in self._entering, "accepted without being submitted, or twice"
+                request = self._entering.pop(request_id).request
                 assert number not in self._ids, "accepted twice"
                 self._ids[number] = request_id
                 self._items[number] = request.items
                 self._prompts[number] = len(request.prompt_token_ids)
                 self._unstarted[number] = now_ns
-                self._entering = None
             case Refuse(request_id):
-                assert self._entering is not None, "refused without being submitted, or twice"
-                assert self._entering.request.request_id == request_id, "another was refused"
-                self._entering = None
+                assert request_id in self._entering, "refused without being submitted, or twice"
+                submitted = self._entering.pop(request_id)
+                for one in submitted.further:
+                    assert self._entering.pop(one.request_id, None), "refused though accepted"
             case Finish(request_id, number):
                 assert self._ids.pop(number, None) == request_id, (
                     f"a terminal reply to {request_id}, which has none to come"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from vsched.kernel import prefix_hashes, request
+from vsched.kernel import prefix_hashes, request, request_moves
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
@@ -33,7 +33,7 @@ def hash_without_items(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(request, "root_hash", lambda cache_salt: b"")
+    patch.setattr(request_moves, "root_hash", lambda cache_salt: b"")
 
 
 def unpinned_pages(patch: pytest.MonkeyPatch) -> None:

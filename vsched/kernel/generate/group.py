@@ -67,12 +67,12 @@ class PlannedStep(msgspec.Struct, frozen=True):
     Attributes:
         decision: The step; None when there is nothing to run, or enough is in flight.
         requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
-        prefilling: Requests that are not through with their prompts after their chunk in this step.
+        prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
     """
 
     decision: GenerateDecision | None = None
     requeued: Sequence[RequestState] = ()
-    prefilling: Sequence[RequestState] = ()
+    prefilled: Sequence[RequestState] = ()
 
 
 NOTHING_PLANNED = PlannedStep()
@@ -155,8 +155,7 @@ class GenerateGroup(Group):
         """A request left its slot, and its outputs became known tokens."""
         self._drop_load(state)
         self.add(state)
-        if self._limits.prefix_cache:
-            state.extend_hashes(self._limits.block_size)
+        state.extend_hashes(self._limits.block_size)
 
     def cached_tokens(self, state: RequestState) -> int:
         """Return how many tokens of a request's prefix are cached; at least one token stays to compute."""
@@ -202,8 +201,7 @@ class GenerateGroup(Group):
             self._admit(plan, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
         sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
-        prefilling = [state for state in plan.prefilled if state.phase is Phase.PREFILL]
-        return PlannedStep(sent, self._take_requeued(), prefilling)
+        return PlannedStep(sent, self._take_requeued(), plan.prefilled)
 
     def _take_requeued(self) -> Sequence[RequestState]:
         if not self._requeued:
@@ -536,7 +534,7 @@ class GenerateGroup(Group):
                 return f"{state.phase}: {outputs} tokens since it joined slot {state.slot}"
             case Phase.SUSPENDED:
                 return f"{state.phase}: {self.name} is {self.status}"
-            case Phase.PREEMPTED:
+            case Phase.PREEMPTED | Phase.PROMPT:
                 return str(state.phase)
 
     def statistics(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ PHASES: dict[KernelPhase, RequestPhase] = {
     KernelPhase.READY: "wait",
     KernelPhase.PREEMPTED: "wait",
     KernelPhase.SUSPENDED: "wait",
+    KernelPhase.PROMPT: "wait",
     KernelPhase.PREFILL: "prefill",
     KernelPhase.DECODE: "decode",
 }

@@ -90,9 +90,10 @@ class EngineObserver:
         match event:
             case Submitted(request):
                 for command in commands:
-                    if isinstance(command, Accept) and command.request_id == request.request_id:
+                    if isinstance(command, Accept):
                         self._world.accept(command.number, request.items)
-                        self.on_accept(command.number, request)
+                        if command.request_id == request.request_id:
+                            self.on_accept(command.number, request)
             case GroupLost(group, failure, planned):
                 self.losses.append(GroupLoss(group, now_ns, str(failure), planned))
             case GroupReady(group):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
+import msgspec
+
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
@@ -32,6 +34,7 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    FurtherAnswer,
     Submitted,
     TimerFired,
 )
@@ -96,10 +99,17 @@ class ModelCluster:
         self._ring()
         return commands
 
-    def submit(self, request: Request) -> list[Command]:
-        """Submit a request."""
-        self.requests[request.request_id] = request
-        return self.send(Submitted(request))
+    def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
+        """Submit a request; the answers after the first have its name and `#1`, `#2`, and so on."""
+        name = request.request_id
+        further = tuple(FurtherAnswer(f"{name}#{one}", one) for one in range(1, answers))
+        for each in (name, *(one.request_id for one in further)):
+            self.requests[each] = msgspec.structs.replace(request, request_id=each)
+        commands = self.send(Submitted(request, further=further))
+        if name in self.refused:
+            for one in further:
+                del self.requests[one.request_id]
+        return commands
 
     def abort(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort a request."""
