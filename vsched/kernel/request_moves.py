@@ -79,7 +79,8 @@ class RequestMoves:
         if refusal is not None:
             self._table.count_refusal(refusal.code)
             return [refusal]
-        table, commands = self._table, []
+        table = self._table
+        commands: list[Command] = []
         first, answers = table.next_number, len(requests)
         root = self._root(request, first, answers)
         for each in requests:

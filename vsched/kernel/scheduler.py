@@ -237,9 +237,8 @@ class Scheduler:
             state.known = False
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
-            family = self._table.answers_with(
-                poison
-            )  # equal but for their seeds, they would do the same
+            # The other answers to it, equal but for their seeds, would do the same.
+            family = self._table.answers_with(poison)
             commands += [moves.fail(one, now_ns, message, code="group_lost") for one in family]
             probe("kernel.poison_ended")
         for state in lost:

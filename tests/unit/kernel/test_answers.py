@@ -16,11 +16,12 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.commands import Accept, RefusalCode
+from vsched.kernel.commands import Accept, Command, RefusalCode
 from vsched.kernel.events import Drain
 from vsched.kernel.request import Phase
 from vsched.testing import ModelCluster, make_request, run_random
 from vsched.testing.schedules.requests import random_limits
+from vsched.types import Request
 
 BLOCK = 4
 NAMES = ("a", "a#1", "a#2", "a#3")
@@ -190,7 +191,7 @@ def test_runs_of_answers_alone_lose_nothing(seed: int) -> None:
     """Preemptions, losses, cancellations and moves, where every request has several answers."""
 
     class Several(ModelCluster):
-        def submit(self, request, *, answers: int = 1):  # type: ignore[no-untyped-def]
+        def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
             return super().submit(request, answers=2 + answers)
 
     rng = random.Random(9000 + seed)

@@ -31,10 +31,10 @@ from vsched.kernel.events import (
     Encoded,
     EncodeFailed,
     Event,
+    FurtherAnswer,
     GroupLost,
     GroupReady,
     GroupRetired,
-    FurtherAnswer,
     Submitted,
     TimerFired,
 )

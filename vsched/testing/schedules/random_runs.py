@@ -14,7 +14,6 @@ from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.schedules.requests import random_limits, random_request
 from vsched.types import FinishReason
 
-
 _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
 
 
