@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import msgspec
 
+from vsched.aio.answers import LastEnd, further_answers
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
@@ -218,10 +219,34 @@ class Engine:
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
     ) -> TokenStream:
-        """Prepare the images, submit the request, and return once it is accepted.
+        """Return the one answer that `generate_answers` would with this id."""
+        (generation,) = await self.generate_answers(
+            prompt=prompt,
+            images=images,
+            sampling=sampling,
+            request_ids=(request_id,),
+            priority=priority,
+            ttft_target_ms=ttft_target_ms,
+            cache_salt=cache_salt,
+        )
+        return generation
 
-        `max_tokens` of 0 means as many as the context leaves after the prompt. Without `sampling`, that is so, and the
-        rest is as the checkpoint states. Cancelling this call undoes everything.
+    async def generate_answers(
+        self,
+        *,
+        prompt: Prompt,
+        images: Sequence[ImageReference] = (),
+        sampling: SamplingParams | None = None,
+        request_ids: Sequence[str],
+        priority: int = 0,
+        ttft_target_ms: int | None = None,
+        cache_salt: str = "",
+    ) -> list[TokenStream]:
+        """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
+
+        The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
+        `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
+        Without `sampling`, that is so, and the rest is as the checkpoint states. Cancelling undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -231,7 +256,7 @@ class Engine:
         received_s = time.perf_counter()
         sampling = sampling or self._default_sampling()
         prepared = await parts.shell.preparations.run(
-            request_id, parts.prepare(prompt, images, cache_salt, sampling)
+            request_ids[0], parts.prepare(prompt, images, cache_salt, sampling)
         )
         try:
             # Accepted before a drain, it is served: the engine's state is not asked again.
@@ -239,7 +264,7 @@ class Engine:
                 parts.shell,
                 prepared,
                 sampling,
-                request_id=request_id,
+                request_ids=request_ids,
                 priority=priority,
                 ttft_target_ms=ttft_target_ms,
                 cache_salt=cache_salt,
@@ -255,12 +280,12 @@ class Engine:
         prepared: PreparedRequest,
         sampling: SamplingParams,
         *,
-        request_id: str,
+        request_ids: Sequence[str],
         priority: int,
         ttft_target_ms: int | None,
         cache_salt: str,
         preprocess_ms: float,
-    ) -> TokenStream:
+    ) -> list[TokenStream]:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
         prompt_tokens = len(prepared.token_ids)
         if not sampling.max_tokens:
@@ -270,7 +295,7 @@ class Engine:
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
         request = Request(
-            request_id=request_id,
+            request_id=request_ids[0],
             prompt_token_ids=prepared.token_ids,
             items=prepared.items,
             sampling=sampling,
@@ -279,23 +304,31 @@ class Engine:
             cache_salt=cache_salt,
         )
 
-        def on_end() -> None:
-            prepared.lease.release()
-            self._recent.append(timeline_of(generation, preprocess_ms))
+        release = LastEnd(len(request_ids), prepared.lease.release)
 
-        generation = TokenStream(
-            request_id,
-            prompt_token_ids=prepared.token_ids,
-            detokenizer=self.preprocessor.detokenizer(),
-            stop=sampling.stop,
-            stop_token_ids=frozenset(stop_token_ids),
-            include_stop=sampling.include_stop,
-            logprobs=sampling.logprobs is not None,
-            on_stop=shell.end,
-            on_end=on_end,
-        )
-        shell.submit(request, stop_token_ids, generation)
-        return generation
+        def stream(request_id: str) -> TokenStream:
+            def on_end() -> None:
+                release()
+                self._recent.append(timeline_of(generation, preprocess_ms))
+
+            generation = TokenStream(
+                request_id,
+                prompt_token_ids=prepared.token_ids,
+                detokenizer=self.preprocessor.detokenizer(),
+                stop=sampling.stop,
+                stop_token_ids=frozenset(stop_token_ids),
+                include_stop=sampling.include_stop,
+                logprobs=sampling.logprobs is not None,
+                on_stop=shell.end,
+                on_end=on_end,
+            )
+            return generation
+
+        generations = [stream(request_id) for request_id in request_ids]
+        further = further_answers(request_ids, sampling.seed)
+        with_streams = dict(zip(further, generations[1:], strict=True))
+        shell.submit(request, stop_token_ids, generations[0], with_streams)
+        return generations
 
     def _default_sampling(self) -> SamplingParams:
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from vsched.aio.preparations import Preparations
@@ -44,6 +45,7 @@ from vsched.kernel.events import (
     Encoded,
     EncodeFailed,
     Event,
+    FurtherAnswer,
     GroupLost,
     GroupReady,
     GroupRetired,
@@ -175,9 +177,13 @@ class Shell:
     # --- requests ---
 
     def submit(
-        self, request: Request, stop_token_ids: tuple[int, ...], generation: TokenStream
+        self,
+        request: Request,
+        stop_token_ids: tuple[int, ...],
+        generation: TokenStream,
+        further: Mapping[FurtherAnswer, TokenStream] = MappingProxyType({}),
     ) -> None:
-        """Hand a request to the kernel; its tokens and its end go to `generation`.
+        """Hand a request to the kernel; its tokens and its end go to `generation`, those of more answers to `further`.
 
         Raises:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
@@ -185,10 +191,11 @@ class Shell:
         if self.given_up:
             raise self._unavailable()
         # It gets its id once it is accepted: a refused one may carry the id of another that runs.
-        self._arriving[request.request_id] = generation
+        self._arriving = {request.request_id: generation}
+        self._arriving.update((each.request_id, stream) for each, stream in further.items())
         self._refused = None
-        self.handle(Submitted(request, stop_token_ids))
-        del self._arriving[request.request_id]
+        self.handle(Submitted(request, stop_token_ids, tuple(further)))
+        self._arriving = {}
         if self.given_up:
             raise self._unavailable()
         refused = self._take_refused()

@@ -13,10 +13,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
-from vsched.aio.streams.stream import OutputDelta
 from vsched.api import parameters
 from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
 from vsched.api.bodies.reading import RequestBodies
+from vsched.api.choices.accepted import AcceptedAnswers, answer_id, without_logprobs
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.fields.neutral import refuse_unsupported
@@ -25,13 +25,13 @@ from vsched.api.formatters import (
     ChatFormatter,
     CompletionFormatter,
     Formatter,
-    usage_of,
 )
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.request_id import new_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.sse_writer import SseWriter
+from vsched.api.responses import ChatResponse, CompletionResponse
+from vsched.api.sse_writer import SseWriter, Voice
 from vsched.api.tools.choice import tool_use
 from vsched.api.tools.formats import reasoning_format
 from vsched.api.tools.history import arguments_characters, with_template_calls
@@ -53,11 +53,13 @@ _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine.
 
+    To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
+    tokens are needed for that alone.
     `constrained_by` is the parameter that its grammar comes from. `wording` makes what reads an answer with calls.
     `asked` is what the answer of a dialect repeats of the request.
     """
 
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     images: Sequence[ImageReference]
     sampling: SamplingParams
     request_id: str
@@ -67,6 +69,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     options: AnswerOptions
     constrained_by: str
+    n: int = 1
+    drawn: int = 1
+    hides_logprobs: bool = False
     wording: Callable[[], AnswerWording] | None = None
     asked: object = None
 
@@ -175,14 +180,15 @@ class CompletionEndpoint:
         tokens = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
         check_model(request.model, self._engine)
-        prompt = parameters.completion_prompt(request, self._engine.info)
+        prompts = parameters.completion_prompts(request, self._engine.info)
         return await self._job(
             request,
             request_id,
-            prompt=prompt,
+            prompts=prompts,
             images=(),
             max_tokens=request.max_tokens,
             logprobs=request.logprobs,
+            best_of=request.best_of,
         )
 
     async def _job(
@@ -190,10 +196,11 @@ class CompletionEndpoint:
         request: SamplingFields,
         request_id: str,
         *,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         images: Sequence[ImageReference],
         max_tokens: int | None,
         logprobs: int | None,
+        best_of: int | None = None,
         calls: str = "",
         thought: str = "",
     ) -> CheckedRequest:
@@ -204,6 +211,9 @@ class CompletionEndpoint:
         if constraint and thought:
             constraint = behind_thought(constraint, thought)
         refuse_unsupported(request)
+        n, drawn = parameters.answer_count(
+            request, self._settings, prompts=len(prompts), best_of=best_of
+        )
         words: tuple[tuple[int, ...], ...] = ()
         if request.bad_words:  # tokenizing the most of them would hold up every other connection
             words = await asyncio.to_thread(
@@ -212,14 +222,14 @@ class CompletionEndpoint:
         sampling = parameters.sampling_params(
             request,
             max_tokens=max_tokens,
-            logprobs=logprobs,
+            logprobs=0 if logprobs is None and n < drawn else logprobs,
             info=self._engine.info,
             settings=self._settings,
             bad_words=words,
             grammar=constraint.grammar if constraint else "",
         )
         return CheckedRequest(
-            prompt=prompt,
+            prompts=prompts,
             images=images,
             sampling=sampling,
             request_id=request_id,
@@ -229,6 +239,9 @@ class CompletionEndpoint:
             stream=bool(request.stream),
             options=parameters.answer_options(request),
             constrained_by=constraint.param if constraint else "",
+            n=n,
+            drawn=drawn,
+            hides_logprobs=logprobs is None,
         )
 
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
@@ -242,47 +255,54 @@ class CompletionEndpoint:
     async def _generate(
         self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
     ) -> str:
-        generation = await self._accepted(job)
-        job = msgspec.structs.replace(job, prompt="", images=())
-        exchange.release_room()
-        formatter = self._formatter(generation, job)
+        answers = AcceptedAnswers()
         try:
+            await self._accept(job, answers)
+            job = msgspec.structs.replace(job, prompts=(), images=())
+            exchange.release_room()
             if job.stream:
-                return await self._stream(exchange, record, generation, formatter, job)
-            return await self._whole(exchange, record, generation, formatter, job)
+                return await self._stream(exchange, record, answers, job)
+            return await self._whole(exchange, record, answers, job)
         finally:
-            generation.abort()
+            answers.abort()
+            used = answers.usage
             record.tokens(
-                prompt=generation.prompt_tokens,
-                cached=generation.cached_tokens,
-                output=generation.output_tokens,
+                prompt=used.prompt_tokens,
+                cached=used.prompt_tokens_details.cached_tokens,
+                output=used.completion_tokens,
             )
 
-    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         return CompletionFormatter(
             generation,
+            index=index,
+            request_id=job.request_id,
             created=int(time.time()),
             model=self._engine.model_name,
             preprocessor=self._engine.preprocessor,
             options=job.options,
         )
 
-    async def _accepted(self, job: CheckedRequest) -> Generation:
-        """Have the engine accept a request.
+    async def _accept(self, job: CheckedRequest, answers: AcceptedAnswers) -> None:
+        """Have the engine accept all prompts of a request, one after the other, with their answers.
 
         Raises:
             RequestRefused: When it cannot; a refusal of its grammar names the parameter.
         """
         try:
-            return await self._engine.generate(
-                prompt=job.prompt,
-                images=job.images,
-                sampling=job.sampling,
-                request_id=job.request_id,
-                priority=job.priority,
-                ttft_target_ms=job.ttft_target_ms,
-                cache_salt=job.cache_salt,
-            )
+            for index, prompt in enumerate(job.prompts):
+                first = index * job.drawn
+                names = [answer_id(job.request_id, first + one) for one in range(job.drawn)]
+                accepted = await self._engine.generate_answers(
+                    prompt=prompt,
+                    images=job.images,
+                    sampling=job.sampling,
+                    request_ids=names,
+                    priority=job.priority,
+                    ttft_target_ms=job.ttft_target_ms,
+                    cache_salt=job.cache_salt,
+                )
+                answers.add(accepted)
         except RequestRefused as error:
             if error.code not in GRAMMAR_REFUSALS:
                 raise
@@ -293,14 +313,17 @@ class CompletionEndpoint:
         self,
         exchange: HttpExchange,
         record: RequestRecord,
-        generation: Generation,
-        formatter: Formatter,
+        answers: AcceptedAnswers,
         job: CheckedRequest,
     ) -> str:
+        voices = [
+            Voice(generation, self._formatter(generation, job, index))
+            for index, generation in enumerate(answers.generations)
+        ]
         await exchange.start_stream(_id_header(job))
-        outcome = await SseWriter(exchange, record, generation, formatter).run()
+        outcome = await SseWriter(exchange, record, voices).run()
         if job.options.usage:
-            await exchange.send_event(formatter.usage_chunk(usage_of(generation)))
+            await exchange.send_event(voices[0].formatter.usage_chunk(answers.usage))
         await exchange.end_stream()
         return outcome
 
@@ -308,17 +331,32 @@ class CompletionEndpoint:
         self,
         exchange: HttpExchange,
         record: RequestRecord,
-        generation: Generation,
-        formatter: Formatter,
+        answers: AcceptedAnswers,
         job: CheckedRequest,
     ) -> str:
-        deltas: list[OutputDelta] = []
-        async for delta in generation:
-            record.output()
-            deltas.append(delta)
-        response = formatter.whole(deltas, usage_of(generation))
-        await exchange.send_json(response, headers=_id_header(job))
-        return (deltas[-1].finish_reason if deltas else None) or "stop"
+        drawn = await answers.whole(record, best=job.n)
+        responses = []
+        for index, answer in enumerate(drawn):
+            formatter = self._formatter(answer.generation, job, index)
+            deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
+            responses.append(formatter.whole(deltas, answers.usage))
+        await exchange.send_json(_joined(responses), headers=_id_header(job))
+        first = drawn[0].deltas
+        return (first[-1].finish_reason if first else None) or "stop"
+
+
+def _joined(responses: Sequence[object]) -> object:
+    """Return the responses of several answers as one."""
+    first, *others = responses
+    for other in others:
+        if isinstance(first, ChatResponse):
+            assert isinstance(other, ChatResponse)
+            first.choices += other.choices
+        else:
+            assert isinstance(first, CompletionResponse)
+            assert isinstance(other, CompletionResponse)
+            first.choices += other.choices
+    return first
 
 
 def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
@@ -366,7 +404,7 @@ class ChatEndpoint(CompletionEndpoint):
         job = await self._job(
             request,
             request_id,
-            prompt=prompt,
+            prompts=(prompt,),
             images=images,
             max_tokens=request.max_tokens if limit is None else limit,
             logprobs=parameters.chat_logprobs(request),
@@ -398,9 +436,11 @@ class ChatEndpoint(CompletionEndpoint):
                 return False
         return prompt.rstrip().endswith(mark)
 
-    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         return ChatFormatter(
             generation,
+            index=index,
+            request_id=job.request_id,
             created=int(time.time()),
             model=self._engine.model_name,
             preprocessor=self._engine.preprocessor,

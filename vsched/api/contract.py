@@ -44,6 +44,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         logit_bias_max: Tokens of one request with a bias.
         bad_words_max: Words of one request that are not to be generated.
         logprobs_max: Alternatives reported a token.
+        answers_max: Answers of one request: its prompts times `n`, or times `best_of`.
         cache_salt_characters_max: Characters of a cache salt.
         template_arguments: Names that `chat_template_kwargs` may set.
     """
@@ -68,6 +69,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logit_bias_max: _Positive = 1024
     bad_words_max: _Positive = 64
     logprobs_max: _Positive = 20
+    answers_max: _Positive = 128
     cache_salt_characters_max: _Positive = 256
     template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
 
@@ -128,21 +130,21 @@ class EngineContract(Protocol):
         """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
         ...
 
-    async def generate(
+    async def generate_answers(
         self,
         *,
         prompt: Prompt,
         images: Sequence[ImageReference],
         sampling: SamplingParams,
-        request_id: str,
+        request_ids: Sequence[str],
         priority: int = 0,
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
-    ) -> Generation:
-        """Prepare the images, submit the request, and return once it is accepted.
+    ) -> Sequence[Generation]:
+        """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
-        `sampling.max_tokens` of 0 means as many as the context leaves after the prompt. Cancelling this call undoes
-        everything.
+        The answers differ in their seeds; all are accepted or none. `sampling.max_tokens` of 0 means as many as the
+        context leaves after the prompt. Cancelling this call undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -153,7 +155,7 @@ class EngineContract(Protocol):
         """Return the token ids of a text that could be a prompt.
 
         Raises:
-            RequestRefused: When `generate` would not take it.
+            RequestRefused: When `generate_answers` would not take it.
         """
         ...
 

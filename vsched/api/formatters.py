@@ -36,13 +36,15 @@ _BLANK = "\x00"
 """A text that no name has."""
 
 
-def usage_of(generation: Generation) -> Usage:
-    """Return the usage so far."""
+def usage_of(*families: Sequence[Generation]) -> Usage:
+    """Return the usage so far of the answers to each prompt: the prompt counts once, as the first answer found it."""
+    prompt = sum(answers[0].prompt_tokens for answers in families)
+    output = sum(one.output_tokens for answers in families for one in answers)
     return Usage(
-        prompt_tokens=generation.prompt_tokens,
-        completion_tokens=generation.output_tokens,
-        total_tokens=generation.prompt_tokens + generation.output_tokens,
-        prompt_tokens_details=PromptDetails(generation.cached_tokens),
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        total_tokens=prompt + output,
+        prompt_tokens_details=PromptDetails(sum(answers[0].cached_tokens for answers in families)),
     )
 
 
@@ -112,11 +114,14 @@ class _Formatting:
         preprocessor: Preprocessor,
         options: AnswerOptions = _TEXT_ALONE,
         wording: AnswerWording | None = None,
+        index: int = 0,
+        request_id: str = "",
     ) -> None:
-        """Take `wording` where the answer may hold more than content."""
+        """Take `wording` where the answer may hold more than content, and of several answers index and common id."""
         self.options = options
+        self._index = index
         self._generation = generation
-        self._id = generation.request_id
+        self._id = request_id or generation.request_id
         self._created = created
         self._model = model
         self._preprocessor = preprocessor
@@ -134,7 +139,7 @@ class _Formatting:
         return self._bare and delta.finish_reason is None and delta.logprobs is None
 
     def _running_usage(self) -> Usage | UnsetType:
-        return usage_of(self._generation) if self.options.running_usage else UNSET
+        return usage_of([self._generation]) if self.options.running_usage else UNSET
 
     def _token_ids(self, deltas: Sequence[OutputDelta]) -> list[int] | UnsetType:
         if not self.options.token_ids:
@@ -156,7 +161,7 @@ class ChatFormatter(_Formatting):
     """Words chat completions."""
 
     def _event(self, text: str) -> ChatChunk:
-        choice = ChatChunkChoice(ChatDelta(content=text), None, None)
+        choice = ChatChunkChoice(ChatDelta(content=text), None, None, self._index)
         return ChatChunk(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw:
@@ -169,7 +174,11 @@ class ChatFormatter(_Formatting):
         if not self._begun:
             added.role = "assistant"
         choice = ChatChunkChoice(
-            added, reason, self._logprobs([delta]), token_ids=self._token_ids([delta])
+            added,
+            reason,
+            self._logprobs([delta]),
+            self._index,
+            token_ids=self._token_ids([delta]),
         )
         chunk = ChatChunk(
             self._id,
@@ -192,7 +201,11 @@ class ChatFormatter(_Formatting):
             message = self._wording.message(text)
             reason = self._wording.finish_reason(reason)
         choice = ChatChoice(
-            message, reason, self._logprobs(deltas), token_ids=self._token_ids(deltas)
+            message,
+            reason,
+            self._logprobs(deltas),
+            self._index,
+            token_ids=self._token_ids(deltas),
         )
         return ChatResponse(
             self._id,
@@ -226,7 +239,7 @@ class CompletionFormatter(_Formatting):
     _offset = 0
 
     def _event(self, text: str) -> CompletionResponse:
-        choice = CompletionChoice(text, None, None)
+        choice = CompletionChoice(text, None, None, self._index)
         return CompletionResponse(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw:
@@ -252,6 +265,7 @@ class CompletionFormatter(_Formatting):
             text,
             finish_reason,
             self._logprobs(deltas),
+            self._index,
             token_ids=self._token_ids(deltas),
             prompt_token_ids=self._prompt_token_ids(),
         )

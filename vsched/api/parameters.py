@@ -327,30 +327,60 @@ def chat_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def completion_prompt(request: CompletionRequest, info: ModelInfo) -> str | list[int]:
-    """Return the one prompt of a completion request.
+def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str | list[int]]:
+    """Return the prompts of a completion request.
 
     Raises:
-        ParameterRefused: When there are several, or tokens and texts are mixed.
+        ParameterRefused: When there are none, one is an empty list, or tokens and texts are mixed.
     """
     prompt = request.prompt
     if isinstance(prompt, str):
-        return prompt
-    if set(map(type, prompt)) == {int}:
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         token_ids = cast("list[int]", prompt)
-    elif len(prompt) == 1 and isinstance(prompt[0], str):
-        return prompt[0]
-    elif len(prompt) == 1 and isinstance(prompt[0], list) and prompt[0]:
-        token_ids = prompt[0]
-    else:
+        check_vocabulary("prompt", token_ids, info)
+        return [token_ids]
+    if len(kinds) != 1 or not all(isinstance(one, str) or one for one in prompt):
         raise out_of_bounds(
             "prompt",
-            value=f"a list of {len(prompt)}",
-            limit="one prompt",
-            remedy="send one request for each prompt, as text or as a list of token ids",
+            value=f"a list of {len(prompt)}" + (" with an empty one" if [] in prompt else ""),
+            limit="a text, token ids, a list of texts, or a list of lists of token ids",
+            remedy="send all prompts in one of these forms, none of them an empty list",
         )
-    check_vocabulary("prompt", token_ids, info)
-    return token_ids
+    prompts = cast("list[str | list[int]]", prompt)
+    for one in prompts:
+        if not isinstance(one, str):
+            check_vocabulary("prompt", one, info)
+    return prompts
+
+
+def answer_count(
+    request: SamplingFields, settings: ApiSettings, *, prompts: int = 1, best_of: int | None = None
+) -> tuple[int, int]:
+    """Return how many answers to each prompt a request wants, and out of how many.
+
+    Raises:
+        ParameterRefused: When those are too many, or fewer than it wants.
+    """
+    wanted = request.n or 1
+    drawn = best_of or wanted
+    if drawn < wanted:
+        raise out_of_bounds("best_of", value=best_of, limit=f">= {wanted} (n)", remedy="send more")
+    if drawn > wanted and request.stream:
+        message = (
+            "`best_of` chooses among whole answers. Remedy: send stream = false, or best_of = n."
+        )
+        raise ParameterRefused(message, param="best_of")
+    if prompts * drawn > settings.answers_max:
+        param = "best_of" if drawn > wanted else "n" if wanted > 1 else "prompt"
+        raise out_of_bounds(
+            param,
+            value=f"{prompts} prompts, {drawn} answers each",
+            limit=f"{settings.answers_max} answers",
+            remedy="ask for fewer at once or raise server.answers_max",
+        )
+    return wanted, drawn
 
 
 def split_messages(

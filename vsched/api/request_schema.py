@@ -204,8 +204,7 @@ class SamplingFields(OtherServersFields, kw_only=True):
     ttft_target_ms: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)] | None = None
     cache_salt: str | None = None
 
-    n: Annotated[Any, neutral(1, remedy="send n = 1, once for each answer that you want")] = None
-    best_of: Annotated[Any, neutral(1, remedy="send no best_of")] = None
+    n: PositiveCount | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
@@ -230,6 +229,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     messages: list[Message]
+    best_of: Annotated[Any, neutral(1, remedy="send n, and choose among the answers")] = None
     echo: Annotated[Any, neutral(False)] = None
     add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None
     max_completion_tokens: PositiveCount | None = None
@@ -263,6 +263,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: str | list[str | Count | list[Count]]
     logprobs: Alternatives | None = None
+    best_of: PositiveCount | None = None
 
     echo: Annotated[Any, neutral(False, remedy="prepend the prompt yourself")] = None
     suffix: Annotated[

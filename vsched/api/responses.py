@@ -80,7 +80,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """The one choice of a chat response."""
+    """A choice of a chat response."""
 
     message: ChatMessage
     finish_reason: str
@@ -111,7 +111,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The one choice of a chat chunk."""
+    """A choice of a chat chunk."""
 
     delta: ChatDelta
     finish_reason: str | None
@@ -142,7 +142,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """The one choice of a completion, whole or streamed."""
+    """A choice of a completion, whole or streamed."""
 
     text: str
     finish_reason: str | None

@@ -175,6 +175,7 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         reasoning_format=config.model.reasoning_format,
         bodies_bytes_max=server.bodies_bytes_max,
         logprobs_max=server.logprobs_max,
+        answers_max=server.answers_max,
         strict_fields=server.strict_fields,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
     )

@@ -8,7 +8,9 @@ end. When the connection is full, the task waits for it, and deltas grow togethe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api.contract import Generation
@@ -17,54 +19,62 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
 
 
+class Voice(NamedTuple):
+    """One answer of a stream: where its deltas come from, and what words them."""
+
+    generation: Generation
+    formatter: Formatter
+
+
 class SseWriter:
-    """Writes the deltas of one generation as events."""
+    """Writes the deltas of one or several answers as events."""
 
     def __init__(
-        self,
-        exchange: HttpExchange,
-        record: RequestRecord,
-        generation: Generation,
-        formatter: Formatter,
+        self, exchange: HttpExchange, record: RequestRecord, answers: Sequence[Voice]
     ) -> None:
         self._exchange = exchange
         self._record = record
-        self._generation = generation
-        self._formatter = formatter
-        self._outcome = "stop"
-        self._over = False
+        self._answers = answers
+        self._outcomes: dict[int, str] = {}
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
     async def run(self) -> str:
-        """Write everything; return why the generation ended.
+        """Write everything; return why the first answer ended.
 
         Raises:
-            RequestFailed: When it ended in an error.
+            RequestFailed: When one ended in an error; nothing of the others is written after it.
         """
         loop = asyncio.get_running_loop()
-        self._generation.subscribe(self._on_news)
+        for index, (generation, _) in enumerate(self._answers):
+            generation.subscribe(partial(self._on_news, index))
         try:
             while True:
                 self._full = loop.create_future()
-                self._on_news()
+                for index in range(len(self._answers)):
+                    self._on_news(index)
                 rest = await self._full
-                if rest is None:
-                    return self._outcome
-                await rest
+                if rest is not None:
+                    await rest
                 if self._over:
-                    return self._outcome
+                    return self._outcomes[0]
         finally:
-            self._generation.subscribe(None)
+            for generation, _ in self._answers:
+                generation.subscribe(None)
             if self._full is not None and self._full.done() and not self._full.cancelled():
                 self._full.exception()  # a task that was cancelled meanwhile has nobody to tell
 
-    def _on_news(self) -> None:
+    @property
+    def _over(self) -> bool:
+        return len(self._outcomes) == len(self._answers)
+
+    def _on_news(self, index: int) -> None:
         full = self._full
         if full is None or full.done():
             return  # the task has the word
+        generation = self._answers[index].generation
         try:
-            while not self._over and (delta := self._generation.take()) is not None:
-                rest = self._write(delta)
+            while index not in self._outcomes and (delta := generation.take()) is not None:
+                rest = self._write(index, delta)
                 if rest is not None:
                     full.set_result(rest)
                     return
@@ -74,8 +84,8 @@ class SseWriter:
         if self._over:
             full.set_result(None)
 
-    def _write(self, delta: OutputDelta) -> Awaitable[None] | None:
-        self._record.output()
+    def _write(self, index: int, delta: OutputDelta) -> Awaitable[None] | None:
+        self._record.output(index)
         if delta.finish_reason is not None:
-            self._outcome, self._over = delta.finish_reason, True
-        return self._exchange.send_event_nowait(self._formatter.chunk(delta))
+            self._outcomes[index] = delta.finish_reason
+        return self._exchange.send_event_nowait(self._answers[index].formatter.chunk(delta))

@@ -127,6 +127,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "whole vocabulary (-1) asks for as many as it has.",
         ),
     ] = 20
+    answers_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most answers that a request may ask for: its prompts times `n`, or times `best_of`.",
+        ),
+    ] = 128
     strict_fields: Annotated[
         bool,
         Meta(

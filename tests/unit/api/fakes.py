@@ -83,7 +83,10 @@ class FakeGeneration:
 
 
 class FakeEngine:
-    """Answers every request with `script`; `refusal` refuses, `entering` holds `generate` itself up."""
+    """Answers every request with `script`, or with that of `scripts` by the index of an answer.
+
+    `refusal` refuses, `entering` holds `generate_answers` itself up.
+    """
 
     def __init__(self, *script: OutputDelta | Exception | asyncio.Event) -> None:
         self.preprocessor = FakePreprocessor()
@@ -94,6 +97,7 @@ class FakeEngine:
             OutputDelta("", [108]),
             OutputDelta("lo", [111], finish_reason="stop"),
         )
+        self.scripts: dict[str, Sequence[OutputDelta | Exception | asyncio.Event]] = {}
         self.refusal: Exception | None = None
         self.entering: asyncio.Event | None = None
         self.entered = asyncio.Event()
@@ -116,7 +120,7 @@ class FakeEngine:
         assert isinstance(sampling, SamplingParams)
         return sampling
 
-    async def generate(self, *, request_id: str, **call: Any) -> FakeGeneration:
+    async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
         self.calls.append(call)
         self.entered.set()
         if self.entering is not None:
@@ -127,9 +131,13 @@ class FakeEngine:
                 raise
         if self.refusal is not None:
             raise self.refusal
-        generation = FakeGeneration(self.script, request_id)
-        self.generations.append(generation)
-        return generation
+        names = call["request_ids"]
+        generations = [
+            FakeGeneration(self.scripts.get(name.partition("#")[2], self.script), name)
+            for name in names
+        ]
+        self.generations += generations
+        return generations
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         if self.refusal is not None:

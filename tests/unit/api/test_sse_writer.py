@@ -16,7 +16,7 @@ from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
 from vsched.api.responses import ChatChunk, ChatChunkChoice, ChatDelta
-from vsched.api.sse_writer import SseWriter
+from vsched.api.sse_writer import SseWriter, Voice
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
@@ -48,7 +48,8 @@ class Connection:
 
         exchange = HttpExchange({"type": "http"}, receive, self.send)
         writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
-        return SseWriter(exchange, ApiMetrics(FakeEngine()).begin("chat"), generation, writer)
+        record = ApiMetrics(FakeEngine()).begin("chat")
+        return SseWriter(exchange, record, [Voice(generation, writer)])
 
 
 class Letters:

@@ -113,17 +113,17 @@ class RequestRecord:
         self._metrics = metrics
         self._endpoint = endpoint
         self._began = time.perf_counter()
-        self._last: float | None = None
+        self._last: dict[int, float] = {}
         metrics.in_flight += 1
 
-    def output(self) -> None:
-        """Note that output arrived."""
-        now = time.perf_counter()
-        if self._last is None:
+    def output(self, answer: int = 0) -> None:
+        """Note that output of an answer arrived, of several by its index."""
+        now, last = time.perf_counter(), self._last.get(answer)
+        if last is not None:
+            self._metrics.between_tokens_s.observe(now - last)
+        elif not self._last:
             self._metrics.first_token_s.observe(now - self._began)
-        else:
-            self._metrics.between_tokens_s.observe(now - self._last)
-        self._last = now
+        self._last[answer] = now
 
     def tokens(self, *, prompt: int, cached: int, output: int) -> None:
         """Count the tokens of a request that was accepted, once, at its end."""

@@ -36,7 +36,8 @@ class MessagesEndpoint(ChatEndpoint):
         with named_as(NAMES):
             return await self.job_of(chat_request(request), request_id)
 
-    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
+        assert not index, "a dialect asks for one answer"
         blocks = AnswerBlocks(job.wording() if job.wording is not None else None)
         return MessagesFormatter(generation, model=self._engine.model_name, blocks=blocks)
 
@@ -60,4 +61,4 @@ class CountTokensEndpoint:
             # Their tokens depend on their sizes; counting them means reading them within all the limits.
             remedy = "send no images; the usage of an answer counts them"
             raise unsupported("messages", remedy=remedy)
-        return CountedTokens(len(await self._engine.tokenize(job.prompt)))
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0])))

@@ -38,7 +38,8 @@ class ResponsesEndpoint(ChatEndpoint):
             job = await self.job_of(chat_request(request), request_id)
         return msgspec.structs.replace(job, asked=msgspec.structs.replace(request, input=""))
 
-    def _formatter(self, generation: Generation, job: CheckedRequest) -> Formatter:
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
+        assert not index, "a dialect asks for one answer"
         assert isinstance(job.asked, ResponsesRequest)
         return ResponsesFormatter(
             generation,
