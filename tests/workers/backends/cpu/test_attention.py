@@ -272,6 +272,64 @@ def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, he
     assert seen[-1] < 134, "fewer than chunks"
 
 
+@pytest.mark.parametrize("windows", [True, False])
+def test_all_that_images_need_is_compiled_on_loading(
+    monkeypatch: pytest.MonkeyPatch, windows: bool
+) -> None:
+    """A product of a new shape, or over keys that lie otherwise, would take memory that was shared out long ago."""
+    seen: set[tuple[object, ...]] = set()
+
+    def watched(name: str) -> None:
+        multiply = getattr(torch, name)
+
+        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
+            seen.add((name, *((one.shape, one.stride()) for one in operands)))
+            result: torch.Tensor = multiply(*operands, **more)
+            return result
+
+        monkeypatch.setattr(torch, name, product)
+
+    watched("bmm")
+    watched("baddbmm")
+    heads, head_dim = 2, 8
+    tiled_attention.warm_up_patches(heads, head_dim, windows=windows)
+    compiled = frozenset(seen)
+    assert len(compiled) == 2 * (3 * 4 + (5 * 3 if windows else 0))
+    lengths = [*(range(1, 65) if windows else ()), *range(65, 2400, 61), 1024, 2048]
+    for rows in lengths:
+        for sequences in (1, 2, 21):
+            room = torch.zeros(3 * heads, sequences * rows, head_dim, dtype=torch.bfloat16)
+            query, key, value = (each.unflatten(1, (sequences, rows)) for each in room.split(heads))
+            out = torch.empty(sequences, rows, heads, head_dim, dtype=torch.bfloat16)
+            if rows <= 64 or sequences < 3:
+                tiled_attention.attend_patches(query, key, value, 1.0, out)
+    assert seen == compiled
+
+
+@needs_bf16_dot
+def test_what_is_short_has_the_custom_kernel_beside_amx_and_the_rest_has_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
+    asked: list[str] = []
+    for module in (prefill_attention, tiled_attention):
+        for name in ("attend_patches", "prefill"):
+            made = f"{name} of {module.__name__}"
+            monkeypatch.setattr(module, name, lambda *_, made=made: asked.append(made))
+    attend, prefill = choose_patches(1, 2, 16), choose_prefill(WorkerSettings(), torch.bfloat16)
+    nothing: Any = None
+    for rows in (64, 65):
+        empty = torch.empty(2, 1, rows, 16, dtype=torch.bfloat16)
+        attend(empty, empty, empty, 1.0, empty)
+        prefill(empty[:, 0], empty, empty, 0, nothing, nothing, 1.0)
+    custom, tiled = prefill_attention.__name__, tiled_attention.__name__
+    assert asked == [
+        f"{name} of {module}"
+        for module in (custom, tiled)
+        for name in ("attend_patches", "prefill")
+    ]
+
+
 @pytest.mark.parametrize("kernel", softmax_tile)
 def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
     """Two tiles whose highest scores rise, far apart and close, causal and whole; the unseen weighs nothing."""
@@ -309,7 +367,7 @@ def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("head_dim", [16, 40, 80])
+@pytest.mark.parametrize("head_dim", [16, 48, 80])
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])
 def test_attend_all_equals_attention_written_out(
     sequences: int,
@@ -396,9 +454,9 @@ def _in_chunks(
 def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operand_choice, "pays_here", lambda: False)
+    monkeypatch.setattr(operand_choice, "runs_here", lambda: False)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
-    assert choose_patches(1) is tiled_attention.attend_patches
+    assert choose_patches(1, 2, 20) is tiled_attention.attend_patches
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
@@ -408,5 +466,5 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
 def test_custom_prefill_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operand_choice, "pays_here", lambda: True)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
-    assert choose_patches(1) is prefill_attention.attend_patches
+    assert choose_patches(1, 2, 16) is prefill_attention.attend_patches
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

@@ -288,7 +288,7 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
 @needs_bf16_dot
 def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(load("demo", deterministic=False), monkeypatch)
-    asked = questions(6)
+    asked = [*questions(6), Question("Why? " * 20)]
     together = recorded.run(asked, chunk=40, arrivals=1, preempts=4)
     assert [recorded.run([one], chunk=1000)[0] for one in asked] != together
 

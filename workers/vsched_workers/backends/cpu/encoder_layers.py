@@ -87,9 +87,13 @@ def fuse_encoders(layers: Sequence[MadeLayer], threads: int) -> None:
     norm.warm_up_layer_norm(threads=threads)
     for kernel in {id(each.activation): each.activation for each in layers}.values():
         activation.warm_up(kernel, threads=threads)
-    attend = choose_patches(threads)
+    kernels: dict[tuple[int, int], PatchKernel] = {}
     for each in layers:
-        each.layer.forward = FusedEncoderLayer(each, threads, attend)
+        attention = getattr(each.layer, each.make.attention)
+        heads = attention.heads, attention.head_dim
+        if heads not in kernels:
+            kernels[heads] = choose_patches(threads, *heads)
+        each.layer.forward = FusedEncoderLayer(each, threads, kernels[heads])
 
 
 class MergedEncoderAttention(nn.Module):

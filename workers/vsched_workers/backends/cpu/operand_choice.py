@@ -31,9 +31,14 @@ FLOAT32_SHARE_MAX = 0.9
 _PAIRS, _REPEATS, _ROUNDS = 64, 300, 8
 
 
+def runs_here() -> bool:
+    """Return whether custom kernels can multiply bfloat16: where there is VDPBF16PS."""
+    return has_bf16_dot()
+
+
 def pays_here() -> bool:
-    """Return whether custom kernels multiply bfloat16: where there is VDPBF16PS, and no AMX, which oneDNN uses."""
-    return has_bf16_dot() and not has_amx()
+    """Return whether custom kernels multiply any number of rows: where they run, and oneDNN has no AMX to use."""
+    return runs_here() and not has_amx()
 
 
 @functools.cache

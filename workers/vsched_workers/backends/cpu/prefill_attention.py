@@ -1,6 +1,6 @@
 """Attention of chunks and images on processors with VDPBF16PS: calls `kernels/prefill_attention.py`.
 
-On other processors, or where heads have another size, `tiled_attention.py` does the same with oneDNN.
+On other processors, where heads have another size, or with AMX, `tiled_attention.py` does the same with oneDNN.
 """
 
 from __future__ import annotations
@@ -73,12 +73,9 @@ def attend_patches(
 
     Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
     [sequences, rows, heads, head dim]. `parallel` is whether all threads attend; None leaves that to the number of
-    scores.
+    scores. Heads must fit.
     """
-    rows, head_dim = query.shape[2:]
-    if not fits(head_dim):
-        tiled_attention.attend_patches(query, key, value, scaling, out)
-        return
+    rows = query.shape[2]
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
     _attend(query, keys, values, slots, ScoreRule(scaling), out, causal=False, parallel=parallel)

@@ -6,8 +6,9 @@ factor goes into the product before it), and a tile of scores stays in the cache
 it by weights. Rows are cut into blocks, and a block of a chunk is multiplied only with those keys of the chunk that one
 of its rows sees.
 
-oneDNN compiles a product for every shape that it meets, and keeps what it compiled (see `modules.py`). So rows,
-tiles and batches come in a few sizes.
+oneDNN compiles a product for every shape that it meets, and for operands that lie otherwise, and keeps what it
+compiled: 1 to 1.5 MiB each with AMX. So rows, tiles and batches come in a few sizes, operands lie in one way, and what
+images need is compiled on loading, before memory is shared out.
 
 Scores are rounded to bfloat16 between the product and the softmax, as transformers' own eager attention rounds them;
 `generate.attention = "exact"` keeps torch's kernel, which does not.
@@ -43,7 +44,7 @@ BLOCK = 128
 """Rows of a chunk that are computed at once."""
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, BLOCK)
 """Numbers of rows that a small chunk is padded to; the last block of a larger one comes in `BLOCK_PART`s."""
-BLOCK_PART = 32
+BLOCK_PART = 64
 WINDOW_ROWS = (16, 32, 64)
 """Sequences up to the last of these are computed many at a time."""
 WINDOWS = (16, 8, 4, 2, 1)
@@ -62,7 +63,7 @@ class _TiledRows:
     """
 
     def __init__(self, query: torch.Tensor, period: int, scaling: float) -> None:
-        self._query = query
+        self._query = query.contiguous()
         self._period = period
         self._factor = scaling * _LOG2_E
         batch, rows, head_dim = query.shape
@@ -75,6 +76,7 @@ class _TiledRows:
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, seen: int, *, step: int = 0) -> None:
         """Attend to a tile [batch, keys, head dim]: the first row sees `seen` of it, each further one `step` more."""
+        keys, values = keys.contiguous(), values.contiguous()
         scores = torch.baddbmm(
             self._query.new_empty(1), self._query, keys.transpose(1, 2), beta=0, alpha=self._factor
         )
@@ -180,6 +182,25 @@ def attend_patches(
             out[index, part] = attended.transpose(0, 1)
 
 
+def warm_up_patches(heads: int, head_dim: int, *, windows: bool) -> None:
+    """Compile all that `attend_patches` needs for heads of this number and size; `windows`: short sequences too."""
+    shapes = [(heads, rows, width) for rows in IMAGE_ROWS for width in _image_widths()]
+    if windows:
+        shapes += [(number * heads, rows, rows) for number in WINDOWS for rows in WINDOW_ROWS]
+    for batch, rows, width in shapes:
+        block = _TiledRows(_zeros(batch, rows, head_dim), rows, 1.0)
+        block.add(_zeros(batch, width, head_dim), _zeros(batch, width, head_dim), width)
+
+
+def _image_widths() -> range:
+    """Return the numbers of keys that a tile of an image may have."""
+    return range(IMAGE_KEYS_PART, IMAGE_KEYS + 1, IMAGE_KEYS_PART)
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
 def _cut(count: int, sizes: tuple[int, ...]) -> Iterator[slice]:
     """Cut a range into pieces of the given sizes, the largest first; the smallest is one."""
     start = 0
@@ -207,7 +228,7 @@ def _attend_image(
     """Attend within one long sequence [heads, rows, head dim]; yields parts of its rows and what they made."""
     rows = query.shape[1]
     tiles = [
-        (_padded(keys, width), _padded(values, width), keys.shape[1])
+        (_padded(keys, width).contiguous(), _padded(values, width).contiguous(), keys.shape[1])
         for keys, values in zip(key.split(IMAGE_KEYS, 1), value.split(IMAGE_KEYS, 1), strict=True)
         for width in (-(-keys.shape[1] // IMAGE_KEYS_PART) * IMAGE_KEYS_PART,)
     ]

@@ -45,7 +45,10 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
     norm.warm_up(threads=threads)
     activation.warm_up(swiglu, threads=threads)
     rope.warm_up_patches(threads=threads)
-    attend = choose_patches(threads, deterministic=deterministic)
+    first = tower.blocks[0]
+    attend = choose_patches(
+        threads, first.attn.num_heads, _head_dim(first), deterministic=deterministic
+    )
     least = 0 if deterministic else PARALLEL_VALUES_MIN
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads, attend, parallel_min=least)
