@@ -416,7 +416,7 @@ class ChatEndpoint(CompletionEndpoint):
         reader = partial(
             AnswerReader,
             tools.format if tools is not None else None,
-            names=tools.names if tools is not None else (),
+            tools=tools.schemas if tools is not None else None,
             single=tools is not None and tools.single,
             reasoning=reasoning,
             thinking=thinking,

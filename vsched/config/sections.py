@@ -45,17 +45,30 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = ""
     tool_format: Annotated[
         Literal[
-            "auto", "hermes", "deepseek", "deepseek-v3.1", "mistral", "mistral-list", "llama-json"
+            "auto",
+            "hermes",
+            "deepseek",
+            "deepseek-v3.1",
+            "mistral",
+            "mistral-list",
+            "llama-json",
+            "pythonic",
+            "qwen3-coder",
+            "glm",
+            "minimax",
+            "gemma4",
+            "harmony",
         ],
         Meta(
             description="How the model writes calls of tools; `auto` is what its chat template writes."
         ),
     ] = "auto"
     reasoning_format: Annotated[
-        Literal["auto", "none", "think", "mistral"],
+        Literal["auto", "none", "think", "mistral", "gemma4", "harmony"],
         Meta(
             description="How the model marks what it thinks before it answers: `think` is `<think>` and `</think>`, "
-            "`mistral` is `[THINK]` and `[/THINK]`; `none` leaves it in the content; `auto` is as its template has it."
+            "`mistral` is `[THINK]` and `[/THINK]`, `gemma4` and `harmony` are channels; "
+            "`none` leaves it in the content; `auto` is as its template has it."
         ),
     ] = "auto"
     sampling_defaults: Annotated[

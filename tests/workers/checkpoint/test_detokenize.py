@@ -6,6 +6,7 @@ import codecs
 import random
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
@@ -24,3 +25,21 @@ def test_detokenizer_gives_what_the_codec_gives(seed: int) -> None:
         joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
         assert detokenizer.push(token_ids) == codec.decode(joined)
     assert detokenizer.flush() == codec.decode(b"", final=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["<|tool_call>", "call:", "<tool_call|>", "<|turn>"], "<|tool_call>call:<tool_call|>"),
+        (["<|channel|>", "<|end|>", "<|return|>"], "<|channel|><|end|>"),
+        (["<|end|>", "<|message|>", "a"], "a"),
+    ],
+)
+def test_texts_show_the_marks_of_calls_and_of_channels_where_there_are_any(
+    tokens: list[str], text: str
+) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(each, special=each.startswith("<")) for each in tokens])
+    table = TokenTable.of_tokenizer(backend)
+    assert table.decode([backend.get_vocab()[each] for each in tokens]) == text

@@ -290,18 +290,16 @@ def test_tokens_beyond_the_model_s_vocabulary_are_never_allowed() -> None:
 
 def calls(*, between: str | None, shared: bool = False) -> str:
     """Return the grammar of calls in tags, or in a list."""
-    head = '{"name": "%s", "arguments": '
-    options = [[head % name, POINT, "}"] for name in ("f", "g")]
+    options = [
+        {"all": [f'{{"name": "{name}", "arguments": ', {"schema": POINT}, "}"]}
+        for name in ("f", "g")
+    ]
     opening, closing = ("[", "]") if shared else ("<tool_call>\n", "\n</tool_call>")
-    return encoded(
-        calls={
-            "opening": opening,
-            "options": options,
-            "closing": closing,
-            "between": between,
-            "shared": shared,
-        }
-    )
+    call: Any = {"all": [opening, {"rule": "call"}, closing]}
+    rules = {"call": {"many": {"any": options}, "between": between} if shared else {"any": options}}
+    if between is not None and not shared:
+        call = {"many": call, "between": between}
+    return encoded(calls={"start": call, "rules": rules})
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -12,11 +12,11 @@ from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
 from vsched.api.tools.formats import NAME, CallFormat, call_format
+from vsched.api.tools.grammar import forced_calls
 from vsched.api.tools.history import deeper
 
 _FORCING = "required"
 _DEPTH_MAX = 64
-_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -45,9 +45,9 @@ class ToolUse(msgspec.Struct, frozen=True):
         return forced_calls(self.format, self.forced, single=self.single) if self.forced else ""
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of the functions."""
-        return frozenset(each.name for each in self.functions)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the arguments of each function."""
+        return {each.name: each.parameters or {} for each in self.functions}
 
 
 def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> ToolUse | None:
@@ -86,22 +86,6 @@ def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> Tool
         forced=_forced(mode, allowed),
         single=isinstance(mode, NamedTool) or request.parallel_tool_calls is False,
     )
-
-
-def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single: bool) -> str:
-    """Return the grammar of one call, or of one and more, of these functions."""
-    options = [
-        [f"{known.before}{each.name}{known.middle}", each.parameters or _NO_ARGUMENTS, known.after]
-        for each in functions
-    ]
-    calls = {
-        "opening": known.opening + known.first,
-        "options": options,
-        "closing": known.closing,
-        "between": None if single else known.between,
-        "shared": known.shared,
-    }
-    return msgspec.json.encode({"calls": calls}).decode()
 
 
 def _function(tool: Tool, where: str) -> FunctionTool:

@@ -18,6 +18,51 @@ _CALL_ID = r"(?:\[CALL_ID\]\w{1,32})?"
 """Behind the name, from some models of Mistral; clients get an id of ours."""
 
 
+class TaggedArguments(msgspec.Struct, frozen=True):
+    """Arguments one after the other: `before`, a name, `middle`, a value, `after`. Texts have no quotes."""
+
+    before: str
+    middle: str
+    after: str
+
+    @property
+    def lead(self) -> str:
+        """The blanks that stand before a value and are none of it."""
+        return self.middle[len(self.middle.rstrip()) :]
+
+    @property
+    def key(self) -> re.Pattern[str]:
+        """What stands before a value, with the name of the argument."""
+        before, middle = _with_gaps(self.before), _with_gaps(self.middle.rstrip())
+        return re.compile(rf"{before}(?P<name>[^<>]{{1,256}}){middle}")
+
+
+class ValueArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments with a comma between them, as keys and values in a notation that is not JSON.
+
+    Attributes:
+        opening, closing: The brackets around the arguments.
+        assign: What stands between an argument's name and its value.
+        comma, colon: What stands between values, and between keys and values in them.
+        quotes: What texts stand between, with escapes.
+        raw_quotes: What texts stand between that have no escapes; the first of all is the one that models write.
+        bare_keys: Keys in values have no quotes.
+        words: What stands for true, false and null.
+        begin: A pattern of how arguments begin.
+    """
+
+    opening: str
+    closing: str
+    assign: str
+    comma: str
+    colon: str
+    quotes: tuple[str, ...]
+    raw_quotes: tuple[str, ...] = ()
+    bare_keys: bool = False
+    words: tuple[str, str, str] = ("true", "false", "null")
+    begin: str = ""
+
+
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a model writes calls: `opening`, `first`, `before`, the name, `middle`, the arguments, `after`, `closing`.
 
@@ -30,6 +75,10 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         closing: What stands behind the last call of an opening.
         between: What stands between two calls.
         shared: Several calls stand behind one opening, else each has its own.
+        alone: An answer has one call at most.
+        arguments: How arguments are written; JSON without it.
+        openings: What else calls begin with.
+        between_parts: A pattern of what may stand instead of `middle`.
     """
 
     marks: tuple[str, ...]
@@ -42,18 +91,34 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     closing: str = ""
     between: str = ""
     shared: bool = False
+    alone: bool = False
+    arguments: TaggedArguments | ValueArguments | None = None
+    openings: tuple[str, ...] = ()
+    between_parts: str = ""
 
     @property
     def is_object(self) -> bool:
         """Whether a call is one JSON object, which holds the name and the arguments."""
-        return self.before.endswith('"')
+        return self.arguments is None and self.before.endswith('"')
 
     @property
     def head(self) -> re.Pattern[str]:
         """What stands before the arguments, with the name; blanks may differ."""
         before, middle = _with_gaps(self.before), _with_gaps(self.middle)
-        pattern = rf"{GAP}{before}(?P<name>{NAME}){_CALL_ID}{middle}{GAP}(?=\{{)"
+        middle = f"(?:{self.between_parts or middle})"
+        pattern = rf"{GAP}{before}(?P<name>{NAME}){_CALL_ID}{middle}{GAP}{self._begin}"
         return re.compile(pattern, re.ASCII)
+
+    @property
+    def _begin(self) -> str:
+        """A pattern of what arguments begin with, by which the end of a name is known."""
+        match self.arguments:
+            case TaggedArguments(before=before):
+                ends = [before, *self.after.split(), *self.closing.split()]
+                return f"(?={'|'.join(map(re.escape, ends))})"
+            case ValueArguments(opening=opening, begin=begin):
+                return re.escape(opening) + begin
+        return r"(?=\{)"
 
 
 def _with_gaps(literal: str) -> str:
@@ -61,10 +126,18 @@ def _with_gaps(literal: str) -> str:
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """How a model marks what it thinks before it answers."""
+    """How a model marks what it thinks before it answers.
+
+    Attributes:
+        begin, end: What stands around a thought.
+        frames: What stands around the other parts of an answer, and is none of it.
+        again: An answer may hold several thoughts.
+    """
 
     begin: str
     end: str
+    frames: tuple[str, ...] = ()
+    again: bool = False
 
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -123,12 +196,101 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         between="; ",
         shared=True,
     ),
+    "pythonic": CallFormat(
+        marks=("[func_name1(",),
+        opening="",
+        first="[",
+        before="",
+        middle="",
+        closing="]",
+        between=", ",
+        shared=True,
+        arguments=ValueArguments(
+            opening="(",
+            closing=")",
+            assign="=",
+            comma=", ",
+            colon=": ",
+            quotes=('"""', "'''", '"', "'"),
+            words=("True", "False", "None"),
+            begin=r"(?=\s*(?:\)|[^=\s()\[\]'\"]+\s*=))",
+        ),
+    ),
+    "qwen3-coder": CallFormat(
+        marks=("<tool_call>", "<function=", "<parameter="),
+        opening="<tool_call>",
+        before="\n<function=",
+        middle=">\n",
+        after="</function>\n",
+        closing="</tool_call>",
+        between="\n",
+        arguments=TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "glm": CallFormat(
+        marks=("<tool_call>", "<arg_key>"),
+        opening="<tool_call>",
+        before="",
+        middle="\n",
+        closing="</tool_call>",
+        between="\n",
+        arguments=TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "minimax": CallFormat(
+        marks=("<minimax:tool_call>",),
+        opening="<minimax:tool_call>",
+        before='\n<invoke name="',
+        middle='">\n',
+        after="</invoke>",
+        closing="\n</minimax:tool_call>",
+        shared=True,
+        arguments=TaggedArguments('<parameter name="', '">', "</parameter>\n"),
+    ),
+    "gemma4": CallFormat(
+        marks=("<|tool_call>", '<|"|>'),
+        opening="<|tool_call>",
+        before="call:",
+        middle="",
+        closing="<tool_call|>",
+        arguments=ValueArguments(
+            opening="{",
+            closing="}",
+            assign=":",
+            comma=",",
+            colon=":",
+            quotes=('"',),
+            raw_quotes=('<|"|>',),
+            bare_keys=True,
+        ),
+    ),
+    "harmony": CallFormat(
+        marks=("<|channel|>", "to=functions."),
+        opening="<|channel|>commentary to=functions.",
+        before="",
+        middle=" <|constrain|>json<|message|>",
+        closing="<|call|>",
+        alone=True,
+        openings=("<|channel|>analysis to=functions.", " to=functions."),
+        between_parts=r"(?:<\|channel\|>(?:commentary|analysis))?\s?(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+    ),
 }
 """By name; of those that a template is like, the first holds."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", again=True),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        frames=(
+            "<|start|>assistant",
+            "<|channel|>final<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
+            "<|channel|>commentary<|message|>",
+            "<|end|>",
+        ),
+        again=True,
+    ),
 }
 """By name; of those of which a template has a mark, the first holds."""
 
@@ -148,5 +310,11 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     """Return the form of this name, or for `auto` that of the model of a chat template; None where it has none."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
-    known = REASONING_FORMATS.values()
-    return next((each for each in known if each.begin in template or each.end in template), None)
+    return next((each for each in REASONING_FORMATS.values() if _thinks(each, template)), None)
+
+
+def _thinks(known: ReasoningFormat, template: str) -> bool:
+    """Return whether a template writes a mark of this form; one that also ends other things tells nothing."""
+    if known.end in known.frames:
+        return known.begin.partition("<|message|>")[0] in template
+    return known.begin.strip() in template or known.end in template

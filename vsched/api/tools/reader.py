@@ -11,20 +11,28 @@ of their object do; whether what is within them is JSON is for the client to see
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from vsched.api.tools.formats import NAME, CallFormat, ReasoningFormat
+from vsched.api.tools.arguments.json_scan import JsonScan
+from vsched.api.tools.arguments.marks import first_mark, longest_overlap
+from vsched.api.tools.arguments.tagged_scan import TaggedScan
+from vsched.api.tools.arguments.value_scan import ValueScan
+from vsched.api.tools.formats import (
+    NAME,
+    CallFormat,
+    ReasoningFormat,
+    TaggedArguments,
+    ValueArguments,
+)
 
 HEAD_CHARACTERS_MAX = 512
 """No head of a call is as long, blanks included: where none was found within, there is none."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 """An object that begins with another is no call: an answer in JSON need not be held back to its end."""
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'["\\]')
 
 
 class ContentText(NamedTuple):
@@ -54,52 +62,30 @@ class Reasoning(NamedTuple):
 Event = Reasoning | ContentText | CallBegins | CallArguments
 
 
-class JsonScan:
-    """Finds where a JSON value in brackets ends, in a text that comes in pieces."""
+class ArgumentScan(Protocol):
+    """Turns the arguments of one call into JSON."""
 
-    __slots__ = ("_depth", "_escaped", "_in_text")
+    def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
+        """Take from `text`, which begins with what was not taken before; with `ended`, nothing follows it.
 
-    def __init__(self, depth: int = 0) -> None:
-        """Begin before a bracket, or within `depth` of them."""
-        self._depth = depth
-        self._in_text = False
-        self._escaped = False
-
-    def end(self, text: str, start: int = 0) -> int:
-        """Take the next piece, from `start` on; return the index behind the last bracket, or -1."""
-        at = start
-        if self._escaped and at < len(text):
-            self._escaped = False
-            at += 1
-        while found := (_INSIDE if self._in_text else _OUTSIDE).search(text, at):
-            at = found.end()
-            match found[0]:
-                case '"':
-                    self._in_text = not self._in_text
-                case "\\":
-                    self._escaped = at == len(text)
-                    at += 1
-                case "{" | "[":
-                    self._depth += 1
-                case _:
-                    self._depth -= 1
-                    if self._depth <= 0:
-                        return at
-        return -1
+        Returns:
+            How much of it was taken, the JSON that is certain, and whether the arguments are over.
+        """
+        ...
 
 
 class AnswerReader:
     """Reads one answer.
 
-    `names` are those of the tools: where calls have no opening, an answer is one only with such a name. With `single`,
-    calls behind the first are left out. `thinking` says that the prompt has begun the reasoning.
+    `tools` has the schemas of their arguments by name: where calls have no opening, an answer is one only with such a
+    name. With `single`, calls behind the first are left out. `thinking` says that the prompt has begun the reasoning.
     """
 
     def __init__(
         self,
         calls: CallFormat | None,
         *,
-        names: Collection[str] = (),
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
         single: bool = False,
         reasoning: ReasoningFormat | None = None,
         thinking: bool = False,
@@ -109,11 +95,16 @@ class AnswerReader:
         self._reasoning = reasoning
         self._thinking = thinking
         self._parted = False
-        self._names = names
+        self._tools = tools or {}
+        self._openings = _openings(calls)
+        self._frames = reasoning.frames if reasoning is not None else ()
+        thoughts = (reasoning.begin,) if reasoning is not None and reasoning.again else ()
+        self._marks = (*self._openings, *self._frames, *thoughts)
         self._single = single
         self._calls = 0
         self._buffer = ""
         self._scan = JsonScan()
+        self._arguments_scan: ArgumentScan = self._scan
         self._scanned = 0
         self._opened = 0
         self._tail: list[str] = []
@@ -164,7 +155,7 @@ class AnswerReader:
         assert self._reasoning is not None
         end = self._reasoning.end
         at = self._buffer.find(end)
-        held = 0 if self._ended or at >= 0 else _overlap(self._buffer, end)
+        held = 0 if self._ended or at >= 0 else longest_overlap(self._buffer, (end,))
         text = self._buffer[: at if at >= 0 else len(self._buffer) - held]
         if not self._parted:
             self._take(len(text) - len(text.lstrip()))
@@ -191,28 +182,33 @@ class AnswerReader:
         return False
 
     def _text(self) -> bool:
-        """Content, up to where calls begin."""
-        if self._format is None:
+        """Content, up to where calls begin, or what frames it."""
+        if not self._marks:
             return self._plain()
-        opening = self._format.opening
-        at = self._buffer.find(opening) if opening else -1
-        if at >= 0:
-            self._say(self._take(at))
-            self._opened = len(opening)
+        at, mark = first_mark(self._buffer, self._marks)
+        if at < 0:
+            held = 0 if self._ended else longest_overlap(self._buffer, self._marks)
+            self._say(self._take(len(self._buffer) - held))
+            return False
+        self._say(self._take(at))
+        if mark in self._openings:
+            self._opened = len(mark)
             self._state = self._first
-            return True
-        held = 0 if self._ended else _overlap(self._buffer, opening)
-        self._say(self._take(len(self._buffer) - held))
-        return False
+        else:
+            self._take(len(mark))
+            if mark not in self._frames:
+                self._state = self._thought
+        return True
 
     def _bare(self) -> bool:
         """The first letter tells whether an answer may be a call."""
+        assert self._format is not None
         stripped = self._buffer.lstrip()
         if not stripped and not self._ended:
             return False
         self._opened = 0
-        if stripped.startswith("{"):
-            self._begin_head()
+        if stripped.startswith((self._format.first or self._format.before)[0]):
+            self._state = self._first
         else:
             self._state = self._plain
         return True
@@ -240,13 +236,13 @@ class AnswerReader:
         if head is not None and self._is_tool(head["name"]):
             self._begin_call(head["name"])
             self._take(head.end())
-            self._scan = JsonScan()
+            self._arguments_scan = _scan_of(self._format, self._tools.get(head["name"], {}))
             self._state = self._arguments
             return True
         if not self._format.is_object:
             if self._ended or len(self._buffer) > self._opened + HEAD_CHARACTERS_MAX:
                 return self._is_content()
-            return False
+            return False if self._may_be_tool() else self._is_content()
         return self._object()
 
     def _object(self) -> bool:
@@ -283,7 +279,16 @@ class AnswerReader:
 
     def _is_tool(self, name: str) -> bool:
         assert self._format is not None
-        return bool(self._format.opening) or name in self._names
+        return bool(self._format.opening) or name in self._tools
+
+    def _may_be_tool(self) -> bool:
+        """Return whether a name may yet come of what has no opening: else an answer in brackets need not wait."""
+        assert self._format is not None
+        rest = self._buffer[self._opened :].lstrip()
+        names = (name + self._format.middle.strip() for name in self._tools)
+        return bool(self._format.opening) or any(
+            rest.startswith(name[: len(rest)]) for name in names
+        )
 
     def _begin_call(self, name: str) -> None:
         self._calls += 1
@@ -295,12 +300,13 @@ class AnswerReader:
             self._events.append(event)
 
     def _arguments(self) -> bool:
-        end = self._scan.end(self._buffer)
-        self._tell(CallArguments(self._take(end if end >= 0 else len(self._buffer))))
-        if end < 0:
-            return False
-        self._end_call(is_object_over=False)
-        return True
+        count, text, is_over = self._arguments_scan.take(self._buffer, ended=self._ended)
+        self._take(count)
+        if text:
+            self._tell(CallArguments(text))
+        if is_over:
+            self._end_call(is_object_over=False)
+        return is_over
 
     def _end_call(self, *, is_object_over: bool) -> None:
         assert self._format is not None
@@ -330,7 +336,7 @@ class AnswerReader:
         following = ""
         if self._format.shared and (self._tail or not self._format.closing):
             comma = self._format.between.strip()
-            following = comma or self._format.before
+            following = comma or self._format.before.lstrip()
             if stripped.startswith(following):
                 self._opened = len(comma)
                 self._begin_head()
@@ -381,9 +387,16 @@ def _call_of(text: str) -> tuple[str, str] | None:
     return name, sent if isinstance(sent, str) else msgspec.json.encode(arguments).decode()
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `mark`."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+def _openings(known: CallFormat | None) -> tuple[str, ...]:
+    """Return what calls begin with, if that is a mark."""
+    return (known.opening, *known.openings) if known is not None and known.opening else ()
+
+
+def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> ArgumentScan:
+    """Return what reads the arguments of a call of a function with this schema."""
+    match known.arguments:
+        case TaggedArguments() as form:
+            return TaggedScan(form, schema)
+        case ValueArguments() as form:
+            return ValueScan(form)
+    return JsonScan()

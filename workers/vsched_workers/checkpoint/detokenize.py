@@ -52,9 +52,24 @@ MARKS = frozenset(
         "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<|channel>",
+        "<channel|>",
     ]
 )
 """Special tokens that texts do show: some tokenizers call these so, by which calls and reasoning are recognised."""
+
+CHANNEL = "<|channel|>"
+CHANNEL_MARKS = frozenset([CHANNEL, "<|start|>", "<|message|>", "<|constrain|>", "<|end|>"])
+"""As `MARKS`, in tokenizers that have channels: others use some of these for other things."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -131,8 +146,9 @@ class TokenTable:
         for index, token in added.items():
             raw[index] = token.content.encode()
         text = list(raw)
+        marks = MARKS | CHANNEL_MARKS if CHANNEL in vocabulary else MARKS
         for index, token in added.items():
-            if token.special and token.content not in MARKS:
+            if token.special and token.content not in marks:
                 text[index] = b""
         return cls(raw, text, begins_blank=begins_blank)
 

@@ -125,22 +125,14 @@ async def test_a_forced_call_is_held_to_the_form_of_the_model(single: bool) -> N
     engine = FakeEngine()
     fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": not single}
     assert (await post(engine, CHAT, chat(**fields))).status == 200
-    assert msgspec.json.decode(engine.sampling.grammar) == {
-        "calls": {
-            "opening": "<tool_call>",
-            "options": [
-                ['\n{"name": "f", "arguments": ', SCHEMA, "}\n"],
-                [
-                    '\n{"name": "g", "arguments": ',
-                    {"type": "object", "properties": {}, "additionalProperties": False},
-                    "}\n",
-                ],
-            ],
-            "closing": "</tool_call>",
-            "between": None if single else "\n",
-            "shared": False,
-        }
-    }
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    options = [
+        {"all": ['\n{"name": "f", "arguments": ', {"schema": SCHEMA}, "}\n"]},
+        {"all": ['\n{"name": "g", "arguments": ', {"schema": empty}, "}\n"]},
+    ]
+    call: Any = {"all": ["<tool_call>", {"any": options}, "</tool_call>"]}
+    start = call if single else {"many": call, "between": "\n"}
+    assert msgspec.json.decode(engine.sampling.grammar) == {"calls": {"start": start, "rules": {}}}
 
 
 async def test_what_cannot_be_compiled_is_told_of_the_tools() -> None:

@@ -19,6 +19,15 @@ from vsched.config.sections import ModelConfig
     [
         ('{%- if tools %}<tools></tools> <tool_call>\\n{\\"name\\": <function-name>', "hermes"),
         ("<tool_call>\n<function=example>", None),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3-coder"),
+        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", "glm"),
+        ("<minimax:tool_call>", "minimax"),
+        ('<|tool_call>call:{{ name }}{k:<|"|>v<|"|>}', "gemma4"),
+        ("to=functions.{{ name }}<|channel|>commentary json", "harmony"),
+        (
+            "Put it in the format of [func_name1(params_name1=params_value1...), func_name2(params)]",
+            "pythonic",
+        ),
         ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}```json", "deepseek"),
         ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}", "deepseek-v3.1"),
         ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', "mistral"),
@@ -36,6 +45,9 @@ def test_the_template_tells_the_form_of_calls(template: str, name: str | None) -
 def test_the_template_tells_the_form_of_reasoning() -> None:
     assert reasoning_format("auto", "x</think>") == REASONING_FORMATS["think"]
     assert reasoning_format("auto", "[THINK]") == REASONING_FORMATS["mistral"]
+    assert reasoning_format("auto", "<|channel>thought") == REASONING_FORMATS["gemma4"]
+    assert reasoning_format("auto", "<|channel|>analysis") == REASONING_FORMATS["harmony"]
+    assert reasoning_format("auto", "<|user|>x<|end|>") is None
     assert reasoning_format("auto", "") is None
     assert reasoning_format("none", "</think>") is None
 

@@ -211,39 +211,85 @@ class OutputMatcher:
         self._mask.fill(0xFFFFFFFF)  # something must be drawn in the step that ends the request
 
 
-class _Calls(msgspec.Struct):
-    """Calls of functions: `opening`, one of `options` (what stands before, a schema, what stands behind), `closing`.
+class _Tree:
+    """Writes a tree of literals, schemas and texts, as `vsched.api.tools.grammar` makes it, as llguidance reads it."""
 
-    With `between` there may be several: all in one opening where that is `shared`, else each in its own.
-    """
+    def __init__(self) -> None:
+        self._terminals: dict[str, str] = {}
+        self._repetitions: list[str] = []
 
-    opening: str
-    options: list[tuple[str, dict[str, Any], str]]
-    closing: str
-    between: str | None
-    shared: bool
-
-    def in_lark(self) -> str:
-        """Return the grammar as llguidance reads it."""
-
-        def text(literal: str) -> str:
-            return json.dumps(literal, ensure_ascii=False) if literal else ""
-
-        inner, outer = "option", f"{text(self.opening)} inner {text(self.closing)}"
-        start = "outer"
-        if self.between is not None:
-            more = f"({text(self.between)} %s)*"
-            if self.shared:
-                inner += " " + more % "option"
-            else:
-                start += " " + more % "outer"
-        lines = [f"start: {start}", f"outer: {outer}", f"inner: {inner}"]
-        rules = [f"option_{index}" for index in range(len(self.options))]
-        lines.append("option: " + " | ".join(rules))
-        for rule, (before, schema, after) in zip(rules, self.options, strict=True):
-            held = json.dumps({**schema, "x-guidance": _WHITESPACE}, ensure_ascii=False)
-            lines.append(f"{rule}: {text(before)} %json {held} {text(after)}")
+    def in_lark(self, start: Any, rules: dict[str, Any]) -> str:
+        """Return the grammar of a tree."""
+        lines = [f"start: {self._written(start)}"]
+        lines += [f"{name}: {self._written(node)}" for name, node in rules.items()]
+        lines += [f"repeated_{index}: {part}" for index, part in enumerate(self._repetitions)]
+        lines += [f"{name}: {text}" for text, name in self._terminals.items()]
         return "\n".join(lines)
+
+    def _written(self, node: Any) -> str:
+        if isinstance(node, str):
+            return json.dumps(node, ensure_ascii=False)
+        match node:
+            case {"all": parts}:
+                return f"({' '.join(map(self._written, parts))})" if parts else '""'
+            case {"any": parts}:
+                return f"({' | '.join(map(self._written, parts))})"
+            case {"many": part}:
+                return self._repeated(self._written(part), node)
+            case {"rule": name}:
+                return str(name)
+            case {"schema": schema}:
+                held = {**schema, "x-guidance": _WHITESPACE}
+                return f"%json {json.dumps(held, ensure_ascii=False)}"
+            case {"text": text}:
+                return self._text(**text)
+        raise TypeError("a part of a grammar is none")
+
+    def _repeated(self, part: str, node: dict[str, Any]) -> str:
+        name = f"repeated_{len(self._repetitions)}"
+        self._repetitions.append(part)
+        least, most = node.get("least", 1), node.get("most")
+        times = f"{{{least - 1:d},{'' if most is None else most - 1}}}"
+        if most is None and least == 1:
+            times = "*"
+        return f"({name} ({self._written(node['between'])} {name}){times})"
+
+    def _text(
+        self,
+        end: str,
+        without: str,
+        least: int = 0,
+        most: int | None = None,
+        pattern: str | None = None,
+    ) -> str:
+        """Return the terminal of a text with its end: both in one, for the longest text would take the end as well."""
+        body = [rf"/(.|\n){{{least:d},{'' if most is None else format(most, 'd')}}}/"]
+        if not least and most is None:
+            body = [r"/(.|\n)*/"]
+        if pattern is not None:
+            _check_nesting(pattern)
+            body.append(f"/{_whole(pattern)}/")
+        body.append(rf"~/(.|\n)*{_quoted(without)}(.|\n)*/")
+        held = self._terminal(" & ".join(body))
+        return self._terminal(f"{held} {json.dumps(end, ensure_ascii=False)}")
+
+    def _terminal(self, text: str) -> str:
+        return self._terminals.setdefault(text, f"TEXT_{len(self._terminals)}")
+
+
+def _quoted(literal: str) -> str:
+    """Return a regular expression of a text."""
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in literal)
+
+
+def _whole(pattern: str) -> str:
+    """Return a regular expression of texts in which a schema's pattern is found, without slashes."""
+    inner = pattern.removeprefix("^")
+    begin = "" if inner != pattern else r"(.|\n)*"
+    ends = inner.endswith("$") and not inner.endswith("\\$")
+    inner = inner.removesuffix("$") if ends else inner
+    inner = inner.replace("\\/", "/").replace("/", r"\x2f").replace("\n", r"\n")
+    return f"{begin}({inner}){'' if ends else '(.|' + chr(92) + 'n)*'}"
 
 
 def _in_its_form(grammar: str) -> str:
@@ -275,8 +321,8 @@ def _in_its_form(grammar: str) -> str:
                 answer = msgspec.json.encode(value["answer"]).decode()
                 return _behind_thought(value["end"], _in_its_form(answer))
             case "calls":
-                calls = msgspec.convert(value, _Calls)
-                return LLMatcher.grammar_from_lark(calls.in_lark())
+                lark = _Tree().in_lark(value["start"], value["rules"])
+                return LLMatcher.grammar_from_lark(lark)
     except RequestRefused:
         raise
     except Exception as error:  # the converter raises plain ones, and msgspec its own

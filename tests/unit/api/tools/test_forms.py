@@ -1,0 +1,187 @@
+"""Calls in the forms of families, written and read: whatever the arguments, however the stream is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.api.tools.test_reader import read_with
+from vsched.api.tools.arguments.kinds import type_name
+from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
+from vsched.api.tools.grammar import written_calls
+
+REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+NASTY = [
+    "", "\"", "'", "\\", "\\n", "it's \"so\"", "\n", "\n\n x \n", "}", "])", "a, b=1", "<", "</", "None",
+    "12", "日本 é 😀", "f(a=1)", "{\"a\": 1}", "<tool", "x\x00\x1f", "\u2028", '"""', "''",
+]  # fmt: skip
+MARKS = ("</parameter>", "</arg_value>", '<|"|>')
+TEXTS = st.sampled_from(NASTY) | st.text(max_size=8).filter(
+    lambda text: not any(mark in text for mark in MARKS)
+)
+KEYS = st.sampled_from(["a", "b_2", "city", "x-y", "größe"])
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)
+VALUES = st.recursive(
+    LEAVES | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["f", "get_weather"]), st.dictionaries(KEYS, VALUES, max_size=4)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def schemas(calls: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return functions that these calls fit."""
+    found: dict[str, dict[str, Any]] = {"f": {}, "get_weather": {}}
+    for name, arguments in calls:
+        for key, value in arguments.items():
+            held = found[name].setdefault("properties", {}).setdefault(key, {"type": []})
+            held["type"].append(type_name(value))
+    return found
+
+
+def pieces(text: str, cuts: Sequence[int]) -> Iterator[str]:
+    ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return (text[start:end] for start, end in pairwise(ends))
+
+
+def consistent(calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
+    """Return whether each argument of a function is always of one type: a text in tags else says nothing of its own."""
+    found = schemas(calls).values()
+    kinds = [each["type"] for known in found for each in known.get("properties", {}).values()]
+    return all(len(set(types)) == 1 for types in kinds)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@REPEATABLE
+@given(CALLS.filter(consistent), st.lists(st.integers(0, 10_000), max_size=12))
+def test_what_is_written_is_read_however_the_stream_is_cut(
+    name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
+) -> None:
+    known = CALL_FORMATS[name]
+    calls = calls[:1] if known.alone else calls
+    answer = written_calls(known, calls)
+    for parts in (pieces(answer, cuts), list(answer)):
+        message = read_with(known, parts, tools=schemas(calls))
+        found = [(called, json.loads(text)) for called, text in message["calls"]]
+        assert found == calls
+        assert message["content"] == ""
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_calls_that_are_cut_off_say_what_there_was(name: str) -> None:
+    """What `max_tokens` cuts is read to its end; the text of an argument is a beginning of the whole one."""
+    known = CALL_FORMATS[name]
+    calls = [("get_weather", {"city": "São Paulo, 'SP'"})]
+    answer = written_calls(known, calls)
+    ((_, whole),) = read_with(known, [answer], tools=schemas(calls))["calls"]
+    begun = 0
+    for end in range(len(answer)):
+        message = read_with(known, [answer[:end]], tools=schemas(calls))
+        assert read_with(known, answer[:end], tools=schemas(calls)) == message
+        if message["calls"]:
+            ((called, text),) = message["calls"]
+            assert called == "get_weather"
+            assert whole.startswith(text)
+            assert message["content"] == ""
+            begun += 1
+        else:
+            assert message["content"] == answer[:end]
+    assert begun > 10
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, known in CALL_FORMATS.items() if known.arguments is not None]
+)
+def test_texts_are_let_out_as_they_come(name: str) -> None:
+    known = CALL_FORMATS[name]
+    calls = [("f", {"a": "0123456789" * 3})]
+    answer = written_calls(known, calls)
+    at = answer.index("0123456789")
+    ((_, text),) = read_with(known, [answer[: at + 20]], tools=schemas(calls), ended=False)["calls"]
+    assert text == '{"a":"' + "0123456789" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "content", "calls"),
+    [
+        ("pythonic", "[f()]", "", [("f", {})]),
+        ("pythonic", "[f(a='it\\'s', b=\"x\"), f(a=[1, (2, 3),], b={'k': None,},)]", "",
+            [("f", {"a": "it's", "b": "x"}), ("f", {"a": [1, [2, 3]], "b": {"k": None}})]),
+        ("pythonic", "[f(a=1_000, b=.5, c=0x10, d=-3, e=word, g=true)]", "",
+            [("f", {"a": 1000, "b": 0.5, "c": 16, "d": -3, "e": "word", "g": True})]),
+        ("pythonic", "[f(a='\\x41\\u00e9\\U0001F600\\d')]", "", [("f", {"a": "Aé😀\\d"})]),
+        ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
+        ("pythonic", "[g(a=1)]", "[g(a=1)]", []),
+        ("pythonic", "[f(1)]", "[f(1)]", []),
+        ("pythonic", "See [f(a=1)]", "See [f(a=1)]", []),
+        ("qwen3-coder", "I look.\n<tool_call>\n<function=f>\n</function>\n</tool_call>", "I look.\n",
+            [("f", {})]),
+        ("qwen3-coder",
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=n>2</parameter></function>", "",
+            [("f", {"a": "1", "n": 2})]),
+        ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=n>\nmany\n</parameter>\n</function>", "",
+            [("f", {"n": "many"})]),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>\nx\n</arg_value></tool_call>", "",
+            [("f", {"a": "\nx\n"})]),
+        ("glm", "<tool_call>f\n<arg_key>u</arg_key>\n<arg_value>True</arg_value>\n</tool_call>", "",
+            [("f", {"u": True})]),
+        ("glm", "<tool_call>f</tool_call>", "", [("f", {})]),
+        ("glm", "<tool_call>f <b>", "<tool_call>f <b>", []),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x "y"<|"|>,l:[1,<|"|>z<|"|>],o:{k:true}}<tool_call|>', "",
+            [("f", {"a": 'x "y"', "l": [1, "z"], "o": {"k": True}})]),
+        ("gemma4", '<|tool_call>call:f{"a": "x", b: New York}<tool_call|>', "",
+            [("f", {"a": "x", "b": "New York"})]),
+        ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}', "",
+            [("f", {"a": 1})]),
+        ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", [("f", {"a": 1})]),
+        ("harmony", '<|channel|>commentary to=functions.f<|message|>{}', "", [("f", {})]),
+    ],
+)  # fmt: skip
+def test_what_models_write_besides_is_read(
+    name: str, answer: str, content: str, calls: list[Any]
+) -> None:
+    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
+    tools = {"f": {"properties": properties}} if name in {"qwen3-coder", "glm"} else {"f": {}}
+    for parts in ([answer], list(answer)):
+        message = read_with(CALL_FORMATS[name], parts, tools=tools)
+        assert [(called, json.loads(text)) for called, text in message["calls"]] == calls
+        assert message["content"] == content
+
+
+ANALYSIS = "<|channel|>analysis<|message|>%s<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "reasoning", "content", "calls"),
+    [
+        ("harmony", ANALYSIS % "A < b." + "<|channel|>final<|message|>Yes.", "A < b.", "Yes.", 0),
+        ("harmony", ANALYSIS % "A." + '<|channel|>commentary to=functions.f json<|message|>{"a": 1}', "A.", "", 1),
+        ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + ANALYSIS % "B."
+            + "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "B.", "I look.", 1),
+        ("harmony", "<|channel|>final<|message|>Yes.", "", "Yes.", 0),
+        ("gemma4", "<|channel>thought\nA.\n<channel|>Yes.", "A.", "Yes.", 0),
+        ("gemma4", "<|channel>thought\n<channel|><|tool_call>call:f{}<tool_call|>", "", "", 1),
+    ],
+)  # fmt: skip
+def test_thoughts_and_channels_are_parted_from_content(
+    name: str, answer: str, reasoning: str, content: str, calls: int
+) -> None:
+    for parts in ([answer], list(answer)):
+        message = read_with(
+            CALL_FORMATS[name], parts, tools={"f": {}}, reasoning=REASONING_FORMATS[name]
+        )
+        assert message.get("reasoning", "") == reasoning
+        assert message["content"] == content
+        assert len(message["calls"]) == calls

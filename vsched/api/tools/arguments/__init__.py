@@ -1,0 +1,1 @@
+"""The arguments of calls: from what a model writes to JSON, piece by piece."""

@@ -1,0 +1,318 @@
+"""The grammar of calls that must be made: the form's own literals around values that match a function's schema.
+
+It travels as a tree of literals, schemas and texts, which a worker writes in its library's language:
+
+- a text stands for itself;
+- `all` and `any` hold parts one after the other, or of which one stands there;
+- `many` is a part that is repeated, with a text between;
+- `schema` is JSON that matches it, `rule` a part that has a name;
+- `text` is any text up to the first `end`, which has no `without` in it.
+
+Where a form does not write JSON, and a schema uses what is not written out here, its value is JSON: the readers of
+those forms read that, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from vsched.api.errors import ParameterRefused
+from vsched.api.request_schema import FunctionTool
+from vsched.api.tools.arguments.kinds import resolved, types_of
+from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments
+
+Node = str | dict[str, Any]
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NOTES = frozenset(
+    ["title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id"]
+)
+_NOT_LISTED = frozenset(
+    [
+        "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "minProperties",
+        "propertyNames", "dependentRequired", "dependentSchemas",
+    ]
+)  # fmt: skip
+"""What can be said of arguments as a whole that is no list of them."""
+
+
+def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single: bool) -> str:
+    """Return the grammar of one call, or of one and more, of these functions.
+
+    Raises:
+        ParameterRefused: When a schema says of all arguments together what this form cannot be held to.
+    """
+    rules: dict[str, Node] = {}
+    calls = [_call(known, each, rules) for each in functions]
+    opening = known.opening + known.first
+    call: Node = {"any": calls}
+    several = not (single or known.alone)
+    if several and known.shared:
+        call = {"many": call, "between": known.between}
+    call = _all(opening, call, known.closing if not known.alone else "")
+    if several and not known.shared:
+        call = {"many": call, "between": known.between}
+    return msgspec.json.encode({"calls": {"start": call, "rules": rules}}).decode()
+
+
+def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> Node:
+    schema = function.parameters or _NO_ARGUMENTS
+    before = f"{known.before}{function.name}{known.middle}"
+    if known.arguments is None:
+        return _all(before, {"schema": schema}, known.after)
+    root = resolved(schema, schema)
+    if unlisted := sorted(_NOT_LISTED & root.keys()):
+        message = (
+            f"the parameters of {function.name} have `{unlisted[0]}` beside their properties, which calls in this "
+            "model's form cannot be held to. Remedy: list the properties, or leave the call to the model (auto)."
+        )
+        raise ParameterRefused(message, param="tools", code="invalid_grammar")
+    if isinstance(known.arguments, TaggedArguments):
+        return _all(before, _Tagged(known.arguments, schema, rules).arguments(root), known.after)
+    return _all(before, _Values(known.arguments, schema, rules).arguments(root), known.after)
+
+
+def _all(*parts: Node) -> Node:
+    return {"all": [part for part in parts if part != ""]}
+
+
+def _maybe(part: Node) -> Node:
+    return {"any": [part, ""]}
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return the name and the schema of each property, and whether it must be there."""
+    known = schema.get("properties")
+    known = known if isinstance(known, dict) else {}
+    needed = schema.get("required")
+    needed = [each for each in needed if isinstance(each, str)] if isinstance(needed, list) else []
+    names = [*known, *(each for each in dict.fromkeys(needed) if each not in known)]
+    return [(name, known.get(name, {}), name in needed) for name in names]
+
+
+def _said(schema: Mapping[str, Any]) -> set[str]:
+    return set(schema) - _NOTES
+
+
+def _options(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the schemas of which a value must match one, where a schema says just that; None where it does not."""
+    for key in ("anyOf", "oneOf"):
+        if _said(schema) == {key} and isinstance(schema[key], list) and schema[key]:
+            return list(schema[key])
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and kinds and "enum" not in schema and "const" not in schema:
+        return [{**schema, "type": kind} for kind in kinds]
+    return None
+
+
+class _Arguments:
+    """What both ways to write arguments have in common."""
+
+    def __init__(self, root: Mapping[str, Any], rules: dict[str, Node]) -> None:
+        self._root = root
+        self._rules = rules
+        self._referred: dict[str, Node] = {}
+
+    def _json(self, schema: Mapping[str, Any]) -> Node:
+        """Return JSON that matches a schema, which may refer to others of the root."""
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return {"schema": {**shared, **schema}}
+
+    def _rule(self, node: Node) -> Node:
+        name = f"part_{len(self._rules)}"
+        self._rules[name] = node
+        return {"rule": name}
+
+    def _referring(self, reference: str, build: Callable[[Any], Node]) -> Node:
+        """Return the rule of what a schema refers to: one for each, for it may refer to itself."""
+        if reference not in self._referred:
+            name = f"part_{len(self._rules)}"
+            self._rules[name] = ""
+            self._referred[reference] = {"rule": name}
+            self._rules[name] = build(resolved({"$ref": reference}, self._root))
+        return self._referred[reference]
+
+
+class _Tagged(_Arguments):
+    """Arguments between tags."""
+
+    def __init__(
+        self, form: TaggedArguments, root: Mapping[str, Any], rules: dict[str, Node]
+    ) -> None:
+        super().__init__(root, rules)
+        self._form = form
+
+    def arguments(self, schema: Mapping[str, Any]) -> Node:
+        """Return the arguments of one function."""
+        form, parts = self._form, []
+        for name, each, needed in _properties(schema):
+            part = _all(f"{form.before}{name}{form.middle}", self._value(each))
+            parts.append(part if needed else _maybe(part))
+        return _all(*parts)
+
+    def _value(self, schema: Any) -> Node:
+        """Return a value with what stands behind it."""
+        schema, after = resolved(schema, self._root), self._form.after
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            if isinstance(values, list) and values:
+                return {"any": [written_value(self._form, each) + after for each in values]}
+        if options := _options(schema):
+            return {"any": [self._value(each) for each in options]}
+        types = types_of(schema, self._root)
+        if types and "string" not in types:
+            return _all(self._json(schema), after)
+        end = after.rstrip()
+        text = _text(schema if schema.get("type") == "string" else {}, end, without=end.strip())
+        return _all(text, after[len(end) :])
+
+
+class _Values(_Arguments):
+    """Arguments in a notation of their own."""
+
+    def __init__(
+        self, form: ValueArguments, root: Mapping[str, Any], rules: dict[str, Node]
+    ) -> None:
+        super().__init__(root, rules)
+        self._form = form
+
+    def arguments(self, schema: Mapping[str, Any]) -> Node:
+        """Return the arguments of one function, with the brackets around them."""
+        form = self._form
+        held = self._keyed(schema, lambda name: name + form.assign)
+        return _all(form.opening, held, form.closing)
+
+    def _keyed(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> Node:
+        """Return keys and values in the order of a schema, with a comma between those that are there."""
+        rest: Node = ""
+        first: Node = ""
+        for name, each, needed in reversed(_properties(schema)):
+            item = self._rule(_all(key(name), self._value(each)))
+            begun = _all(item, rest)
+            first = begun if needed else {"any": [begun, first]}
+            more = _all(self._form.comma, item, rest)
+            rest = self._rule(more if needed else {"any": [more, rest]})
+        return first
+
+    def _value(self, schema: Any) -> Node:
+        if not isinstance(schema, dict):
+            return self._json({"allOf": [schema]})
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._referring(reference, self._value)
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            if isinstance(values, list) and values:
+                return {"any": [written_value(self._form, each) for each in values]}
+        if options := _options(schema):
+            return {"any": [self._value(each) for each in options]}
+        return self._typed(schema)
+
+    def _typed(self, schema: Mapping[str, Any]) -> Node:
+        form, said = self._form, _said(schema)
+        match schema.get("type"):
+            case "boolean":
+                return {"any": [form.words[0], form.words[1]]}
+            case "null":
+                return form.words[2]
+            case "string" if form.raw_quotes:
+                quote = form.raw_quotes[0]
+                return _all(quote, _text(schema, quote, without=quote))
+            case "array" if said <= {"type", "items", "minItems", "maxItems"}:
+                return self._list(schema)
+            case "object" if said <= {"type", "properties", "required", "additionalProperties"}:
+                if schema.get("properties") and not schema.get("additionalProperties"):
+                    return _all("{", self._keyed(schema, self._key), "}")
+        return self._json(schema)
+
+    def _key(self, name: str) -> str:
+        form = self._form
+        return (name if form.bare_keys else written_value(form, name)) + form.colon
+
+    def _list(self, schema: Mapping[str, Any]) -> Node:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not _is_count(least) or not (most is None or _is_count(most)) or least > (most or least):
+            return self._json(schema)  # and refused
+        if most == 0:
+            return "[]"
+        items = self._value(schema.get("items", {}))
+        many: Node = {
+            "many": items,
+            "between": self._form.comma,
+            "least": max(least, 1),
+            "most": most,
+        }
+        return _all("[", many if least else _maybe(many), "]")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _text(schema: Mapping[str, Any], end: str, *, without: str) -> Node:
+    """Return any text up to `end` that matches the schema of a string."""
+    said = {
+        "least": schema.get("minLength"),
+        "most": schema.get("maxLength"),
+        "pattern": schema.get("pattern"),
+    }
+    held = {key: value for key, value in said.items() if value is not None}
+    return {"text": {"end": end, "without": without, **held}}
+
+
+def written_value(form: TaggedArguments | ValueArguments, value: Any) -> str:
+    """Return a JSON value as calls of a form write it."""
+    if isinstance(form, TaggedArguments):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    match value:
+        case bool():
+            return form.words[0] if value else form.words[1]
+        case None:
+            return form.words[2]
+        case str() if form.raw_quotes:
+            return f"{form.raw_quotes[0]}{value}{form.raw_quotes[0]}"
+        case list():
+            return f"[{form.comma.join(written_value(form, each) for each in value)}]"
+        case dict():
+            pairs = [
+                (key if form.bare_keys else written_value(form, key))
+                + form.colon
+                + written_value(form, each)
+                for key, each in value.items()
+            ]
+            return "{" + form.comma.join(pairs) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def written_arguments(known: CallFormat, arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as a form writes them."""
+    match known.arguments:
+        case TaggedArguments() as form:
+            parts = [
+                f"{form.before}{name}{form.middle}{written_value(form, value)}{form.after}"
+                for name, value in arguments.items()
+            ]
+            return "".join(parts)
+        case ValueArguments() as form:
+            pairs = [
+                f"{name}{form.assign}{written_value(form, value)}"
+                for name, value in arguments.items()
+            ]
+            return f"{form.opening}{form.comma.join(pairs)}{form.closing}"
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def written_calls(known: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return calls as a form writes them, and as its grammar has them."""
+    texts = [
+        f"{known.before}{name}{known.middle}{written_arguments(known, arguments)}{known.after}"
+        for name, arguments in calls
+    ]
+    opening = known.opening + known.first
+    closing = known.closing if not known.alone else ""
+    if known.shared:
+        return f"{opening}{known.between.join(texts)}{closing}"
+    return known.between.join(f"{opening}{text}{closing}" for text in texts)
