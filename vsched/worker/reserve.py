@@ -5,8 +5,9 @@ lie in shared mappings that are there before the measurement begins, as the aren
 nor to what is measured.
 
 The same batch may need more memory when it runs again, since what was kept of the first time (compiled code, caches,
-small objects) lies between the pieces of the second. So all candidates run in turn until a whole round adds nothing.
-What batches of other shapes may need beyond that, because of where their pieces happen to lie, is the memory's `drift`.
+small objects) lies between the pieces of the second. So the one that took the most runs again until it adds next to
+nothing. What batches of other shapes may need beyond that, because of where their pieces happen to lie, is the memory's
+`drift`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ logger = logging.getLogger(__name__)
 
 _PAGE_ROWS = 64
 
-ROUNDS_MAX = 6
-"""Rounds of all candidates at most; the memory of a worker that needs more each time is not known then."""
+REPEATS_MAX = 5
+"""Repeats of the largest candidate at most; the memory of a worker that needs more each time is not known then."""
+
+SETTLED_SHARE = 1 / 16
+"""A repeat that adds at most this share of the drift is the last: that much is there for more than this."""
 
 ROUNDS_OF_GROUP = 3
-"""Rounds where several ranks encode together: a rank alone cannot tell that they are done."""
+"""Rounds of all candidates where several ranks encode together: a rank alone cannot tell that they are done."""
 
 _KNOBS = (
     "lower encode.admission.max_tokens or media.image_pixels_max, raise encode.memory_limit, or say with "
@@ -149,7 +153,7 @@ def _measure(
     loaded: RankMemory,
     role: EncodeRole,
 ) -> int:
-    """Run the candidates until a whole round adds nothing; return what they need, 0 where there are none.
+    """Run the candidates until their need is known; return it, 0 where there are none.
 
     Raises:
         DeviceOutOfMemory: When one does not fit.
@@ -158,23 +162,38 @@ def _measure(
         return 0
     memory = worker.device_memory()
     memory.reset_peak()
-    alone, peak = role.settings.ranks == 1, 0
-    for _ in range(ROUNDS_MAX if alone else ROUNDS_OF_GROUP):
-        before = peak
+    alone, peak, largest = role.settings.ranks == 1, 0, arena.batches[0]
+    for _ in range(1 if alone else ROUNDS_OF_GROUP):
         for batch in arena.batches:
+            before = peak
             _run(worker, arena, batch)
-        peak = memory.peak()
-        if alone and peak <= before:
-            break
-    else:
-        if alone:
-            logger.warning(
-                "the encoder needed more memory in each of %d rounds of its largest batches. Remedy: say with "
-                "encode.reserved how much to keep.",
-                ROUNDS_MAX,
-            )
+            peak = memory.peak()
+            if peak > before:
+                largest = batch
+    if alone:
+        peak = _repeat(worker, arena, largest, loaded)
     growth = max(0, peak - loaded.reserved_bytes)
     return growth + memory.drift(growth)
+
+
+def _repeat(
+    worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan], loaded: RankMemory
+) -> int:
+    """Run a batch again until it adds next to nothing; return the peak."""
+    memory = worker.device_memory()
+    peak = memory.peak()
+    for _ in range(REPEATS_MAX):
+        before = peak
+        _run(worker, arena, batch)
+        peak = memory.peak()
+        if peak - before <= SETTLED_SHARE * memory.drift(max(0, peak - loaded.reserved_bytes)):
+            return peak
+    logger.warning(
+        "the encoder needed more memory each of %d times that its largest batch ran again. Remedy: say with "
+        "encode.reserved how much to keep.",
+        REPEATS_MAX,
+    )
+    return peak
 
 
 class BatchArena:

@@ -24,7 +24,7 @@ from vsched.worker import kv_sizing as sizing
 from vsched.worker import memory, profiling_run
 from vsched.worker import reserve as reserve_module
 from vsched.worker.contract import EncodeJob, ImagePlan, WorkerSettings
-from vsched.worker.reserve import ROUNDS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
+from vsched.worker.reserve import REPEATS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 
 ROLE = EncodeRole(
@@ -61,9 +61,9 @@ def reserve(
 
 
 def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
-    """Every candidate runs, and again, which adds nothing; the growth is the peak less what stood before."""
+    """Every candidate runs, the largest again, which adds nothing; the growth is the peak less what stood before."""
     loaded, reservation, worker = reserve()
-    assert worker.batches == [[4, 4], [32]] * 2
+    assert worker.batches == [[4, 4], [32], [32]]
     assert reservation == Reservation(
         rank=2, pool="simulated", growth_bytes=32 * worker.token_bytes, held=True
     )
@@ -95,15 +95,33 @@ class Scattering(MeasuredEncoder):
             self.memory.allocate(self.kept_bytes)
 
 
-def test_reserve_repeats_the_candidates_until_a_round_adds_nothing() -> None:
+def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
     """What batches leave behind is part of what the worst one needs later."""
     worker = Scattering(SimulatedMemory(1024 * MIB))
     loaded, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
-    assert len(worker.batches) == 2 * 4, "round 3 kept the last of it, and round 4 added nothing"
+    assert worker.batches == [[4, 4], *[[32]] * 6], (
+        "the fifth kept the last of it, and the seventh added nothing"
+    )
     for batch in [[LARGE], [SMALL] * 2, [LARGE]]:
         arena = BatchArena(model_info(), [batch])
         worker.encode(arena.jobs(batch), arena.embeddings)
     assert worker.memory.peak() - loaded.reserved_bytes == reservation.growth_bytes
+
+
+@pytest.mark.parametrize(("kept_bytes", "repeats"), [(MIB // 2, 1), (20 * MIB, 5)])
+def test_reserve_repeats_no_more_for_what_the_drift_has_room_for(
+    kept_bytes: int, repeats: int
+) -> None:
+    """A run of the largest batch takes seconds, and there is always some small thing that is new."""
+
+    class Drifting(SimulatedMemory):
+        def drift(self, growth_bytes: int) -> int:
+            return growth_bytes // 3
+
+    worker = Scattering(Drifting(1024 * MIB))
+    worker.kept_bytes, worker.count = kept_bytes, 5
+    reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    assert len(worker.batches) == 2 + repeats
 
 
 def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
@@ -113,7 +131,7 @@ def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
     worker = Scattering(SimulatedMemory(1024 * MIB))
     worker.count = 100
     reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
-    assert len(worker.batches) == 2 * ROUNDS_MAX
+    assert len(worker.batches) == 2 + REPEATS_MAX
     assert "encode.reserved" in caplog.text
 
 
