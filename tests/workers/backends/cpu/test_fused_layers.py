@@ -17,14 +17,14 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import prefill_attention, products
+from vsched_workers.backends.cpu import operand_choice, prefill_attention, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.operand_choice import pays_here
+from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.rotary_angles import AxesAngles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
@@ -168,12 +168,13 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor")
+@pytest.mark.skipif(not runs_here(), reason="oneDNN multiplies all rows on this processor")
 @pytest.mark.parametrize("chosen", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of larger models lie in whole panels; rows are padded no more. Images, too."""
+    monkeypatch.setattr(operand_choice, "has_amx", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: chosen)
     monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))

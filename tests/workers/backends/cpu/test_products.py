@@ -13,8 +13,14 @@ pytest.importorskip("numba")
 
 from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.operand_choice import operand, pays_here
-from vsched_workers.backends.cpu.products import BF16_ROWS_MAX, INPUTS_MAX, panel_product
+from vsched_workers.backends.cpu.operand_choice import operand, runs_here
+from vsched_workers.backends.cpu.products import (
+    AMX_ROWS_MAX,
+    BF16_ROWS_MAX,
+    INPUTS_MAX,
+    PanelProduct,
+    panel_product,
+)
 from vsched_workers.backends.reference.packed_weights import (
     FEW_ROWS,
     PackedWeight,
@@ -24,7 +30,7 @@ from vsched_workers.backends.reference.packed_weights import (
 
 pytestmark = [
     pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN"),
-    pytest.mark.skipif(not pays_here(), reason="oneDNN multiplies all rows on this processor"),
+    pytest.mark.skipif(not runs_here(), reason="oneDNN multiplies all rows on this processor"),
     pytest.mark.slow,
 ]
 
@@ -35,8 +41,9 @@ SHAPES = [(64, 32), (192, 96), (320, 256)]
 
 @pytest.fixture(params=OPERANDS, autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operand:
-    """Multiply this, whatever is faster here."""
+    """Multiply this, whatever is faster here, and as on a processor without AMX."""
     found: Operand = request.param
+    monkeypatch.setattr(operand_choice, "has_amx", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: found)
     return found
 
@@ -159,14 +166,35 @@ def test_weight_that_lies_otherwise_is_left_to_onednn(
     assert (panel_product(weight, None, threads=1) is None) is (chosen is BF16)
 
 
-@pytest.mark.parametrize(("asked", "answer"), [("has_bf16_dot", False), ("has_amx", True)])
-def test_processors_with_less_or_more_are_left_to_onednn(
-    asked: str, *, answer: bool, monkeypatch: pytest.MonkeyPatch
+def test_processors_without_the_instruction_are_left_to_onednn(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without VDPBF16PS there is no custom product; with AMX, oneDNN is far ahead."""
     weight = torch.randn(192, 64).bfloat16()
-    monkeypatch.setattr(operand_choice, asked, lambda: answer)
+    monkeypatch.setattr(operand_choice, "has_bf16_dot", lambda: False)
     assert panel_product(weight, None, threads=1) is None
+
+
+def test_few_rows_only_are_multiplied_here_beside_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go to oneDNN, which has the same copy of the weight; with float32 operands, too."""
+    weight = torch.randn(192, 64).bfloat16()
+    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
+    product = panel_product(weight, None, threads=1)
+    assert product is not None
+    assert product.rows_max == AMX_ROWS_MAX
+    assert product.packed is not None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_panels_in_halves_are_multiplied_alike(threads: int) -> None:
+    """As oneDNN packs for AMX, whatever this processor has."""
+    torch.manual_seed(3)
+    weight, bias = torch.randn(192, 96).bfloat16(), torch.randn(192).bfloat16()
+    panels = weight.view(-1, 32, 48, 2).transpose(1, 2).contiguous()
+    product = PanelProduct(panels, panels.data_ptr(), weight.shape, bias, threads, halves=True)
+    for count in (*range(14), 40):
+        rows = torch.randn(count, 96).bfloat16()
+        wanted = _wanted(rows, weight, bias)
+        assert torch.allclose(product(rows).double(), wanted, atol=1e-3, rtol=2**-8)
 
 
 @pytest.mark.parametrize(("float32_s", "wanted"), [(0.5, FLOAT32), (0.95, BF16), (2.0, BF16)])

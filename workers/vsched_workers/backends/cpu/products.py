@@ -1,7 +1,8 @@
 """Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
 
-With bfloat16 operands oneDNN takes over from some number of rows on. So there is one copy of the weight, which oneDNN
-has packed, and the kernel reads it there. Where float32 is faster, oneDNN is not needed, and the weight is packed here.
+With bfloat16 operands or beside AMX oneDNN takes over from some number of rows on. So there is one copy of the weight,
+which oneDNN has packed, and the kernel reads it there. Where float32 is faster and there is no AMX, oneDNN is not
+needed, and the weight is packed here.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from torch.nn import functional
 from vsched.errors import ConfigError
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
-from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
+from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.operand_choice import operand, pays_here
+from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
 
 INPUTS_MAX = 4096
 """Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
 
 BF16_ROWS_MAX = 128
 """Most rows that are multiplied as bfloat16: with 256, which leave the cache between two panels, oneDNN is as fast."""
+
+AMX_ROWS_MAX = PASS_ROWS
+"""The same beside AMX, which takes as long for one row as for sixteen: those of one pass."""
 
 PADDING_SHARE_MAX = 1 / 8
 """The largest share of a weight that may be padding of its last panel: it is read and multiplied as the rest is."""
@@ -51,12 +55,14 @@ class PanelProduct:
         threads: int,
         *,
         rows_max: int = sys.maxsize,
+        halves: bool = False,
     ) -> None:
-        """Take a weight of this shape, whose panels lie at an address in memory that `panels` owns."""
+        """Take a weight of this shape, whose panels, maybe in halves, lie at an address in memory of `panels`."""
         self.rows_max = rows_max
         self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
+        self._halves = int(halves)
         self._out, self._in = shape
         whole = -(-self._out // PANEL) * PANEL
         self.size_bytes = whole * self._in * 2
@@ -78,6 +84,7 @@ class PanelProduct:
             rows.numel() // self._in,
             self._in // 2,
             self._address,
+            self._halves,
             self._out,
             self._bias_at,
             result.data_ptr(),
@@ -93,16 +100,20 @@ def panel_product(
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
     outputs, inputs = weight.shape
-    if inputs % 2 or inputs > INPUTS_MAX or not pays_here():
+    if inputs % 2 or inputs > INPUTS_MAX or not runs_here():
         return None
-    if operand() is FLOAT32:
+    if pays_here() and operand() is FLOAT32:
         if -outputs % PANEL > PADDING_SHARE_MAX * outputs:
             return None
         return PanelProduct(*_pack(weight), weight.shape, bias, threads)
     found = _pack_with_onednn(weight)
     if found is None:
         return None
-    return PanelProduct(*found, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX)
+    packed, address, halves = found
+    rows_max = BF16_ROWS_MAX if pays_here() else AMX_ROWS_MAX
+    return PanelProduct(
+        packed, address, weight.shape, bias, threads, rows_max=rows_max, halves=halves
+    )
 
 
 def deterministic_product(
@@ -131,8 +142,8 @@ def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     return panels, address
 
 
-def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return a weight as oneDNN packs it, and the address of its panels, if that is how it packs."""
+def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool] | None:
+    """Return a weight as oneDNN packs it, the address of its panels and whether they lie in halves; None if neither."""
     operations: Any = torch.ops.mkldnn
     if weight.shape[0] % PANEL:
         return None
@@ -140,20 +151,25 @@ def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001
         return None
     address: int = operations.data_ptr(packed)
-    return None if address % LINE or not _lies_in_panels(address, weight) else (packed, address)
+    if address % LINE:
+        return None
+    for width in (PANEL, PANEL // 2):
+        if _lies_in_panels(address, weight, width):
+            return packed, address, width < PANEL
+    return None
 
 
-def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Compare some panels with what they should hold: oneDNN does not document its layout."""
+def _lies_in_panels(address: int, weight: torch.Tensor, width: int) -> bool:
+    """Compare some panels of so many outputs with what they should hold: oneDNN does not document its layout."""
     outputs, inputs = weight.shape
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
-    found = np.ctypeslib.as_array(pointer, (outputs // PANEL, inputs // 2, PANEL, 2))
+    found = np.ctypeslib.as_array(pointer, (outputs // width, inputs // 2, width, 2))
     last = len(found) - 1
-    return all(np.array_equal(found[at], _panel(weight, at)) for at in {0, last // 2, last})
+    return all(np.array_equal(found[at], _panel(weight, at, width)) for at in {0, last // 2, last})
 
 
-def _panel(weight: torch.Tensor, index: int) -> npt.NDArray[np.uint16]:
-    """Return one panel of a weight, [in / 2, 64, 2]."""
-    rows = weight[index * PANEL : (index + 1) * PANEL].detach().contiguous()
-    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(PANEL, -1, 2)
+def _panel(weight: torch.Tensor, index: int, width: int) -> npt.NDArray[np.uint16]:
+    """Return one panel of a weight, [in / 2, width, 2]."""
+    rows = weight[index * width : (index + 1) * width].detach().contiguous()
+    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(width, -1, 2)
     return pairs.transpose(1, 0, 2)

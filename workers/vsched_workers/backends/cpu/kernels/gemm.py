@@ -3,7 +3,8 @@
     out[r, o] = bias[o] + sum_i rows[r, i] * weight[o, i]      (sums float32, result rounded)
 
 **Layout.** A weight [out, in] lies in panels of 64 outputs, in which two neighbouring inputs lie together:
-[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. The weight and the
+[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. For AMX oneDNN packs
+them by 32 outputs; then a panel is two halves, one behind the other: [out / 64, 2, in / 2, 32, 2]. The weight and the
 bias are padded to whole panels.
 
 **Blocking.** A pass multiplies up to 6 rows with a panel: 6 x 4 vectors of sums stay in registers while all inputs are
@@ -97,11 +98,13 @@ class Pass:
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
         """Return the addresses of the vectors of weights of a pair of inputs."""
-        weights_at = self._writer.advance(panel_at, pair, self._vectors * LINE)
+        return self._vectors_at(panel_at, pair, self._vectors)
+
+    def _vectors_at(self, start: Any, pair: Any, count: int) -> list[Any]:
+        """Return the addresses of a pair's vectors, of which there are so many for each pair from an address on."""
+        at = self._writer.advance(start, pair, count * LINE)
         one = ir.Constant(LONG, 1)
-        return [
-            self._writer.advance(weights_at, one, vector * LINE) for vector in range(self._vectors)
-        ]
+        return [self._writer.advance(at, one, vector * LINE) for vector in range(count)]
 
     def _add_bf16(
         self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
@@ -169,12 +172,20 @@ class Pass:
                 writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
-@emits(numba.void, None, *[numba.intp] * 10)
+class _HalvesPass(Pass):
+    """Some rows times a panel that lies in two halves."""
+
+    def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
+        return [at for half in panel_at for at in self._vectors_at(half, pair, self._vectors // 2)]
+
+
+@emits(numba.void, None, *[numba.intp] * 11)
 def _multiply_pass(
     builder: Any,
     kind: Any,
     rows: Any,
     lines: Any,
+    halves: Any,
     rows_at: Any,
     row_bytes: Any,
     panel_at: Any,
@@ -185,19 +196,34 @@ def _multiply_pass(
     out_bytes: Any,
 ) -> None:
     """Multiply 1 to 6 rows, of the type of `kind`, with a panel, and prefetch lines of the next panel."""
-    # A case's number has the lines in its lower three bits and the rows above.
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
-    numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
+    # A case's number has the lines in its lower three bits, the halves above, and the rows above them.
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 16)), lines)
+    number = builder.add(builder.mul(halves, ir.Constant(LONG, 8)), number)
+    numbers = [
+        16 * row + 8 * half + line
+        for row in range(1, PASS_ROWS + 1)
+        for half in (0, 1)
+        for line in _PREFETCHED_LINES
+    ]
+    second_at = builder.add(panel_at, builder.mul(pairs, ir.Constant(LONG, _PAIR_BYTES // 2)))
     for case in cases(builder, number, numbers):
+        make = _HalvesPass if case & 8 else Pass
         float32 = isinstance(kind, numba.types.Float)
-        one = Pass(builder, case // 8, lines=case % 8, float32=float32)
-        sums = one.sums(rows_at, row_bytes, panel_at, pairs, next_at)
+        one = make(builder, case // 16, lines=case % 8, float32=float32)
+        panel = (panel_at, second_at) if case & 8 else panel_at
+        sums = one.sums(rows_at, row_bytes, panel, pairs, next_at)
         one.store(sums, out_at, out_bytes, bias_at=bias_at)
 
 
 @compiled()
 def _multiply_panel(
-    inputs: Any, panel_at: int, bias_at: int, out_at: int, out_bytes: int, has_next: int
+    inputs: Any,
+    halves: int,
+    panel_at: int,
+    bias_at: int,
+    out_at: int,
+    out_bytes: int,
+    has_next: int,
 ) -> None:
     """Multiply all rows with one panel, in passes of about as many rows, and prefetch the next panel, if any."""
     rows, pairs = len(inputs), inputs.shape[1] // 2
@@ -211,6 +237,7 @@ def _multiply_panel(
             inputs[0, 0],
             count,
             fetched,
+            halves,
             inputs[row].ctypes.data,
             inputs.strides[0],
             panel_at,
@@ -225,7 +252,14 @@ def _multiply_panel(
 
 @compiled()
 def _multiply_panels(
-    first: int, stop: int, inputs: Any, weight_at: int, outputs: int, bias_at: int, out_at: int
+    first: int,
+    stop: int,
+    inputs: Any,
+    weight_at: int,
+    halves: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
 ) -> None:
     """Multiply all rows with the panels `first` to `stop`; the padding of the last panel of all is left out."""
     out_bytes = 2 * outputs
@@ -235,11 +269,13 @@ def _multiply_panels(
         has_next = panel + 1 < stop
         at = out_at + 2 * column
         if column + PANEL <= outputs:
-            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
+            _multiply_panel(inputs, halves, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
             continue
         part = np.empty((len(inputs), PANEL), dtype=np.uint16)
         part_at, part_bytes = part.ctypes.data, 2 * PANEL
-        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next)
+        _multiply_panel(
+            inputs, halves, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next
+        )
         for row in range(len(inputs)):
             target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
             for index in range(len(target)):
@@ -263,6 +299,7 @@ def multiply(
     rows: int,
     pairs: int,
     weight_at: int,
+    halves: int,
     outputs: int,
     bias_at: int,
     out_at: int,
@@ -270,7 +307,7 @@ def multiply(
     """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
 
     Shape: rows [rows, 2 * pairs]; weight and bias as the head of this file says; out [rows, outputs].
-    `tag` is the dtype tag of the operands.
+    `tag` is the dtype tag of the operands, `halves` 1 where panels lie in halves and else 0.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
     for row in numba.prange(rows):
@@ -278,7 +315,7 @@ def multiply(
     panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads
-        _multiply_panels(first, stop, inputs, weight_at, outputs, bias_at, out_at)
+        _multiply_panels(first, stop, inputs, weight_at, halves, outputs, bias_at, out_at)
 
 
 # --- what is timed to choose the operands (`operand_choice.py`) ---
