@@ -44,8 +44,8 @@ class GrammarChecks:
         _check_bounds(sampling)
         try:
             async with asyncio.timeout(self._deadline_s):
-                checking = self._thread.submit(grammars.check, sampling.grammar)
-                await asyncio.wrap_future(checking)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._thread, grammars.check, sampling.grammar)
         except TimeoutError:
             message = limit_message(
                 "the grammar could not be compiled in time",

@@ -15,6 +15,7 @@ from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
 from vsched.sim.faults.plan import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
+from vsched.sim.ranks.symbolic_grammars import held_answer
 from vsched.sim.ranks.symbolic_model import IMAGE_TOKEN, answer, image_tokens
 from vsched.sim.workload import images
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, text_tokens
@@ -39,7 +40,8 @@ SessionOutcome = Literal["", "finished", "refused", "failed", "left"]
 class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """How a client asks: over HTTP or as a library, streaming or not, with its images or with links to them.
 
-    `stop_token_ids` and `stop` end the answer where the first of them comes.
+    `stop_token_ids` and `stop` end the answer where the first of them comes. With `choices` it must be one of them, or
+    the beginning of one.
     """
 
     http: bool = True
@@ -48,6 +50,12 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     remote: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def choice(self) -> list[str]:
+        """The choices as texts."""
+        return [" ".join(map(str, each)) for each in self.choices]
 
 
 class SessionAnswer(msgspec.Struct):
@@ -121,7 +129,8 @@ class ClientSession:
     def expected(self) -> SessionAnswer:
         """The answer that it must get."""
         received = SessionAnswer(reason="length")
-        for token in answer(self.prompt, self.items, self.arrival.output_tokens):
+        count, choices = self.arrival.output_tokens, self.behaviour.choices
+        for token in held_answer(self.prompt, self.items, count, choices):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
                 received.reason = "stop"  # it is no part of the text
@@ -135,6 +144,8 @@ class ClientSession:
             if ends:
                 received.text, received.reason = received.text[: min(ends)[1]], "stop"
                 break
+            if tuple(received.tokens) in choices:
+                received.reason = "stop"  # nothing may follow
         return received
 
     def accepted(self, number: int, request: Request) -> None:
@@ -238,6 +249,7 @@ class ClientSession:
                 seed=self.index,
                 stop_token_ids=self.behaviour.stop_token_ids,
                 stop=self.behaviour.stop,
+                grammar=self._grammar,
             ),
             request_id=f"library-{self.index}",
             priority=arrival.priority,
@@ -250,6 +262,11 @@ class ClientSession:
                 self._receive(delta.text, delta.finish_reason)
         finally:
             generation.abort()
+
+    @property
+    def _grammar(self) -> str:
+        choice = self.behaviour.choice
+        return msgspec.json.encode({"choice": choice}).decode() if choice else ""
 
     def _receive(self, text: str | None, reason: str | None) -> None:
         if text and not self.received.text:
@@ -320,6 +337,8 @@ class ClientSession:
             "stop_token_ids": self.behaviour.stop_token_ids,
             "stop": self.behaviour.stop,
         }
+        if self.behaviour.choices:
+            body["structured_outputs"] = {"choice": self.behaviour.choice}
         if arrival.tenant:
             body["cache_salt"] = arrival.tenant
         if arrival.ttft_target_ms:

@@ -46,6 +46,8 @@ from vsched.types import Request, group_names, stage_of
 
 REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
 SHUT_DOWN_S = 60.0
+HELD_SHARE = 0.2
+"""How many answers are held to a grammar."""
 HEAL_S = 120.0
 """Virtual seconds within which everything must have ended once the last fault is over."""
 
@@ -297,6 +299,7 @@ class SimEngine:
             remote=rng.random() < 0.3,
             stop_token_ids=tuple(_draw_stops(rng)),
             stop=tuple(f" {one}" for one in _draw_stops(rng)),
+            choices=tuple(_draw_choices(rng)) if rng.random() < HELD_SHARE else (),
         )
 
     async def heal(self, *, within_s: float = HEAL_S) -> None:
@@ -369,6 +372,16 @@ def _draw_stops(rng: random.Random) -> list[int]:
     """Draw tokens that may end an answer; most requests have none."""
     some = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
     return rng.sample(some, rng.randint(1, 8)) if rng.random() < 0.25 else []
+
+
+def _draw_choices(rng: random.Random) -> list[tuple[int, ...]]:
+    """Draw answers of which one must come: they begin alike, part at one token, and none begins another."""
+    some = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
+    head = tuple(rng.choices(some, k=rng.randint(0, 4)))
+    return [
+        (*head, token, *rng.choices(some, k=rng.randint(0, 12)))
+        for token in rng.sample(some, rng.randint(1, 4))
+    ]
 
 
 def groups_of(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
+from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.sim.ranks.symbolic_model import (
     END_TOKEN,
     IMAGE_TOKEN,
@@ -142,6 +143,11 @@ class SimulatedPlugin:
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
         """Every number of ranks will do."""
+
+    def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
+        """Return what compiles choices of tokens."""
+        del info
+        return SymbolicGrammars()
 
     def load_preprocessor(self, info: ModelInfo) -> SimulatedPreprocessor:
         return SimulatedPreprocessor(info)

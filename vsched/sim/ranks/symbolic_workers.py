@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
+from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars, allowed_tokens, chosen_token
 from vsched.sim.ranks.symbolic_model import (
     PIXELS,
     Content,
@@ -272,7 +273,10 @@ class SymbolicGenerator(StandInGenerator):
             self._states[slot] = int(known.fingerprints[stop - 1])
         positions = np.arange(start, stop)
         self._blocks[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
-        return next_token(int(known.fingerprints[stop - 1]))
+        following = int(known.fingerprints[stop - 1])
+        if sequence.token_mask is not None:
+            return chosen_token(following, allowed_tokens(sequence.token_mask))
+        return next_token(following)
 
     def _seen(self, known: _Known) -> int:
         return int(known.fingerprints[known.length - 1]) if known.length else self._root
@@ -336,6 +340,11 @@ class RankPlugin:
         """Load the language model."""
         progress("weights", 0.0)
         return SymbolicGenerator(self._world, self._process, info, settings, self._root)
+
+    def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
+        """Return what compiles choices of tokens."""
+        del info
+        return SymbolicGrammars()
 
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int

@@ -1,0 +1,131 @@
+"""Grammars of simulated answers: one of some sequences of tokens, none of which begins like a whole other one.
+
+Of what grammars are, ranks and kernel see where an answer ends, and that what comes next depends on what came before.
+A choice has both, and needs no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vsched.errors import RequestRefused
+from vsched.sim.ranks.symbolic_model import (
+    FIRST_TOKEN,
+    TOKENS,
+    Content,
+    answer,
+    extend,
+    fingerprints,
+)
+from vsched.types import FinishReason, MediaItem
+
+Choices = Sequence[Sequence[int]]
+_WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)
+
+
+def next_tokens(choices: Choices, outputs: Sequence[int]) -> list[int]:
+    """Return the tokens that may follow an output, in order; none where it is whole, or none of the choices."""
+    count = len(outputs)
+    begun = [each for each in choices if list(each[:count]) == list(outputs)]
+    return sorted({each[count] for each in begun if len(each) > count})
+
+
+def chosen_token(fingerprint: int, allowed: Sequence[int]) -> int:
+    """Return which of these tokens follows a position."""
+    return allowed[(fingerprint >> 7) % len(allowed)]
+
+
+def held_answer(
+    prompt: Sequence[int], items: Sequence[MediaItem], count: int, choices: Choices
+) -> list[int]:
+    """Return the tokens that follow a prompt where the answer must be one of some choices; any where there are none."""
+    if not choices:
+        return answer(prompt, items, count)
+    content = Content(items)
+    *_, seen = fingerprints(prompt, content)
+    tokens: list[int] = []
+    while len(tokens) < count and (allowed := next_tokens(choices, tokens)):
+        tokens.append(chosen_token(seen, allowed))
+        seen = extend(seen, content.at(len(prompt) + len(tokens) - 1, tokens[-1]))
+    return tokens
+
+
+def allowed_tokens(mask: npt.NDArray[np.uint32]) -> list[int]:
+    """Return the tokens that a mask allows, in order."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+class SymbolicGrammars:
+    """Compiles choices; see `vsched.worker.capabilities.Grammars`."""
+
+    def check(self, grammar: str) -> None:
+        """Refuse what is no choice of sequences of tokens.
+
+        Raises:
+            RequestRefused: With the reason.
+        """
+        try:
+            choices = _choices(grammar)
+        except (msgspec.MsgspecError, ValueError):
+            choices = []
+        known = all(
+            each and all(FIRST_TOKEN <= token < FIRST_TOKEN + TOKENS for token in each)
+            for each in choices
+        )
+        ambiguous = any(
+            one == other[: len(one)] for one, other in permutations(map(tuple, choices), 2)
+        )
+        if not choices or not known or ambiguous:
+            raise RequestRefused(
+                "the grammar cannot be used: simulated models know choices of numbers, of which none begins another. "
+                "Remedy: send such a choice.",
+                code="invalid_grammar",
+            )
+
+    def matcher(self, grammar: str) -> ChoiceMatcher:
+        """Return what follows an output through a choice."""
+        return ChoiceMatcher(_choices(grammar))
+
+
+class ChoiceMatcher:
+    """Follows one output; see `vsched.worker.contract.TokenMatcher`."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self._outputs: list[int] = []
+        self._mask = np.zeros(_WORDS, np.uint32)
+        self._look()
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """The tokens that may come next."""
+        return self._mask
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Take the next tokens; return whether the output is whole, or fits no choice."""
+        self._outputs += token_ids
+        if self._outputs in [list(each) for each in self._choices]:
+            return FinishReason.STOP
+        return None if self._look() else FinishReason.ERROR
+
+    def _look(self) -> bool:
+        tokens = next_tokens(self._choices, self._outputs)
+        self._mask[:] = 0
+        for token in tokens:
+            self._mask[token // 32] |= np.uint32(1 << token % 32)
+        if not tokens:
+            self._mask[:] = 0xFFFFFFFF
+        return bool(tokens)
+
+
+def _choices(grammar: str) -> list[list[int]]:
+    held = msgspec.json.decode(grammar, type=dict[str, list[str]])
+    if held.keys() != {"choice"}:
+        raise ValueError("no choice")
+    return [[int(word) for word in text.split()] for text in held["choice"]]
