@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.e2e.random_schemas import damaged, random_schema
 from tests.unit.api.tools.test_reader import read_with
 from tests.workers.checkpoint.test_grammars import drawn, fits
 from vsched.api.errors import ParameterRefused
@@ -221,3 +223,28 @@ def test_what_is_said_of_all_arguments_together_is_refused(name: str) -> None:
     schema = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}
     with pytest.raises(ParameterRefused, match="anyOf.*Remedy"):
         forced_calls(CALL_FORMATS[name], [FunctionTool("f", parameters=schema)], single=True)
+
+
+def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bool:
+    """Return whether calls cannot be held to a schema; reading calls of it must go well in any case."""
+    known = CALL_FORMATS[name]
+    read_with(known, [written_calls(known, [("f", {"a": "x"})])], tools={"f": schema})
+    try:
+        grammars.check(forced_calls(known, [FunctionTool("f", parameters=schema)], single=True))
+    except RequestRefused as refusal:
+        return "Remedy" in refusal.message
+    return False
+
+
+@pytest.mark.parametrize("name", IN_OTHER_FORMS)
+def test_damaged_schemas_of_calls_are_compiled_or_refused(
+    name: str, grammars: TokenGrammars
+) -> None:
+    refused = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        inner = random_schema(rng, 2)
+        whole = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+        assert not is_refused(grammars, name, whole), whole
+        refused.append(is_refused(grammars, name, damaged(whole, rng)))
+    assert set(refused) == {False, True}

@@ -41,6 +41,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 UNAVAILABLE = ("cleared", "stopping", "given_up", "expired")
 """Codes of ends that are the server's state, not the request's fault: trying elsewhere makes sense."""
+GRAMMAR_FAILED = "grammar_failed"
+"""Code of an end that is the request's own: the answer is an error 400, though the request was accepted."""
 RETRY_AFTER_S = 5
 BROKEN = "the answer could not be turned into text"
 """What a client is told whose tokens the detokenizer cannot take."""
@@ -50,7 +52,7 @@ def failure_of(message: str, *, code: str) -> RequestFailed:
     """Return what the client of a request gets that ended in an error."""
     if code in UNAVAILABLE:
         return RequestFailed(message, code=code, status=503, retry_after_s=RETRY_AFTER_S)
-    return RequestFailed(message, code=code)
+    return RequestFailed(message, code=code, status=400 if code == GRAMMAR_FAILED else 500)
 
 
 class StopMatcher:

@@ -219,6 +219,7 @@ async def test_generation_logprobs_go_with_their_tokens() -> None:
     ("reason", "code", "status"),
     [
         (FinishReason.ERROR, "encode_failed", 500),
+        (FinishReason.ERROR, "grammar_failed", 400),
         (FinishReason.ABORT, "cleared", 503),
         (FinishReason.ABORT, "stopping", 503),
     ],
