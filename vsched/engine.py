@@ -24,8 +24,14 @@ from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
-from vsched.aio.request_bounds import check_numbers, check_stop_tokens
+from vsched.aio.request_bounds import (
+    check_numbers,
+    check_prompt_values,
+    check_stop_tokens,
+    prompts_untold,
+)
 from vsched.aio.shell import Shell, start_shell
+from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
@@ -50,26 +56,32 @@ from vsched.memory import Ledger
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.capabilities import ConstrainsOutput, Grammars
+from vsched.worker.capabilities import ConstrainsOutput, Grammars, TellsPrompts
 from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
-FrontEnd = tuple[Preprocessor, Grammars | None]
+FrontEnd = tuple[Preprocessor, Grammars | None, bool]
+"""What prepares requests, what checks grammars, and whether prompts can be told of."""
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, what it does, and the fraction done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningParts:
-    """What an engine has from the end of its start to its stop."""
+    """What an engine has from the end of its start to its stop.
+
+    Attributes:
+        tells_prompts: Whether ranks can tell the log-probabilities of prompt tokens.
+    """
 
     arena: Arena
     launcher: Launcher
     shell: Shell
     media: MediaPipeline
     grammars: GrammarChecks
+    tells_prompts: bool
 
     async def prepare(
         self,
@@ -78,11 +90,13 @@ class RunningParts:
         cache_salt: str,
         sampling: SamplingParams,
     ) -> PreparedRequest:
-        """Check the grammar of a request, then prepare prompt and images.
+        """Check the grammar of a request and what it asks of its prompt, then prepare prompt and images.
 
         Raises:
             RequestRefused: When one of them cannot be accepted.
         """
+        if sampling.prompt_logprobs is not None and not self.tells_prompts:
+            raise prompts_untold()
         await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
@@ -149,7 +163,9 @@ class Engine:
         try:
             info = inspect_checkpoint(config, self._policies)
             self.config, self.info = as_served(config, info)
-            self._running = await self._start_parts(partial(_load_front_end, plugin))
+            ranks = self.config.generate.tensor_parallel
+            load_front_end = partial(_load_front_end, plugin, ranks=ranks)
+            self._running = await self._start_parts(load_front_end)
         except BaseException:
             self._state = "stopped"
             raise
@@ -176,13 +192,18 @@ class Engine:
                 now_ns=environment.now_ns,
             )
             started.push_async_callback(shell.stop)
-            self.preprocessor, grammars = await loading
+            self.preprocessor, grammars, tells_prompts = await loading
             store = PixelStore(arena.pixels, arena.fd)
             media = environment.make_media(self.preprocessor, store, media_settings(config))
             started.pop_all()
         checks = GrammarChecks(grammars, deadline_s=config.media.prepare_s)
         return RunningParts(
-            arena=arena, launcher=launcher, shell=shell, media=media, grammars=checks
+            arena=arena,
+            launcher=launcher,
+            shell=shell,
+            media=media,
+            grammars=checks,
+            tells_prompts=tells_prompts,
         )
 
     async def drain(self) -> None:
@@ -288,7 +309,13 @@ class Engine:
     ) -> list[TokenStream]:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
         prompt_tokens = len(prepared.token_ids)
-        if not sampling.max_tokens:
+        report = None
+        if sampling.prompt_logprobs is not None:
+            report = PromptReport(prepared.token_ids, sampling.prompt_logprobs)
+            check_prompt_values(report.values)
+        if sampling.prompt_only:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
+        elif not sampling.max_tokens:
             limits = shell.limits
             room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
@@ -321,6 +348,8 @@ class Engine:
                 logprobs=sampling.logprobs is not None,
                 on_stop=shell.end,
                 on_end=on_end,
+                prompt_report=report,
+                prompt_only=sampling.prompt_only,
             )
             return generation
 
@@ -473,10 +502,11 @@ class Engine:
         )
 
 
-def _load_front_end(plugin: WorkerPlugin, info: ModelInfo) -> FrontEnd:
-    """Load what a checkpoint's requests are prepared with."""
+def _load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
+    """Load what a checkpoint's requests are prepared with, and ask what so many ranks can do."""
     grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
-    return plugin.load_preprocessor(info), grammars
+    tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
+    return plugin.load_preprocessor(info), grammars, tells
 
 
 def _forget(loading: asyncio.Future[FrontEnd]) -> None:

@@ -22,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
     batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
     added unless `ignore_eos`. `include_stop` leaves what ended a request in its text, special tokens aside. `logprobs`
-    is the number of alternatives to report a token, None for none at all.
+    is the number of alternatives to report a token, None for none at all, and `prompt_logprobs` that for the tokens of
+    the prompt. `prompt_only` is that nothing is generated: the request ends with its prompt.
 
     `grammar` is what the output must match, as `vsched.worker.capabilities.Grammars` takes it; empty for anything.
     """
@@ -42,6 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""

@@ -134,6 +134,17 @@ class SlotLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class PromptPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of tokens of a prompt, from position `start` on; little-endian, as of `PromptLogprobs`."""
+
+    number: int
+    start: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
 class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     """A generate step is done.
 
@@ -148,6 +159,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[SlotLogprob]
     busy_ns: int
     wanted: list[str] = []
+    prompts: list[PromptPiece] = []
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):

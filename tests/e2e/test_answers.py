@@ -10,7 +10,7 @@ import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
 
-from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, held, read  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
@@ -72,6 +72,20 @@ async def test_answers_that_do_not_fit_together_come_one_after_the_other(engine:
     ask = Ask(TEXTS[4], [drawn_image(9103)], count=150)
     found = await ask_for(engine, ask, 6, temperature=0.0)
     assert found == [(await answer(engine, ask)).token_ids] * 6
+
+
+async def test_images_are_held_until_the_last_answer_ends(engine: Engine) -> None:
+    ask = Ask(TEXTS[4], [drawn_image(9105)], count=200)
+    first, second = await engine.generate_answers(
+        prompt=engine.preprocessor.render(ask.messages),
+        images=[data_url(image) for image in ask.images],
+        sampling=SamplingParams(ignore_eos=True, max_tokens=ask.count),
+        request_ids=["held", "held#1"],
+    )
+    first.abort()
+    assert held(engine)["pixel_bytes"] > 0
+    second.abort()
+    assert held(engine)["pixel_bytes"] == 0
 
 
 async def test_choices_of_a_chat(client: Any, engine: Engine) -> None:

@@ -11,9 +11,7 @@ _SEED_BITS = 63
 
 
 def answer_seed(seed: int, index: int) -> int:
-    """Return the seed of an answer: the first draws what a request for one answer would."""
-    if index == 0:
-        return seed
+    """Return the seed of a further answer; that of the first is the request's: it draws what one alone would."""
     text = f"{seed}/{index}".encode()
     digest = blake2b(text, digest_size=8, person=b"vsched.seed").digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

@@ -11,6 +11,8 @@ from vsched.worker.slots import STOP_TOKENS_MAX
 _INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
 _WORD_TOKENS_MAX = 1024
+PROMPT_VALUES_MAX = 1 << 18
+"""Log-probabilities that one request may ask for of its prompt: all its tokens with so many alternatives each."""
 
 
 def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:
@@ -36,6 +38,7 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     _within("top_k", sampling.top_k, -1, _INT32_MAX)
     _within("seed", sampling.seed, -_SEED_MAX - 1, _SEED_MAX)
     _within("logprobs", sampling.logprobs or 0, 0, vocab_size)
+    _within("prompt_logprobs", sampling.prompt_logprobs or 0, 0, vocab_size)
     _within("temperature", sampling.temperature, 0, 1e6)
     _within("top_p", sampling.top_p, 0, 1)
     _within("min_p", sampling.min_p, 0, 1)
@@ -60,6 +63,31 @@ def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ..
         )
         raise RequestRefused(message, code="too_many_stop_tokens")
     return stops
+
+
+def check_prompt_values(count: int) -> None:
+    """Check how many log-probabilities of its prompt a request asks for.
+
+    Raises:
+        RequestRefused: When they are too many to be kept and sent.
+    """
+    if count > PROMPT_VALUES_MAX:
+        message = limit_message(
+            "too many log-probabilities of the prompt, its tokens times one and the alternatives of each",
+            value=count,
+            limit=PROMPT_VALUES_MAX,
+            remedy="ask for fewer alternatives, or send a shorter prompt",
+        )
+        raise RequestRefused(message, code="too_many_logprobs")
+
+
+def prompts_untold() -> RequestRefused:
+    """Return the refusal where ranks cannot tell of prompts."""
+    return RequestRefused(
+        "log-probabilities of prompt tokens are not available for this model: its head is a part of a whole that "
+        "yields the logits of all rows at once. Remedy: send neither prompt_logprobs nor echo with logprobs.",
+        code="unsupported_parameter",
+    )
 
 
 def _within(what: str, value: float, low: float, high: float) -> None:

@@ -331,6 +331,8 @@ class Shell:
         if not len(result.tokens) == len(result.numbers) == expected:
             group.leader.refuse(0, f"sent a result of {len(result.tokens)} bytes, not {expected}")
             return
+        if result.prompts:
+            self._streams.report(result.prompts)
         tokens = int32_array(result.tokens)
         self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns, name), result)
 

@@ -16,7 +16,7 @@ from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.api import parameters
 from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
 from vsched.api.bodies.reading import RequestBodies
-from vsched.api.choices.accepted import AcceptedAnswers, answer_id, without_logprobs
+from vsched.api.choices.accepted import AcceptedAnswers, Drawn, answer_id, without_logprobs
 from vsched.api.contract import ApiSettings, EngineContract, Generation
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.fields.neutral import refuse_unsupported
@@ -30,7 +30,7 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.request_id import new_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.responses import ChatResponse, CompletionResponse
+from vsched.api.responses import ChatResponse, CompletionResponse, Usage
 from vsched.api.sse_writer import SseWriter, Voice
 from vsched.api.tools.choice import tool_use
 from vsched.api.tools.formats import reasoning_format
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS_MAX = 16_384
 """Messages up to this length are rendered on the loop: a hop to a thread costs more than it."""
+_INLINE_VALUES_MAX = 4096
+"""So many log-probabilities of prompts are worded on the loop; more take a thread."""
 _PART_CHARACTERS = 128
 """A message, or a part of one, takes a template as long as that many characters of a text."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
@@ -54,7 +56,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine.
 
     To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
-    tokens are needed for that alone.
+    tokens are needed for that alone. `echoes` are the texts of prompts that are told, None for one of tokens.
     `constrained_by` is the parameter that its grammar comes from. `wording` makes what reads an answer with calls.
     `asked` is what the answer of a dialect repeats of the request.
     """
@@ -72,6 +74,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     drawn: int = 1
     hides_logprobs: bool = False
+    echoes: tuple[str | None, ...] = ()
     wording: Callable[[], AnswerWording] | None = None
     asked: object = None
 
@@ -189,6 +192,7 @@ class CompletionEndpoint:
             max_tokens=request.max_tokens,
             logprobs=request.logprobs,
             best_of=request.best_of,
+            echo=bool(request.echo),
         )
 
     async def _job(
@@ -201,6 +205,7 @@ class CompletionEndpoint:
         max_tokens: int | None,
         logprobs: int | None,
         best_of: int | None = None,
+        echo: bool = False,
         calls: str = "",
         thought: str = "",
     ) -> CheckedRequest:
@@ -211,6 +216,7 @@ class CompletionEndpoint:
         if constraint and thought:
             constraint = behind_thought(constraint, thought)
         refuse_unsupported(request)
+        parameters.refuse_told_streams(request, echo=echo, logprobs=logprobs)
         n, drawn = parameters.answer_count(
             request, self._settings, prompts=len(prompts), best_of=best_of
         )
@@ -227,6 +233,7 @@ class CompletionEndpoint:
             settings=self._settings,
             bad_words=words,
             grammar=constraint.grammar if constraint else "",
+            echo=echo and logprobs is not None,
         )
         return CheckedRequest(
             prompts=prompts,
@@ -237,11 +244,12 @@ class CompletionEndpoint:
             ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
             stream=bool(request.stream),
-            options=parameters.answer_options(request),
+            options=parameters.answer_options(request, sampling, echo=echo),
             constrained_by=constraint.param if constraint else "",
             n=n,
             drawn=drawn,
-            hides_logprobs=logprobs is None,
+            hides_logprobs=logprobs is None and n < drawn,
+            echoes=tuple(one if isinstance(one, str) else None for one in prompts) if echo else (),
         )
 
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
@@ -273,7 +281,7 @@ class CompletionEndpoint:
             )
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        return CompletionFormatter(
+        formatter = CompletionFormatter(
             generation,
             index=index,
             request_id=job.request_id,
@@ -282,6 +290,9 @@ class CompletionEndpoint:
             preprocessor=self._engine.preprocessor,
             options=job.options,
         )
+        if job.echoes:
+            formatter.echo = job.echoes[index // job.n]
+        return formatter
 
     async def _accept(self, job: CheckedRequest, answers: AcceptedAnswers) -> None:
         """Have the engine accept all prompts of a request, one after the other, with their answers.
@@ -335,14 +346,22 @@ class CompletionEndpoint:
         job: CheckedRequest,
     ) -> str:
         drawn = await answers.whole(record, best=job.n)
+        if sum(answer.told for answer in drawn) <= _INLINE_VALUES_MAX:
+            response = self._response(drawn, answers.usage, job)
+        else:
+            response = await asyncio.to_thread(self._response, drawn, answers.usage, job)
+        await exchange.send_json(response, headers=_id_header(job))
+        first = drawn[0].deltas
+        return (first[-1].finish_reason if first else None) or "stop"
+
+    def _response(self, drawn: Sequence[Drawn], usage: Usage, job: CheckedRequest) -> object:
+        """Return the response that holds whole answers."""
         responses = []
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
             deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
-            responses.append(formatter.whole(deltas, answers.usage))
-        await exchange.send_json(_joined(responses), headers=_id_header(job))
-        first = drawn[0].deltas
-        return (first[-1].finish_reason if first else None) or "stop"
+            responses.append(formatter.whole(deltas, usage))
+        return _joined(responses)
 
 
 def _joined(responses: Sequence[object]) -> object:

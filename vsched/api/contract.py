@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
 from vsched.media import ImageReference, Prompt
 from vsched.types import ModelInfo, SamplingParams
@@ -91,6 +92,8 @@ class Generation(Protocol):
     def cached_tokens(self) -> int: ...
     @property
     def output_tokens(self) -> int: ...
+    @property
+    def prompt_report(self) -> PromptReport | None: ...
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
     async def __anext__(self) -> OutputDelta: ...

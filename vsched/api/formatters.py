@@ -23,6 +23,8 @@ from vsched.api.responses import (
     CompletionLogprobs,
     CompletionResponse,
     PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
     Usage,
 )
@@ -55,12 +57,18 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         usage: A last event with the usage; with `running_usage` each event has what there is so far.
         token_ids: Those of the prompt, and of each choice.
         tokens_as_ids: Log-probabilities name tokens as `token_id:N`, for what is no text.
+        prompt_logprobs: Those of the prompt with so many alternatives a token, in vLLM's form; None for no such.
+        echo: The text of a completion begins with its prompt, and its log-probabilities with those of the prompt,
+            with `echo_logprobs` alternatives a token.
     """
 
     usage: bool = False
     running_usage: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    echo_logprobs: int = 0
 
 
 _TEXT_ALONE = AnswerOptions()
@@ -151,6 +159,24 @@ class _Formatting:
         wanted = self.options.token_ids and not self._begun
         return list(self._generation.prompt_token_ids) if wanted else UNSET
 
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        """Return those of the prompt; only of a whole answer."""
+        count, report = self.options.prompt_logprobs, self._generation.prompt_report
+        if count is None or report is None:
+            return UNSET
+        found: PromptLogprobs = [None]
+        for token in report.tokens():
+            told = {
+                str(token_id): self._prompt_logprob(token_id, logprob, rank)
+                for rank, (token_id, logprob) in enumerate(token.top[:count], 1)
+            }
+            own = self._prompt_logprob(token.token_id, token.logprob, token.rank)
+            found.append({**told, str(token.token_id): own})
+        return found
+
+    def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(max(logprob, _LOGPROB_MIN), rank, self._token_text(token_id))
+
     def _token_text(self, token_id: int) -> str:
         if self.options.tokens_as_ids:
             return f"token_id:{token_id}"
@@ -214,6 +240,7 @@ class ChatFormatter(_Formatting):
             [choice],
             usage,
             prompt_token_ids=self._prompt_token_ids(),
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
     def _logprobs(self, deltas: Sequence[OutputDelta]) -> ChatLogprobs | None:
@@ -234,16 +261,21 @@ class ChatFormatter(_Formatting):
 
 
 class CompletionFormatter(_Formatting):
-    """Words plain completions."""
+    """Words plain completions.
+
+    Attributes:
+        echo: The text of the prompt, where the answer begins with it and that is not what its tokens spell.
+    """
 
     _offset = 0
+    echo: str | None = None
 
     def _event(self, text: str) -> CompletionResponse:
         choice = CompletionChoice(text, None, None, self._index)
         return CompletionResponse(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw:
-        if self._is_bare(delta):
+        if self._is_bare(delta) and (self._begun or not self.options.echo):
             return self._form.fill(delta.text)
         choice = self._choice(delta.text, delta.finish_reason, [delta])
         self._begun = True
@@ -256,13 +288,14 @@ class CompletionFormatter(_Formatting):
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
         text = "".join(delta.text for delta in deltas)
         choice = self._choice(text, _finish_reason(deltas), deltas)
+        choice.prompt_logprobs = self._prompt_logprobs()
         return CompletionResponse(self._id, self._created, self._model, [choice], usage)
 
     def _choice(
         self, text: str, finish_reason: str | None, deltas: Sequence[OutputDelta]
     ) -> CompletionChoice:
         return CompletionChoice(
-            text,
+            self._echoed() + text,
             finish_reason,
             self._logprobs(deltas),
             self._index,
@@ -274,15 +307,39 @@ class CompletionFormatter(_Formatting):
         if all(delta.logprobs is None for delta in deltas):
             return None
         result = CompletionLogprobs([], [], [], [])
+        report = self._generation.prompt_report
+        if self.options.echo and not self._begun and report is not None:
+            first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
+            self._add(result, first, None, None)
+            for told in report.tokens():
+                known = TokenLogprob(told.token_id, told.logprob, told.top[:count])
+                self._add(result, told.token_id, told.logprob, self._top(known))
         for delta in deltas:
             for token in delta.logprobs or ():
-                text = self._token_text(token.token_id)
-                result.tokens.append(text)
-                result.token_logprobs.append(max(token.logprob, _LOGPROB_MIN))
-                result.top_logprobs.append(self._top(token))
-                result.text_offset.append(self._offset)
-                self._offset += len(text)
+                self._add(result, token.token_id, token.logprob, self._top(token))
         return result
+
+    def _echoed(self) -> str:
+        """Return the prompt, for the first event or the whole answer, where it is to be told."""
+        if self._begun or not self.options.echo:
+            return ""
+        if self.echo is not None:
+            return self.echo
+        return self._preprocessor.detokenize(self._generation.prompt_token_ids)
+
+    def _add(
+        self,
+        result: CompletionLogprobs,
+        token_id: int,
+        logprob: float | None,
+        top: dict[str, float] | None,
+    ) -> None:
+        text = self._token_text(token_id)
+        result.tokens.append(text)
+        result.token_logprobs.append(None if logprob is None else max(logprob, _LOGPROB_MIN))
+        result.top_logprobs.append(top)
+        result.text_offset.append(self._offset)
+        self._offset += len(text)
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         """Return the alternatives by their texts, the best of those that read alike, and always the sampled token."""

@@ -130,11 +130,13 @@ def sampling_params(
     settings: ApiSettings,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
+    echo: bool = False,
 ) -> SamplingParams:
     """Build the engine's parameters.
 
-    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context"; an absent seed is drawn;
-    what else is absent is as the checkpoint states.
+    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context", and 0 that nothing is
+    generated; an absent seed is drawn; what else is absent is as the checkpoint states. `echo` tells of the prompt what
+    is told of the answer.
 
     Raises:
         ParameterRefused: When one is out of bounds.
@@ -154,14 +156,10 @@ def sampling_params(
             limit=f"{min_tokens_limit} (max_tokens)",
             remedy="ask for fewer tokens",
         )
-    logprobs = info.vocab_size if logprobs == -1 else logprobs
-    if logprobs is not None and logprobs > settings.logprobs_max:
-        raise out_of_bounds(
-            "logprobs",
-            value=logprobs,
-            limit=settings.logprobs_max,
-            remedy="ask for fewer or raise server.logprobs_max",
-        )
+    told = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
+    if echo and logprobs is not None:
+        told = max(told or 0, alternatives("logprobs", logprobs, info, settings) or 0)
+    logprobs = alternatives("logprobs", logprobs, info, settings)
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
@@ -185,10 +183,50 @@ def sampling_params(
         include_stop=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=told,
+        prompt_only=max_tokens == 0,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
         bad_words=bad_words,
         grammar=grammar,
     )
+
+
+def alternatives(
+    param: str, count: int | None, info: ModelInfo, settings: ApiSettings
+) -> int | None:
+    """Return how many alternatives of a token are asked for, -1 being all there are.
+
+    Raises:
+        ParameterRefused: When those are too many.
+    """
+    count = info.vocab_size if count == -1 else count
+    if count is not None and count > settings.logprobs_max:
+        raise out_of_bounds(
+            param,
+            value=count,
+            limit=settings.logprobs_max,
+            remedy="ask for fewer or raise server.logprobs_max",
+        )
+    return count
+
+
+def refuse_told_streams(request: SamplingFields, *, echo: bool, logprobs: int | None) -> None:
+    """Refuse streams of what is told of a prompt where they have no place for it.
+
+    Raises:
+        ParameterRefused: Names the parameter.
+    """
+    if not request.stream:
+        return
+    if request.prompt_logprobs is not None:
+        message = "`prompt_logprobs` come with whole answers alone. Remedy: send stream = false."
+        raise ParameterRefused(message, param="prompt_logprobs")
+    if echo and logprobs is not None and (request.n or 1) > 1:
+        message = (
+            "`echo` with `logprobs` and `n` comes with whole answers alone. "
+            "Remedy: send stream = false, or n = 1."
+        )
+        raise ParameterRefused(message, param="echo")
 
 
 def _logit_bias(
@@ -462,8 +500,11 @@ def _reference(part: ImagePart) -> ImageReference:
     return url
 
 
-def answer_options(request: SamplingFields) -> AnswerOptions:
+def answer_options(
+    request: SamplingFields, sampling: SamplingParams, *, echo: bool = False
+) -> AnswerOptions:
     """Return what the answer carries besides its text."""
+    asked = request.prompt_logprobs
     stream = request.stream_options if request.stream else None
     usage = stream is not None and stream.include_usage
     return AnswerOptions(
@@ -471,6 +512,9 @@ def answer_options(request: SamplingFields) -> AnswerOptions:
         running_usage=usage and stream is not None and stream.continuous_usage_stats,
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        prompt_logprobs=sampling.prompt_logprobs if asked == -1 else asked,
+        echo=echo,
+        echo_logprobs=sampling.logprobs or 0,
     )
 
 

@@ -207,6 +207,7 @@ class SamplingFields(OtherServersFields, kw_only=True):
     n: PositiveCount | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -262,10 +263,11 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """The body of /v1/completions."""
 
     prompt: str | list[str | Count | list[Count]]
+    max_tokens: Count | None = None
     logprobs: Alternatives | None = None
     best_of: PositiveCount | None = None
 
-    echo: Annotated[Any, neutral(False, remedy="prepend the prompt yourself")] = None
+    echo: bool | None = None
     suffix: Annotated[
         Any, neutral("", remedy="leave it out; the models served here only write on from a prompt")
     ] = None

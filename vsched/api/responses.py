@@ -79,6 +79,18 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct):
+    """A token at a place of a prompt, as vLLM has it; the most likely one has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Of each prompt token: itself and its alternatives, by their ids; None of the first."""
+
+
 class ChatChoice(msgspec.Struct):
     """A choice of a chat response."""
 
@@ -99,6 +111,7 @@ class ChatResponse(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -133,11 +146,11 @@ class ChatChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion choice, one entry a token in each list."""
+    """Log-probabilities of a completion choice, one entry a token in each list; None of the first of an echo."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -150,6 +163,7 @@ class CompletionChoice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct):

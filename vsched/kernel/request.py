@@ -137,6 +137,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             return None
         return self.submitted_ns + target_ms * 1_000_000
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether its prompt has to be computed for what that says of its tokens, cached or not."""
+        return self.request.sampling.prompt_logprobs is not None and not self.first_token_ns
+
     def extend_hashes(self, block_size: int) -> None:
         """Compute the hashes of full blocks that it does not have yet, if others may share them."""
         if self.root is None:

@@ -379,6 +379,6 @@ class RequestMoves:
 
 
 def _another(request: Request, answer: FurtherAnswer) -> Request:
-    """Return a request that differs in its id and seed alone."""
-    sampling = msgspec.structs.replace(request.sampling, seed=answer.seed)
+    """Return a request that differs in its id and seed; of the prompt that they share the first answer tells."""
+    sampling = msgspec.structs.replace(request.sampling, seed=answer.seed, prompt_logprobs=None)
     return msgspec.structs.replace(request, request_id=answer.request_id, sampling=sampling)

@@ -178,6 +178,18 @@ class ConstrainsOutput(Protocol):
 
 
 @runtime_checkable
+class TellsPrompts(Protocol):
+    """A plug-in whose generate workers can tell the log-probabilities of prompt tokens."""
+
+    def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
+        """Return whether they can for this model, where so many ranks share it.
+
+        It must not need more memory than the steps of the profiling run, which tell of no prompt.
+        """
+        ...
+
+
+@runtime_checkable
 class LeanPreprocessing(Protocol):
     """A plug-in whose preprocessor comes with less in a process that loads no model."""
 

@@ -190,7 +190,9 @@ class Chunk:
     """A piece of one prompt, positions [start, stop), to prefill in this step.
 
     `samples` is True when the chunk ends the known tokens, so that its last row yields a token. `writes` are the
-    snapshots to take, for a model with a state: (end, place) in order, of the state after position `end` - 1.
+    snapshots to take, for a model with a state: (end, place) in order, of the state after position `end` - 1. The first
+    `told` rows are to tell of the token after them, which is one of the prompt; only of a plug-in that
+    `TellsPrompts`.
     """
 
     slot: int
@@ -200,6 +202,7 @@ class Chunk:
     samples: bool
     items: Sequence[ItemRows]
     writes: Sequence[tuple[int, int]] = ()
+    told: int = 0
 
 
 @dataclass(slots=True)
@@ -238,11 +241,30 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens that a chunk tells of, each by the row before it.
+
+    Shape: `chunk` is the index of the chunk; logprobs float32 [told], ranks int32 [told] (1 for the most likely),
+    top_ids int32 and top_logprobs float32 [told, as many as the request asks for], best first.
+    """
+
+    chunk: int
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens of a step, int32 [rows], and log-probabilities for the rows that asked for them."""
+    """The tokens of a step, int32 [rows], and log-probabilities for the rows that asked for them.
+
+    `prompts` has one entry for each chunk that tells of its prompt.
+    """
 
     tokens: npt.NDArray[np.int32]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 class GenerateWorker(Protocol):

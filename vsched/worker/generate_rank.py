@@ -11,13 +11,14 @@ from vsched.errors import RankDesync
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, Leave, RequestData
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, SlotLogprob
+from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 from vsched.worker.capabilities import Grammars
 from vsched.worker.contract import (
     Batch,
     Chunk,
     GenerateWorker,
     ItemRows,
+    PromptLogprobs,
     Sampled,
     SequenceState,
 )
@@ -177,7 +178,10 @@ class GenerateRank:
         ]
         writes = [(write.end, write.place) for write in plan.writes]
         samples = plan.stop == length
-        return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes)
+        told = 0
+        if sequence.sampling.prompt_logprobs is not None:
+            told = max(0, min(plan.stop, sequence.prompt_length - 1) - plan.start)
+        return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes, told)
 
     def _rows(self, batch: Batch) -> list[int]:
         """Return the slot of each row that yields a token, and mark the rows that need more than argmax."""
@@ -223,6 +227,7 @@ class GenerateRank:
             finished=finished,
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs],
             busy_ns=0,
+            prompts=[_piece(batch.chunks[one.chunk], one) for one in sampled.prompts],
         )
 
     def _follow(
@@ -237,6 +242,17 @@ class GenerateRank:
                 ends[row] = reason  # whole, be it at the limit
             elif reason is not None:
                 ends.setdefault(row, reason)
+
+
+def _piece(chunk: Chunk, told: PromptLogprobs) -> PromptPiece:
+    return PromptPiece(
+        number=chunk.sequence.number,
+        start=chunk.start + 1,
+        logprobs=told.logprobs.tobytes(),
+        ranks=told.ranks.tobytes(),
+        top_ids=told.top_ids.tobytes(),
+        top_logprobs=told.top_logprobs.tobytes(),
+    )
 
 
 _NOTHING = Sampled(np.empty(0, np.int32))

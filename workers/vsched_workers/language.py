@@ -17,7 +17,14 @@ import torch
 
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
+from vsched.worker.contract import (
+    Batch,
+    Progress,
+    PromptLogprobs,
+    Sampled,
+    SequenceState,
+    WorkerSettings,
+)
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
@@ -37,6 +44,7 @@ from vsched_workers.batching.paged_attention import (
     KvShape,
     PagedStep,
 )
+from vsched_workers.batching.prompt_logprobs import prompt_logprobs, tells_prompts
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import (
@@ -251,15 +259,26 @@ class LanguageWorker:
             if self._language.states is not None:
                 self._language.states.begin(step, batch, self._backend.send)
             rows = sampling_rows(batch)
-            hidden = self._layers(token_ids, positions, step, self._images(batch), rows)
+            tells = tells_prompts(batch)
+            wanted = np.arange(len(token_ids)) if tells else rows
+            hidden = self._layers(token_ids, positions, step, self._images(batch), wanted)
+            told: list[PromptLogprobs] = []
+            if tells:
+                few = max(self._slots // 2, 1)
+                told = prompt_logprobs(batch, hidden, self._logits_of, rows_max=few)
+                hidden = hidden[self._backend.send(rows)]
             if not len(rows):
-                return Sampled(tokens=np.empty(0, dtype=np.int32))
-            logits = self._head(hidden)[: len(rows)]
-            if self._language.shares_head:
-                # Every rank samples, from the same logits, and so draws the same token.
-                logits = self._group.all_gather(logits)
+                return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=told)
+            logits = self._logits_of(hidden, len(rows))
             greedy = self._backend.argmax(logits)
-            return choose_tokens(greedy, logits, special_rows(batch), self._backend.draw)
+            sampled = choose_tokens(greedy, logits, special_rows(batch), self._backend.draw)
+            return dataclasses.replace(sampled, prompts=told) if told else sampled
+
+    def _logits_of(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the logits of hidden states, [rows, vocabulary], the same ones on every rank."""
+        logits = self._head(hidden)[:rows]
+        # Every rank samples, from the same logits, and so draws the same token.
+        return self._group.all_gather(logits) if self._language.shares_head else logits
 
     def hooks(self) -> Mapping[str, float]:
         """Return the collective work that is due now and then: balancing experts, where ranks share any."""

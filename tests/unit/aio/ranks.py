@@ -405,7 +405,12 @@ class ShellHarness:
         """Return an engine that serves with this shell, and has nothing else."""
         engine, absent = Engine(Config()), cast("Any", Absent())
         engine._running = RunningParts(
-            arena=absent, launcher=absent, shell=self.shell, media=absent, grammars=absent
+            arena=absent,
+            launcher=absent,
+            shell=self.shell,
+            media=absent,
+            grammars=absent,
+            tells_prompts=False,
         )
         engine._state = "ready"
         return engine

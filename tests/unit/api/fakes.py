@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
@@ -32,6 +33,7 @@ class FakeGeneration:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = [3, 1, 4, 1, 5, 9, 2]
+        self.prompt_report: PromptReport | None = None
         self.prompt_tokens = 7
         self.cached_tokens = 0
         self.output_tokens = 0

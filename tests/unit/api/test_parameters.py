@@ -69,6 +69,8 @@ async def test_every_sampling_field_arrives() -> None:
         "stop_token_ids": (5,),
         "ignore_eos": True,
         "logprobs": 3,
+        "prompt_logprobs": None,
+        "prompt_only": False,
         "logit_bias": (),
         "bad_words": (),
         "grammar": "",
@@ -214,7 +216,7 @@ async def test_unsupported_meaning_is_refused(field: str, value: object) -> None
     assert reply.error["param"] == field
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}])
+@pytest.mark.parametrize("fields", [{"prompt_embeds": "x"}, {"suffix": "x"}])
 async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[str, Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": "x", **fields})
     assert reply.error["code"] == "unsupported_parameter"

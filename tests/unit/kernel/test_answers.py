@@ -186,6 +186,36 @@ def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
     assert prefilled(cluster) == 42 + 3 * 2 + 6
 
 
+def test_the_first_answer_tells_of_a_cached_prompt_and_further_ones_share_it() -> None:
+    """It is computed from its first token on, once."""
+    cluster = ModelCluster(make_limits())
+    cluster.submit(make_request("before", words(42)))
+    cluster.drain()
+    request = make_request("a", words(42))
+    told = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    cluster.submit(msgspec.structs.replace(request, sampling=told), answers=3)
+    cluster.drain()
+    assert_served(cluster, *NAMES[:3])
+    assert prefilled(cluster) == 42 + 42 + 2 * 2
+    assert cluster.ended["a"].times.cached_tokens == 0
+
+
+def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> None:
+    cluster = ModelCluster(make_limits())
+    request = make_request("a", words(42), max_tokens=20)
+    told = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    cluster.submit(msgspec.structs.replace(request, sampling=told))
+    for _ in range(4):
+        cluster.run_generate()
+    cluster.submit(make_request("keeper", words(42)))
+    cluster.lose("generate")
+    cluster.restore("generate")
+    cluster.drain()
+    assert_served(cluster, "a", "keeper")
+    joins = [(one.number, one.computed) for step in cluster.decisions for one in step.joined]
+    assert joins[-1][1] > 0, "both computed the prompt"
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_of_answers_alone_lose_nothing(seed: int) -> None:
     """Preemptions, losses, cancellations and moves, where every request has several answers."""

@@ -259,7 +259,12 @@ async def test_engine_stops_without_holding_the_loop_up() -> None:
     bench = Bench()
     rest = cast("Any", Stopping())
     engine._running = RunningParts(
-        arena=rest, launcher=rest, shell=rest, media=bench.pipeline, grammars=rest
+        arena=rest,
+        launcher=rest,
+        shell=rest,
+        media=bench.pipeline,
+        grammars=rest,
+        tells_prompts=False,
     )
     gate, entered = threading.Event(), threading.Event()
 

@@ -63,6 +63,14 @@ def lost_claims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestMoves, "drop_claims", lambda *_: None)
 
 
+def cached_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "tells_prompt", False)
+
+
+def deaf_answers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestMoves, "_release_prompt", lambda *_: [])
+
+
 def sleepy_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_break_stall", lambda *_: False)
 
@@ -82,6 +90,8 @@ def run_many() -> None:
         leaked_blocks,
         early_chunks,
         lost_claims,
+        cached_prompts,
+        deaf_answers,
         sleepy_queue,
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,10 +21,23 @@ from vsched.kernel.decisions import (
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, SlotLogprob
-from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
+from vsched.worker.contract import (
+    Batch,
+    Chunk,
+    PromptLogprobs,
+    Sampled,
+    SequenceState,
+    TokenLogprobs,
+)
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import DeviceMemory
 from vsched.worker.slots import STOP_TOKENS_MAX
+
+
+def _told(index: int, chunk: Chunk) -> PromptLogprobs:
+    numbers = np.arange(chunk.told, dtype=np.int32)
+    values = numbers.astype(np.float32)
+    return PromptLogprobs(index, values, numbers, numbers, values)
 
 
 class Script:
@@ -63,6 +77,7 @@ class Script:
                 "positions": batch.decode_positions.tolist(),
                 "numbers": [sequence.number for sequence in batch.decode_sequences],
                 "chunks": [(one.slot, one.start, one.stop, one.samples) for one in batch.chunks],
+                "told": [one.told for one in batch.chunks],
                 "items": [list(one.items) for one in batch.chunks],
                 "known": [one.sequence.tokens[: one.stop].tolist() for one in batch.chunks],
                 "special": [
@@ -72,7 +87,8 @@ class Script:
                 "blocks": batch.block_tables.copy(),
             }
         )
-        return Sampled(np.asarray(self.steps.pop(0), np.int32), self.logprobs)
+        prompts = [_told(index, one) for index, one in enumerate(batch.chunks) if one.told]
+        return Sampled(np.asarray(self.steps.pop(0), np.int32), self.logprobs, prompts)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
@@ -445,3 +461,25 @@ def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> 
     rank.apply(GenerateDecision(2, grown=[0, 5]))
     rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=False)]))
     assert not rank._in_slot
+
+
+def test_generate_rank_tells_of_each_prompt_token_by_the_row_before_it() -> None:
+    """Those of the prompt alone: the last row of it, and what was generated before a loss, tell of nothing."""
+    telling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    worker = Script([], [], [9, 9])
+    rank = rank_of(worker)
+    known = join(1, 0, [1, 2, 3, 4, 5, 6, 7], sampling=telling)
+    assert known.data is not None
+    shorter = msgspec.structs.replace(known.data, prompt_length=5)
+    joins = [msgspec.structs.replace(known, data=shorter), join(2, 1, [1, 2], sampling=GREEDY)]
+    chunks = [ChunkPlan(0, 0, 3, [])]
+    first = rank.apply(GenerateDecision(1, joined=joins, chunks=chunks))
+    second = rank.apply(GenerateDecision(2, chunks=[ChunkPlan(0, 3, 6, [])]))
+    third = rank.apply(GenerateDecision(3, chunks=[ChunkPlan(0, 6, 7, []), whole(1, 2)]))
+    assert [one["told"] for one in worker.batches] == [[3], [1], [0, 0]]
+    pieces = [(one.number, one.start, len(one.ranks) // 4) for one in first.prompts]
+    assert pieces == [(1, 1, 3)]
+    assert [(one.number, one.start, len(one.logprobs) // 4) for one in second.prompts] == [
+        (1, 4, 1)
+    ]
+    assert third.prompts == []

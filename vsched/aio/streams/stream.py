@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from vsched.aio.streams.prompt_report import PromptReport
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
@@ -112,6 +113,9 @@ class TokenStream:
 
     Tokens that come faster than they are read are merged into one delta. Iterating raises `RequestFailed` when the
     request ended in an error.
+
+    Attributes:
+        prompt_report: What is told of the prompt; of several answers to a request it is one. None where nobody asked.
     """
 
     def __init__(
@@ -126,7 +130,10 @@ class TokenStream:
         logprobs: bool,
         on_stop: Callable[[str, FinishReason], None],
         on_end: Callable[[], None],
+        prompt_report: PromptReport | None = None,
+        prompt_only: bool = False,
     ) -> None:
+        """Begin; with `prompt_only` there is no output, and what is sampled is for nobody."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.output_tokens = 0
@@ -135,6 +142,8 @@ class TokenStream:
         self._matcher = StopMatcher(stop, include=include_stop)
         self._has_stops = bool(stop)
         self._silent_token_ids = frozenset() if include_stop else stop_token_ids
+        self.prompt_report = prompt_report
+        self._prompt_only = prompt_only
         self._on_stop = on_stop
         self._on_end = on_end
         self._text: list[str] = []
@@ -164,7 +173,7 @@ class TokenStream:
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take the next token; called by the replica in every step."""
-        if self._stopped or self._finish is not None:
+        if self._stopped or self._finish is not None or self._prompt_only:
             return
         self.output_tokens += 1
         self._token_ids.append(token_id)
@@ -203,6 +212,8 @@ class TokenStream:
             return _broken(finish, self._broken)
         if finish.message:
             return finish  # its reader gets the error, and no text any more
+        if self._prompt_only and finish.reason is FinishReason.STOP:
+            return msgspec.structs.replace(finish, reason=FinishReason.LENGTH)
         if not self._stopped:
             text, _ = self._matcher.push(self._detokenizer.flush())
             self._text += [text, self._matcher.flush()]

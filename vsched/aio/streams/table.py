@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vsched.aio.streams.stream import BROKEN, TokenLogprob, TokenStream
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult
+from vsched.wire import GenerateResult, PromptPiece
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,19 @@ class StreamTable:
         self._by_number[number] = generation
         self._numbers[generation.request_id] = number
         self._idle.clear()
+
+    def report(self, pieces: Sequence[PromptPiece]) -> None:
+        """Hand what a step tells of prompts to their streams; before its tokens."""
+        for piece in pieces:
+            stream = self._by_number.get(piece.number)
+            if stream is None or stream.prompt_report is None:
+                continue
+            try:
+                stream.prompt_report.take(piece)
+            except ValueError:
+                logger.exception("request %s cannot go on", stream.request_id)
+                stream.give_up(BROKEN)
+                self._on_broken(stream.request_id)
 
     def emit(self, result: GenerateResult) -> None:
         """Hand the tokens of a step to their streams."""

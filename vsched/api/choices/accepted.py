@@ -25,6 +25,12 @@ class Drawn(msgspec.Struct, frozen=True):
         found = [one.logprob for delta in self.deltas for one in delta.logprobs or ()]
         return sum(found) / max(len(found), 1)
 
+    @property
+    def told(self) -> int:
+        """How many log-probabilities of its prompt are told with it."""
+        report = self.generation.prompt_report
+        return 0 if report is None else report.values
+
 
 class AcceptedAnswers:
     """The answers to the prompts of one HTTP request: prompt after prompt, as many to each.

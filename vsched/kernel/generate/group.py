@@ -163,6 +163,8 @@ class GenerateGroup(Group):
         return self._snapshots.usable(state.hashes, len(found)) * self._limits.block_size
 
     def _cached_blocks(self, state: RequestState) -> list[int]:
+        if state.tells_prompt:
+            return []
         usable = (len(state.tokens) - 1) // self._limits.block_size
         return self._pool.find(state.hashes[:usable])
 

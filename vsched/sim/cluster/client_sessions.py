@@ -42,6 +42,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop_token_ids` and `stop` end the answer where the first of them comes. With `choices` it must be one of them, or
     the beginning of one.
+    It asks for so many `answers`, which share the prompt and are all the same.
     """
 
     http: bool = True
@@ -51,6 +52,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
+    answers: int = 1
 
     @property
     def choice(self) -> list[str]:
@@ -71,7 +73,7 @@ class ClientSession:
 
     Attributes:
         arrival: What it asks.
-        received: The answer so far; over HTTP it has no token ids.
+        answers: The answers so far; over HTTP they have no token ids.
         outcome: How it ended; empty while it has not.
         code: Of the error that it ended with.
         number: The kernel's, once it is accepted.
@@ -83,7 +85,7 @@ class ClientSession:
         self.arrival = arrival
         self.behaviour = behaviour
         self.index = index
-        self.received = SessionAnswer()
+        self.answers = [SessionAnswer() for _ in range(behaviour.answers)]
         self.outcome: SessionOutcome = ""
         self.code = ""
         self.message = ""
@@ -124,6 +126,11 @@ class ClientSession:
         )
         self.prompt += tokens
         return tokens
+
+    @property
+    def received(self) -> SessionAnswer:
+        """The first answer so far."""
+        return self.answers[0]
 
     @property
     def expected(self) -> SessionAnswer:
@@ -218,14 +225,15 @@ class ClientSession:
 
     def _check(self) -> None:
         """Nothing may be missing, doubled or wrong."""
-        expected, received = self.expected, self.received
-        if self.outcome == "finished":
-            same = (received.text, received.reason) == (expected.text, expected.reason)
-            same = same and (self.behaviour.http or received.tokens == expected.tokens)
-        else:
-            same = expected.text.startswith(received.text)
-            same = same and received.tokens == expected.tokens[: len(received.tokens)]
-        self._world.expect(same, f"{self}: answered {received}, not {expected}")
+        expected = self.expected
+        for one in self.answers:
+            if self.outcome == "finished":
+                same = (one.text, one.reason) == (expected.text, expected.reason)
+                same = same and (self.behaviour.http or one.tokens == expected.tokens)
+            else:
+                same = expected.text.startswith(one.text)
+                same = same and one.tokens == expected.tokens[: len(one.tokens)]
+            self._world.expect(same, f"{self}: answered {one}, not {expected}")
         if self.outcome == "left":
             self._world.expect(self._left, f"{self}: it was left alone")
 
@@ -240,7 +248,8 @@ class ClientSession:
         prompt: list[int] = []
         for part in self._parts:
             prompt += [IMAGE_TOKEN] if isinstance(part, Image) else part
-        generation = await engine.generate(
+        name = f"library-{self.index}"
+        generations = await engine.generate_answers(
             prompt=prompt,
             images=[self._reference(image) for image in arrival.images],
             sampling=SamplingParams(
@@ -251,31 +260,35 @@ class ClientSession:
                 stop=self.behaviour.stop,
                 grammar=self._grammar,
             ),
-            request_id=f"library-{self.index}",
+            request_ids=[f"{name}#{one}" if one else name for one in range(len(self.answers))],
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.tenant,
         )
         try:
-            async for delta in generation:
-                self.received.tokens += delta.token_ids
-                self._receive(delta.text, delta.finish_reason)
+            for index, generation in enumerate(generations):
+                async for delta in generation:
+                    self.answers[index].tokens += delta.token_ids
+                    self._receive(index, delta.text, delta.finish_reason)
         finally:
-            generation.abort()
+            for generation in generations:
+                generation.abort()
 
     @property
     def _grammar(self) -> str:
         choice = self.behaviour.choice
         return msgspec.json.encode({"choice": choice}).decode() if choice else ""
 
-    def _receive(self, text: str | None, reason: str | None) -> None:
-        if text and not self.received.text:
+    def _receive(self, index: int, text: str | None, reason: str | None) -> None:
+        received = self.answers[index]
+        if text and self.first_ns < 0:
             self.first_ns = self._world.loop.now_ns()
-        self.received.text += text or ""
+        self._world.expect(not received.reason, f"{self}: answer {index} went on after its end")
+        received.text += text or ""
         if reason is not None:
-            self._world.expect(not self.outcome, f"{self}: it ended twice")
-            self.received.reason = reason
-            self.outcome = "finished"
+            received.reason = reason
+            if all(one.reason for one in self.answers):
+                self.outcome = "finished"
 
     def _reference(self, image: Image) -> str:
         return images.remote_url(image) if self.behaviour.remote else images.data_url(image)
@@ -312,11 +325,13 @@ class ClientSession:
             if "error" in received:
                 raise RequestFailed(received["error"]["message"], code=received["error"]["code"])
             for choice in received["choices"]:
-                self._receive(choice["delta"].get("content"), choice["finish_reason"])
+                delta, reason = choice["delta"], choice["finish_reason"]
+                self._receive(choice["index"], delta.get("content"), reason)
 
     async def _read_whole(self, call: HttpCall) -> None:
-        choice = (await call.response()).json()["choices"][0]
-        self._receive(choice["message"]["content"], choice["finish_reason"])
+        for choice in (await call.response()).json()["choices"]:
+            content = choice["message"]["content"]
+            self._receive(choice["index"], content, choice["finish_reason"])
 
     def _body(self) -> dict[str, Any]:
         arrival = self.arrival
@@ -336,6 +351,7 @@ class ClientSession:
             "priority": arrival.priority,
             "stop_token_ids": self.behaviour.stop_token_ids,
             "stop": self.behaviour.stop,
+            "n": self.behaviour.answers,
         }
         if self.behaviour.choices:
             body["structured_outputs"] = {"choice": self.behaviour.choice}

@@ -91,6 +91,7 @@ class SimEngine:
         delays: How long everything else takes.
         links: What the links between leaders and ranks are like without faults.
         origin_ns: The time that workloads and faults count from; by default the engine has started by then.
+        answers_max: The most answers that a request asks for, where its manner is drawn.
 
     Raises:
         ConfigError: When a fault is of a kind that only groups as a whole have.
@@ -113,11 +114,13 @@ class SimEngine:
         delays: Delays | None = None,
         links: LinkProfile | None = None,
         origin_ns: int = ORIGIN_NS,
+        answers_max: int = 1,
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
         self.config = config or small_config()
         self.plan = faults or FaultPlan(seed=seed)
+        self._answers_max = answers_max
         for fault in self.plan.faults:
             if isinstance(fault, GroupWideFault):
                 raise fault.refused(REMEDY)
@@ -300,6 +303,7 @@ class SimEngine:
             stop_token_ids=tuple(_draw_stops(rng)),
             stop=tuple(f" {one}" for one in _draw_stops(rng)),
             choices=tuple(_draw_choices(rng)) if rng.random() < HELD_SHARE else (),
+            answers=rng.randint(1, self._answers_max),
         )
 
     async def heal(self, *, within_s: float = HEAL_S) -> None:

@@ -49,6 +49,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slower: How many times as slow steps are as in other scenarios.
+        answers_max: The most answers that a request asks for.
         shut_down_ns: When the server is stopped, while clients wait; by default it runs until all is healed.
     """
 
@@ -59,6 +60,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     plan: FaultPlan
     links: LinkProfile
     slower: float
+    answers_max: int = 1
     shut_down_ns: int | None = None
 
     def with_faults(self, plan: FaultPlan) -> Scenario:
@@ -98,6 +100,8 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
         return msgspec.structs.replace(drawn, config=config)
+    if seed % 10 == 3:
+        return msgspec.structs.replace(drawn, answers_max=3)
     return drawn
 
 
@@ -243,6 +247,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         faults=scenario.plan,
         links=scenario.links,
         costs=slower_by(scenario.slower),
+        answers_max=scenario.answers_max,
     )
     await engine.start()
     try:

@@ -32,6 +32,7 @@ class ModelSequence:
 
     Attributes:
         atoms: Ranges of positions whose KV depends on all of the range.
+        tells_prompt: Whether it has to be computed from its first token on until it yields one.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class ModelSequence:
         cache_salt: str,
         *,
         atoms: Sequence[tuple[int, int]] = (),
+        tells_prompt: bool = False,
     ) -> None:
         self.atoms = atoms
+        self.tells_prompt = tells_prompt
         self.tokens = tokens
         self.prompt_length = prompt_length
         self.max_tokens = max_tokens
@@ -191,9 +194,12 @@ class ModelGenerator:
                 request.items,
                 request.cache_salt,
                 atoms=self._atoms(data.prompt_length, request.items),
+                tells_prompt=data.sampling.prompt_logprobs is not None,
             )
         sequence = self.sequences[join.number]
         assert join.length == len(sequence.tokens), "rank and kernel count tokens differently"
+        if sequence.tells_prompt and len(sequence.tokens) == sequence.prompt_length:
+            assert join.computed == 0, "nobody tells of the prompt tokens that were cached"
         sequence.blocks = list(join.blocks)
         sequence.computed = join.computed
         self.slots[join.slot] = join.number

@@ -15,6 +15,8 @@ from vsched.testing.schedules.requests import random_limits, random_request
 from vsched.types import FinishReason
 
 _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
+_TELLING = 4
+"""One request of so many tells of its prompt."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +87,11 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
     match action:
         case "submit":
             # By the index, so that the seeds draw what they did before requests had several answers.
-            cluster.submit(
-                random_request(rng, f"r{index}"), answers=_ANSWERS[index % len(_ANSWERS)]
-            )
+            request = random_request(rng, f"r{index}")
+            if index % _TELLING == 0:
+                told = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+                request = msgspec.structs.replace(request, sampling=told)
+            cluster.submit(request, answers=_ANSWERS[index % len(_ANSWERS)])
         case "encode" if cluster.busy("encode"):
             cluster.run_encode(rng.choice(cluster.busy("encode")))
         case "generate" if cluster.busy("generate"):

@@ -260,3 +260,26 @@ async def test_generation_has_exactly_one_end() -> None:
     assert await read(made) == [OutputDelta("", [], finish_reason="length")]
     assert await read(made) == []
     assert ended.ends == 1
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_generation_of_a_prompt_alone_has_no_output(reason: FinishReason) -> None:
+    """The token that is sampled at the end of every prompt is for nobody, be it a stop token."""
+    ended = Ended()
+    made = TokenStream(
+        "r",
+        prompt_token_ids=[1, 2, 3],
+        detokenizer=Letters(),
+        stop=("a",),
+        stop_token_ids=frozenset({0}),
+        logprobs=True,
+        on_stop=ended.on_stop,
+        on_end=ended.on_end,
+        prompt_only=True,
+    )
+    made.push(0, None)
+    made.finish(finish(reason))
+    (delta,) = await read(made)
+    assert (delta.text, delta.token_ids, delta.logprobs) == ("", [], [])
+    assert (delta.finish_reason, made.output_tokens, ended.ends) == ("length", 0, 1)
+    assert not ended.stops

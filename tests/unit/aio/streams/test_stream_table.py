@@ -10,12 +10,13 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import Text
+from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, SlotLogprob
+from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -163,3 +164,19 @@ def test_int32_array_refuses_what_is_no_whole_number_of_values() -> None:
     assert int32_array(b"\x01\x00\x00\x00\xff\xff\xff\xff").tolist() == [1, -1]
     with pytest.raises(ValueError, match="multiple"):
         int32_array(b"\x01\x00\x00")
+
+
+async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
+    """A gap ends the request; what is nobody's any more is dropped."""
+    table = Table(Text(), Text(), Text())
+    reports = [PromptReport([7, 8], 0), PromptReport([7, 8, 9], 0)]
+    for number, report in enumerate(reports, 1):
+        table.generations[number].prompt_report = report
+    value = b"\0\0\0\0"
+
+    def told(number: int, start: int) -> PromptPiece:
+        return PromptPiece(number, start, value, value, b"", b"")
+
+    table.streams.report([told(1, 1), told(2, 2), told(3, 1), told(9, 1)])
+    assert [one.token_id for one in reports[0].tokens()] == [8]
+    assert table.broken == ["r2"]

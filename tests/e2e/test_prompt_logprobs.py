@@ -1,0 +1,168 @@
+"""What a request tells of its prompt, with real ranks: against the logits of transformers' own model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+httpx = pytest.importorskip("httpx")
+
+from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E402
+from tests.patience import PATIENCE_S  # noqa: E402
+from tests.workers.reference import Reference  # noqa: E402
+from vsched import Engine, SamplingParams  # noqa: E402
+from vsched.aio.streams.prompt_report import PromptToken  # noqa: E402
+from vsched.api.server import RunningServer  # noqa: E402
+from vsched.errors import RequestRefused  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+PLAIN = "/v1/completions"
+TEXT = (
+    "What a request tells of its prompt is what the model makes of each token by those before it."
+    * 2
+)
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
+    """A client; `engine` sees that nothing is held after the test."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: Callable[[str], Path]) -> Callable[[list[int]], Any]:
+    """Return the log-probabilities [tokens, vocabulary] behind each token of a text."""
+    model = Reference(checkpoints("nano25")).model
+
+    def logprobs(token_ids: list[int]) -> Any:
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+    return logprobs
+
+
+def check(told: list[PromptToken], token_ids: list[int], wanted: Any, *, top: int) -> None:
+    assert [one.token_id for one in told] == token_ids[1:]
+    for one, row in zip(told, wanted[:-1], strict=True):
+        assert one.logprob == pytest.approx(row[one.token_id].item(), abs=1e-4)
+        assert one.rank == int((row > row[one.token_id]).sum()) + 1
+        best = row.topk(top)
+        assert [token for token, _ in one.top] == best.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
+    engine: Engine, expected: Callable[[list[int]], Any]
+) -> None:
+    """The second time, all but the last token is cached, and computed nevertheless."""
+    token_ids = engine.preprocessor.tokenize(TEXT)
+    assert len(token_ids) > 2 * engine.config.generate.chunk_tokens
+    wanted = expected(token_ids)
+    for top in (3, 0):
+        (generation,) = await engine.generate_answers(
+            prompt=token_ids,
+            sampling=SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=top),
+            request_ids=["told"],
+        )
+        await read(generation)
+        assert generation.prompt_report is not None
+        check(list(generation.prompt_report.tokens()), token_ids, wanted, top=top)
+        assert generation.cached_tokens == 0
+
+
+async def test_answers_tell_of_their_prompt_together(engine: Engine) -> None:
+    token_ids = engine.preprocessor.tokenize(TEXT)
+    generations = await engine.generate_answers(
+        prompt=token_ids,
+        sampling=SamplingParams(max_tokens=2, prompt_logprobs=0),
+        request_ids=["told", "told#1", "told#2"],
+    )
+    for one in generations:
+        await read(one)
+    reports = {id(one.prompt_report) for one in generations}
+    assert len(reports) == 1
+    assert generations[2].prompt_report is not None
+    assert len(list(generations[2].prompt_report.tokens())) == len(token_ids) - 1
+    assert generations[1].cached_tokens > 0
+
+
+async def test_prompts_with_images_are_told_of(engine: Engine) -> None:
+    ask = Ask(TEXTS[1], [drawn_image(9200, (112, 84))])
+    generation = await engine.generate(
+        prompt=engine.preprocessor.render(ask.messages),
+        images=[data_url(image) for image in ask.images],
+        sampling=SamplingParams(prompt_only=True, prompt_logprobs=1),
+        request_id="told",
+    )
+    found = await read(generation)
+    assert (found.token_ids, found.text, found.finish_reason) == ([], "", "length")
+    assert generation.prompt_report is not None
+    told = list(generation.prompt_report.tokens())
+    assert [one.token_id for one in told] == ask.prompt(engine.preprocessor)[1:]
+
+
+async def test_more_values_than_can_be_kept_are_refused(engine: Engine) -> None:
+    size = engine.info.vocab_size
+    with pytest.raises(RequestRefused, match=r"Remedy: ask for fewer alternatives"):
+        await engine.generate(
+            prompt=[1] * (2**18 // size + 1),
+            sampling=SamplingParams(max_tokens=1, prompt_logprobs=size),
+            request_id="told",
+        )
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_loglikelihoods_as_lm_eval_asks_for_them(
+    client: Any, engine: Engine, expected: Callable[[list[int]], Any], max_tokens: int
+) -> None:
+    """Its `local-completions`: batches of token lists, and what it reads of the answer."""
+    texts = ["The sky is blue", "One and two are three, and that is all"]
+    prompts = [engine.preprocessor.tokenize(text) for text in texts]
+    body = {
+        "model": engine.model_name,
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    reply = (await client.post(PLAIN, json=body)).json()
+    assert [one["index"] for one in reply["choices"]] == [0, 1]
+    assert reply["usage"]["completion_tokens"] == 2 * max_tokens
+    for choice, token_ids, text in zip(reply["choices"], prompts, texts, strict=True):
+        told, wanted = choice["logprobs"], expected(token_ids)
+        count = len(token_ids)
+        assert {len(each) for each in told.values()} == {count + max_tokens}
+        assert choice["text"].startswith(text)
+        assert (choice["text"] == text) == (max_tokens == 0)
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        own = [wanted[place, token].item() for place, token in enumerate(token_ids[1:])]
+        assert told["token_logprobs"][1:count] == pytest.approx(own, abs=1e-4)
+        for place in range(1, count):
+            best = max(told["top_logprobs"][place].values())
+            assert best == pytest.approx(wanted[place - 1].max().item(), abs=1e-4)
+
+
+async def test_echo_without_logprobs_and_as_a_stream(client: Any) -> None:
+    body = {"prompt": "One, two,", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    alone = (await client.post(PLAIN, json=body)).json()["choices"][0]["text"]
+    echoed = (await client.post(PLAIN, json={**body, "echo": True, "n": 2})).json()
+    assert [one["text"] for one in echoed["choices"]] == ["One, two," + alone] * 2
+    assert echoed["choices"][0]["logprobs"] is None
+    streamed = await client.post(PLAIN, json={**body, "echo": True, "stream": True, "logprobs": 0})
+    events = [
+        httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"][0]
+        for line in streamed.text.split("\n\n")
+        if line.startswith("data: {")
+    ]
+    assert "".join(one["text"] for one in events) == "One, two," + alone
+    tokens = [token for one in events for token in one["logprobs"]["tokens"]]
+    assert "".join(tokens) == "One, two," + alone

@@ -1,0 +1,163 @@
+"""What answers tell of their prompts: echoed texts and log-probabilities, and those of vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, chat, post
+from vsched.aio.streams.prompt_report import PromptReport
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.api import ApiSettings
+from vsched.wire import PromptPiece
+
+PROMPT = [72, 105, 33]
+"""The bytes of `Hi!`."""
+
+
+class TellingEngine(FakeEngine):
+    """Tells of every prompt, which is always the same, two alternatives a token."""
+
+    async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
+        generations = await super().generate_answers(**call)
+        report = PromptReport(PROMPT, 2)
+        ids, top = [[105, 104], [63, 46]], [[-0.5, -1.0], [-0.25, -2.0]]
+        report.take(
+            PromptPiece(
+                number=1,
+                start=1,
+                logprobs=np.array([-0.5, -3.0], np.float32).tobytes(),
+                ranks=np.array([1, 7], np.int32).tobytes(),
+                top_ids=np.array(ids, np.int32).tobytes(),
+                top_logprobs=np.array(top, np.float32).tobytes(),
+            )
+        )
+        for one in generations:
+            one.prompt_token_ids = PROMPT
+            if call["sampling"].prompt_logprobs is not None:
+                one.prompt_report = report
+        return generations
+
+
+def telling() -> TellingEngine:
+    last = [TokenLogprob(97, -0.125, [(97, -0.125), (98, -4.0)])]
+    return TellingEngine(OutputDelta("a", [97], last, "length"))
+
+
+ECHOED: dict[str, list[Any]] = {
+    "tokens": ["H", "i", "!", "a"],
+    "token_logprobs": [None, -0.5, -3.0, -0.125],
+    "top_logprobs": [
+        None,
+        {"i": -0.5},
+        {"?": -0.25, "!": -3.0},
+        {"a": -0.125, "b": -4.0},
+    ],
+    "text_offset": [0, 1, 2, 3],
+}
+IN_VLLMS_FORM = [
+    None,
+    {"105": {"logprob": -0.5, "rank": 1, "decoded_token": "i"}},
+    {
+        "63": {"logprob": -0.25, "rank": 1, "decoded_token": "?"},
+        "33": {"logprob": -3.0, "rank": 7, "decoded_token": "!"},
+    },
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Hi there", PROMPT], ids=["text", "tokens"])
+async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stream: bool) -> None:
+    """A text as it was sent, which tokens need not spell."""
+    engine = telling()
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
+    reply = await post(engine, PLAIN, body)
+    (response,) = reply.events if stream else [reply.json]
+    (choice,) = response["choices"]
+    assert choice["text"] == ("Hi there" if isinstance(prompt, str) else "Hi!") + "a"
+    assert choice["logprobs"] == ECHOED
+    assert "prompt_logprobs" not in choice
+    assert engine.sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
+    engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
+    reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "stream": stream})
+    choices = [one["choices"][0] for one in (reply.events if stream else [reply.json])]
+    assert [one["text"] for one in choices] == (["Hia", "b"] if stream else ["Hiab"])
+    assert {one["logprobs"] for one in choices} == {None}
+    assert engine.sampling.prompt_logprobs is None
+
+
+async def test_echo_tells_each_choice_its_own_prompt() -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": ["x", "y"], "echo": True, "n": 2})
+    texts = [one["text"] for one in reply.json["choices"]]
+    assert texts == ["xHello", "xHello", "yHello", "yHello"]
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_prompt_logprobs_in_vllm_s_form(path: str) -> None:
+    engine = telling()
+    fields = {"prompt_logprobs": 1}
+    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    reply = (await post(engine, path, body)).json
+    holder = reply if path == CHAT else reply["choices"][0]
+    assert holder["prompt_logprobs"] == IN_VLLMS_FORM
+    assert (engine.sampling.prompt_logprobs, engine.sampling.logprobs) == (1, None)
+
+
+async def test_prompt_logprobs_beside_an_echo_are_each_as_many_as_asked_for() -> None:
+    engine = telling()
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    (choice,) = (await post(engine, PLAIN, body)).json["choices"]
+    assert choice["logprobs"]["top_logprobs"][:3] == ECHOED["top_logprobs"][:3]
+    told = [list(one) if one else None for one in choice["prompt_logprobs"]]
+    assert told == [None, ["105"], ["33"]]
+
+
+async def test_nothing_is_generated_with_max_tokens_0() -> None:
+    engine = FakeEngine(OutputDelta("", [], None, "length"))
+    for _ in range(2):
+        reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "max_tokens": 0})
+        assert reply.json["choices"][0]["text"] == "Hi"
+    assert engine.sampling.prompt_only
+    await post(engine, PLAIN, {"prompt": "Hi", "max_tokens": 1})
+    assert (engine.sampling.prompt_only, engine.sampling.max_tokens) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PLAIN, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        (PLAIN, {"echo": True, "logprobs": 0, "n": 2, "stream": True}, "echo"),
+        (PLAIN, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (PLAIN, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_what_cannot_be_told_is_refused(path: str, fields: Any, param: str) -> None:
+    engine = FakeEngine()
+    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    reply = await post(engine, path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert "Remedy: " in reply.error["message"]
+    assert not engine.calls
+
+
+async def test_the_whole_vocabulary_of_a_prompt_within_the_limit() -> None:
+    engine = telling()
+    body = {"prompt": "x", "prompt_logprobs": -1}
+    reply = await post(engine, PLAIN, body, ApiSettings(logprobs_max=256))
+    assert engine.sampling.prompt_logprobs == 256
+    told = reply.json["choices"][0]["prompt_logprobs"]
+    assert [len(one or ()) for one in told] == [0, 2, 3]
+
+
+async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", 3)
+    reply = await post(telling(), PLAIN, {"prompt": "x", "prompt_logprobs": 1})
+    assert reply.json["choices"][0]["prompt_logprobs"] == IN_VLLMS_FORM

@@ -1,0 +1,70 @@
+"""What a request says of the tokens of its prompt, as it comes chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vsched.wire import PromptPiece
+
+
+class PromptToken(NamedTuple):
+    """A token of a prompt: its log-probability and rank (1 is the most likely), and alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class PromptReport:
+    """The log-probabilities of a prompt, `top` alternatives a token. Of its first token nothing is known.
+
+    Pieces come in order. A request that is computed anew, because its group was lost, tells again what is known.
+    """
+
+    def __init__(self, token_ids: Sequence[int], top: int) -> None:
+        self.top = top
+        self._token_ids = token_ids
+        self._pieces: list[PromptPiece] = []
+        self._known = 1
+
+    @property
+    def values(self) -> int:
+        """How many log-probabilities it has when it is whole."""
+        return len(self._token_ids) * (1 + self.top)
+
+    def take(self, piece: PromptPiece) -> None:
+        """Take what a chunk tells.
+
+        Raises:
+            ValueError: When there is a gap before it.
+        """
+        if piece.start > self._known:
+            raise ValueError(f"position {piece.start} of a prompt is told of before {self._known}")
+        end = piece.start + len(piece.logprobs) // 4
+        if end > self._known:
+            self._pieces.append(piece)
+            self._known = end
+
+    def tokens(self) -> Iterator[PromptToken]:
+        """Yield what is known of the tokens from the second on.
+
+        Raises:
+            ValueError: When that is not all.
+        """
+        if self._known < len(self._token_ids):
+            raise ValueError(f"{self._known} of {len(self._token_ids)} prompt tokens are known")
+        position = 1
+        for piece in self._pieces:
+            logprobs = np.frombuffer(piece.logprobs, np.float32)
+            ranks = np.frombuffer(piece.ranks, np.int32)
+            ids = np.frombuffer(piece.top_ids, np.int32).reshape(len(ranks), -1)
+            top = np.frombuffer(piece.top_logprobs, np.float32).reshape(len(ranks), -1)
+            for row in range(position - piece.start, len(ranks)):
+                best = zip(ids[row].tolist(), top[row].tolist(), strict=True)
+                token_id = self._token_ids[position]
+                yield PromptToken(token_id, float(logprobs[row]), int(ranks[row]), list(best))
+                position += 1

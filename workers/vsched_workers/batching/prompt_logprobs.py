@@ -1,0 +1,75 @@
+"""Log-probabilities of the tokens of prompts, which the rows before them tell.
+
+The logits of a long chunk would take gigabytes at a large vocabulary. So they are made and forgotten a few rows at a
+time, half as many as there are slots: sampling for all slots, which the profiling run has measured, takes more. What a
+token gets is that of the raw logits, as for sampled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import Batch, Chunk, PromptLogprobs
+
+Logits = Callable[[torch.Tensor, int], torch.Tensor]
+"""From hidden states [rows, hidden], and how many rows there are, to logits [rows, vocabulary]."""
+
+
+def tells_prompts(batch: Batch) -> bool:
+    """Return whether a chunk of a batch is to tell of its prompt."""
+    return any(chunk.told for chunk in batch.chunks)
+
+
+def prompt_logprobs(
+    batch: Batch, hidden: torch.Tensor, logits: Logits, *, rows_max: int
+) -> list[PromptLogprobs]:
+    """Return what the chunks of a batch tell of their prompts.
+
+    Shape: hidden [rows, hidden], of all rows of the step; `logits` gets at most `rows_max` of them at a time.
+    """
+    found = []
+    row = len(batch.decode_slots)
+    for index, chunk in enumerate(batch.chunks):
+        if chunk.told:
+            pieces = [
+                _piece(logits(hidden[row + first : row + last], last - first), chunk, first)
+                for first, last in _ranges(chunk.told, rows_max)
+            ]
+            logprobs, ranks, ids, top = (np.concatenate(one) for one in zip(*pieces, strict=True))
+            found.append(PromptLogprobs(index, logprobs, ranks, ids, top))
+        row += chunk.stop - chunk.start
+    return found
+
+
+def _ranges(count: int, size: int) -> Sequence[tuple[int, int]]:
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _piece(
+    logits: torch.Tensor, chunk: Chunk, first: int
+) -> tuple[
+    npt.NDArray[np.float32],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.float32],
+]:
+    """Return log-probabilities, ranks, and the best tokens with theirs, of rows from `first` on of a chunk."""
+    start = chunk.start + 1 + first
+    following = chunk.sequence.tokens[start : start + len(logits)].astype(np.int64)
+    raw = logits.float()
+    told = torch.from_numpy(following).to(raw.device)[:, None]
+    own = raw.gather(1, told)
+    ranks = (raw > own).sum(dim=1) + 1
+    total = raw.logsumexp(dim=1, keepdim=True)
+    count = min(chunk.sequence.sampling.prompt_logprobs or 0, raw.shape[1])
+    best, ids = raw.topk(count, dim=1)
+    return (
+        (own - total)[:, 0].cpu().numpy(),
+        ranks.cpu().numpy().astype(np.int32),
+        ids.cpu().numpy().astype(np.int32),
+        (best - total).cpu().numpy(),
+    )
