@@ -122,6 +122,7 @@ def test_texts_are_let_out_as_they_come(name: str) -> None:
         ("pythonic", "[f(a=1_000, b=.5, c=0x10, d=-3, e=word, g=true)]", "",
             [("f", {"a": 1000, "b": 0.5, "c": 16, "d": -3, "e": "word", "g": True})]),
         ("pythonic", "[f(a='\\x41\\u00e9\\U0001F600\\d')]", "", [("f", {"a": "Aé😀\\d"})]),
+        ("pythonic", """[f(a=\"\"\"x"y\"\"\", b="")]""", "", [("f", {"a": 'x"y', "b": ""})]),
         ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
         ("pythonic", "[g(a=1)]", "[g(a=1)]", []),
         ("pythonic", "[f(1)]", "[f(1)]", []),
@@ -137,6 +138,10 @@ def test_texts_are_let_out_as_they_come(name: str) -> None:
             [("f", {"a": "\nx\n"})]),
         ("glm", "<tool_call>f\n<arg_key>u</arg_key>\n<arg_value>True</arg_value>\n</tool_call>", "",
             [("f", {"u": True})]),
+        ("glm", "<tool_call>f\n<arg_key>m</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", "",
+            [("f", {"m": "5"})]),
+        ("glm", "<tool_call>f\n<arg_key>m</arg_key>\n<arg_value>null</arg_value>\n</tool_call>", "",
+            [("f", {"m": None})]),
         ("glm", "<tool_call>f</tool_call>", "", [("f", {})]),
         ("glm", "<tool_call>f <b>", "<tool_call>f <b>", []),
         ("gemma4", '<|tool_call>call:f{a:<|"|>x "y"<|"|>,l:[1,<|"|>z<|"|>],o:{k:true}}<tool_call|>', "",
@@ -152,7 +157,11 @@ def test_texts_are_let_out_as_they_come(name: str) -> None:
 def test_what_models_write_besides_is_read(
     name: str, answer: str, content: str, calls: list[Any]
 ) -> None:
-    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
+    properties = {
+        "a": {"type": "string"},
+        "n": {"type": "integer"},
+        "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    }
     tools = {"f": {"properties": properties}} if name in {"qwen3-coder", "glm"} else {"f": {}}
     for parts in ([answer], list(answer)):
         message = read_with(CALL_FORMATS[name], parts, tools=tools)
