@@ -32,14 +32,16 @@ from vsched.api.middleware.request_id import new_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.responses import ChatResponse, CompletionResponse, Usage
 from vsched.api.sse_writer import SseWriter, Voice
-from vsched.api.tools.choice import tool_use
-from vsched.api.tools.formats import reasoning_format
+from vsched.api.tools.choice import ToolUse, tool_use
+from vsched.api.tools.formats import call_format, reasoning_format
 from vsched.api.tools.history import arguments_characters, with_template_calls
 from vsched.api.tools.reader import AnswerReader
+from vsched.api.tools.template_reader import TemplateReader
 from vsched.api.tools.wording import AnswerWording
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.types import SamplingParams
+from vsched.worker.capabilities import ParsesAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +415,8 @@ class ChatEndpoint(CompletionEndpoint):
             refuse_images(self._engine.info)  # before a template that knows no images sees them
         arguments = parameters.template_arguments(request, self._settings)
         template = self._engine.preprocessor.chat_template
-        tools = tool_use(request, self._settings, template)
+        parsed = self._parses(template)
+        tools = tool_use(request, self._settings, template, parsed=parsed)
         if tools is not None:
             arguments["tools"] = tools.shown
         prompt = rendered(self._engine, messages, arguments)
@@ -430,6 +433,9 @@ class ChatEndpoint(CompletionEndpoint):
             calls=tools.grammar if tools is not None else "",
             thought=reasoning.end if reasoning is not None and thinking else "",
         )
+        if parsed:
+            parser = partial(self._parser, prompt, arguments, tools)
+            return msgspec.structs.replace(job, wording=lambda: AnswerWording(parser()))
         if tools is None and reasoning is None:
             return job
         reader = partial(
@@ -442,17 +448,46 @@ class ChatEndpoint(CompletionEndpoint):
         )
         return msgspec.structs.replace(job, wording=lambda: AnswerWording(reader()))
 
+    def _parses(self, template: str) -> bool:
+        """Return whether the checkpoint says how its answers are read, and no form is known that streams calls."""
+        front, settings = self._engine.preprocessor, self._settings
+        known = (
+            call_format(settings.tool_format, template),
+            reasoning_format(settings.reasoning_format, template),
+        )
+        names_none = settings.reasoning_format == "none"
+        return (
+            known == (None, None)
+            and not names_none
+            and isinstance(front, ParsesAnswers)
+            and front.parses_answers
+        )
+
+    def _parser(
+        self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
+    ) -> TemplateReader:
+        """Return what reads one answer as the checkpoint says; the prompt's end alone matters to it."""
+        front = self._engine.preprocessor
+        assert isinstance(front, ParsesAnswers)
+        text = self._short_prompt(arguments) if callable(prompt) else prompt
+        parser = front.answer_parser(text, tools.shown if tools is not None else ())
+        return TemplateReader(parser, single=tools is not None and tools.single)
+
+    def _short_prompt(self, arguments: dict[str, Any]) -> str:
+        """Return a prompt that ends like a longer one; empty where the template rejects it."""
+        messages = [{"role": "user", "content": "a"}]
+        others = {name: each for name, each in arguments.items() if name != "tools"}
+        try:
+            return self._engine.preprocessor.render(messages, **others)
+        except RequestRefused:
+            return ""
+
     def _begins(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], mark: str
     ) -> bool:
         """Return whether the prompt ends with this mark; of one that is not rendered yet, a short one tells."""
         if callable(prompt):
-            try:
-                messages = [{"role": "user", "content": "a"}]
-                others = {name: each for name, each in arguments.items() if name != "tools"}
-                prompt = self._engine.preprocessor.render(messages, **others)
-            except RequestRefused:
-                return False
+            prompt = self._short_prompt(arguments)
         return prompt.rstrip().endswith(mark)
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:

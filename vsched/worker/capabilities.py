@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -174,6 +174,40 @@ class ConstrainsOutput(Protocol):
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
         """Return what compiles grammars, in the engine and in every generate rank; None where a checkpoint has none."""
+        ...
+
+
+class AnswerPart(NamedTuple):
+    """A piece of an answer: `content`, `reasoning`, or a whole `call`, whose text is the JSON of its arguments."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    name: str = ""
+
+
+class AnswerParser(Protocol):
+    """Reads one answer, as a checkpoint says how."""
+
+    def push(self, text: str) -> Sequence[AnswerPart]:
+        """Take the next piece of the answer; return what is certain."""
+        ...
+
+    def finish(self) -> Sequence[AnswerPart]:
+        """Return what was held back."""
+        ...
+
+
+@runtime_checkable
+class ParsesAnswers(Protocol):
+    """A preprocessor that reads answers, if its checkpoint says how."""
+
+    @property
+    def parses_answers(self) -> bool:
+        """Whether this checkpoint says how."""
+        ...
+
+    def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        """Return what reads the answer to a prompt, or to the end of one; `tools` as the template is shown them."""
         ...
 
 

@@ -23,13 +23,13 @@ class ToolUse(msgspec.Struct, frozen=True):
     """The tools of a request.
 
     Attributes:
-        format: How the model writes calls.
+        format: How the model writes calls; None where its checkpoint reads them.
         functions: Those that it is shown.
         forced: Those of which the answer must call one; empty where it need not.
         single: At most one call is wanted.
     """
 
-    format: CallFormat
+    format: CallFormat | None
     functions: Sequence[FunctionTool]
     forced: Sequence[FunctionTool]
     single: bool
@@ -42,7 +42,9 @@ class ToolUse(msgspec.Struct, frozen=True):
     @property
     def grammar(self) -> str:
         """The grammar of an answer that must be calls, in the model's own form; empty where it need not."""
-        return forced_calls(self.format, self.forced, single=self.single) if self.forced else ""
+        if self.format is None or not self.forced:
+            return ""
+        return forced_calls(self.format, self.forced, single=self.single)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -50,8 +52,12 @@ class ToolUse(msgspec.Struct, frozen=True):
         return {each.name: each.parameters or {} for each in self.functions}
 
 
-def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> ToolUse | None:
+def tool_use(
+    request: ChatRequest, settings: ApiSettings, template: str, *, parsed: bool = False
+) -> ToolUse | None:
     """Return what a request says of tools; None where there are none to call.
+
+    `parsed` says that the checkpoint reads calls, whatever their form; then none can be forced.
 
     Raises:
         ParameterRefused: When a tool or the choice is none, or it is not known how the model writes calls.
@@ -74,7 +80,8 @@ def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> Tool
         raise ParameterRefused(message, param="tool_choice")
     allowed, mode = _allowed(choice, functions)
     known = call_format(settings.tool_format, template)
-    if known is None:
+    forced = _forced(mode, allowed)
+    if known is None and (forced or not parsed):
         message = (
             "it is not known how this model writes calls of tools. "
             "Remedy: name the form with model.tool_format, or send no tools."
@@ -83,7 +90,7 @@ def tool_use(request: ChatRequest, settings: ApiSettings, template: str) -> Tool
     return ToolUse(
         known,
         functions=allowed,
-        forced=_forced(mode, allowed),
+        forced=forced,
         single=isinstance(mode, NamedTool) or request.parallel_tool_calls is False,
     )
 

@@ -15,6 +15,7 @@ from vsched.api.responses import (
     ToolCallOutput,
 )
 from vsched.api.tools.reader import AnswerReader, CallBegins, ContentText, Event, Reasoning
+from vsched.api.tools.template_reader import TemplateReader
 
 ID_CHARACTERS = 9
 """Of the id of a call: as many as the templates of Mistral ask for; others do not mind."""
@@ -23,7 +24,7 @@ ID_CHARACTERS = 9
 class AnswerWording:
     """Words one answer; every call gets an id."""
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: AnswerReader | TemplateReader) -> None:
         self._reader = reader
         self._calls = 0
 

@@ -130,8 +130,8 @@ class TokenTable:
         self.begins_blank = begins_blank
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any) -> TokenTable:
-        """Build the table of a `tokenizers.Tokenizer`.
+    def of_tokenizer(cls, tokenizer: Any, *, shown: str = "") -> TokenTable:
+        """Build the table of a `tokenizers.Tokenizer`; special tokens that stand in `shown` are shown as well.
 
         Raises:
             CheckpointError: When the tokenizer is neither a byte-level one nor one of SentencePiece.
@@ -148,7 +148,7 @@ class TokenTable:
         text = list(raw)
         marks = MARKS | CHANNEL_MARKS if CHANNEL in vocabulary else MARKS
         for index, token in added.items():
-            if token.special and token.content not in marks:
+            if token.special and token.content not in marks and token.content not in shown:
                 text[index] = b""
         return cls(raw, text, begins_blank=begins_blank)
 

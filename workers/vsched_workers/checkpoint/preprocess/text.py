@@ -16,6 +16,7 @@ from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import Arrays, Companion, ImagePlan
 from vsched.worker.expansion import places_of
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.preprocess.answers import TemplateParser
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 
 PLACEHOLDERS_TOUCH = (
@@ -37,7 +38,10 @@ class TextPreprocessor:
         self.info = info
         self._tokenizer = tokenizer
         backend = tokenizer.backend_tokenizer
-        self._table = TokenTable.of_tokenizer(backend)
+        template = getattr(tokenizer, "response_template", None)
+        self._response_template: dict[str, Any] = template if isinstance(template, dict) else {}
+        shown = json.dumps(self._response_template, ensure_ascii=False)
+        self._table = TokenTable.of_tokenizer(backend, shown=shown)
         self._special = SpecialTokens(backend, self._table.raw, info.context_tokens)
 
     @property
@@ -45,6 +49,15 @@ class TextPreprocessor:
         """The text of the chat template, or of all that there are; empty for none."""
         own = self._tokenizer.chat_template or ""
         return own if isinstance(own, str) else "\n".join(own.values())
+
+    @property
+    def parses_answers(self) -> bool:
+        """Whether the checkpoint has a `response_template`."""
+        return bool(self._response_template)
+
+    def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> TemplateParser:
+        """Return what reads the answer to a prompt."""
+        return TemplateParser(self._response_template, prompt, tools)
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render OpenAI-shaped messages with the chat template, one placeholder an image.
