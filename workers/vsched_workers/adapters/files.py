@@ -1,0 +1,197 @@
+"""Reads an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+What would change the answer and is not carried out here is refused, never ignored: an adapter that is applied in part
+answers like no model that anybody trained.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vsched.errors import CheckpointError, limit_message
+from vsched_workers.checkpoint.files import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+EXACT: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, "gaussian", None),
+}
+"""Fields with the values that are served. Other initialisations change the weights of the base model as well."""
+
+HARMLESS = frozenset(
+    {
+        *(
+            "r",
+            "lora_alpha",
+            "use_rslora",
+            "alpha_pattern",
+            "rank_pattern",
+        ),  # read, or in the tensors
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # likewise
+        *("lora_dropout", "inference_mode", "ensure_weight_tying", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),
+        *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version"),
+    }
+)
+"""Fields that may have any value: those that are read here, and those of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """What an adapter adds to one linear layer: `scaling * up @ down`.
+
+    Attributes:
+        down: lora_A, [rank, inputs], on the CPU, as in the file.
+        up: lora_B, [outputs, rank].
+        scaling: alpha / rank, or alpha / sqrt(rank) with use_rslora.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was read and checked; `pairs` are by the names of modules in transformers' model."""
+
+    pairs: Mapping[str, LowRankPair]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of a layer."""
+        return max(pair.rank for pair in self.pairs.values())
+
+
+def read_adapter(directory: Path, *, rank_max: int) -> Adapter:
+    """Read an adapter.
+
+    Raises:
+        CheckpointError: When a file is missing or damaged, or it asks for what is not served; the message says what.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"adapter {directory.name!r} is no directory. Remedy: give the one that holds {CONFIG_FILE}."
+        )
+    config = read_json(directory, CONFIG_FILE)
+    _check(config)
+    pairs = {}
+    for module, (down, up) in _read_tensors(directory).items():
+        if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1] or not len(down):
+            raise CheckpointError(
+                f"{WEIGHTS_FILE}: lora_A {[*down.shape]} and lora_B {[*up.shape]} of {module} make no product. "
+                "Remedy: download the file again."
+            )
+        if len(down) > rank_max:
+            raise CheckpointError(
+                limit_message(
+                    f"the rank of {module}",
+                    value=len(down),
+                    limit=rank_max,
+                    remedy="use an adapter of a lower rank, or raise the limit",
+                )
+            )
+        pairs[module] = LowRankPair(down, up, _scaling(config, module, len(down)))
+    return Adapter(pairs)
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    for field, value in config.items():
+        served = EXACT.get(field)
+        # What is neither served nor harmless is off while it is empty.
+        if value not in served if served else value and field not in HARMLESS:
+            wanted = repr(served[0]) if served else "left out"
+            raise CheckpointError(
+                f"{CONFIG_FILE}: {field} is {str(value)[:80]!r}, which is not served. Remedy: use an adapter "
+                f"where it is {wanted}, or merge this one into its base model."
+            )
+    if "peft_type" not in config:
+        raise CheckpointError(
+            f"{CONFIG_FILE} has no peft_type. Remedy: give the directory of an adapter that PEFT saved."
+        )
+
+
+def _read_tensors(directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    with _reading(directory) as file:
+        names = list(file.keys())
+        for name in names:
+            found = TENSOR.fullmatch(name)
+            if found is None:
+                raise CheckpointError(
+                    f"{WEIGHTS_FILE}: {name[:200]} is no low-rank part of a linear layer. Remedy: use an adapter "
+                    "of linear layers only, or merge this one into its base model."
+                )
+            tensor = file.get_tensor(name)
+            if not tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{WEIGHTS_FILE}: {name} holds {tensor.dtype}, and only floating point is served. "
+                    "Remedy: save the adapter in bfloat16 or float32."
+                )
+            sides.setdefault(found["module"], {})[found["side"]] = tensor
+    for module, parts in sides.items():
+        if len(parts) < 2:
+            raise CheckpointError(
+                f"{WEIGHTS_FILE}: {module} has only one of lora_A and lora_B. Remedy: download the file again."
+            )
+    if not sides:
+        raise CheckpointError(f"{WEIGHTS_FILE} is empty. Remedy: download the file again.")
+    return {module: (parts["A"], parts["B"]) for module, parts in sorted(sides.items())}
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[Any]:
+    """Open the weights; whatever goes wrong is an error that names the file and none of the host's directories."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(directory / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{WEIGHTS_FILE} is missing; pickled weights (adapter_model.bin) are never loaded. "
+            "Remedy: save the adapter as safetensors."
+        ) from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{WEIGHTS_FILE} is corrupt or cannot be read ({type(error).__name__}). "
+            "Remedy: download the file again."
+        ) from error
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return alpha over the rank that the tensors have; PEFT's first pattern that fits the end of the name wins."""
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    try:
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        scaling = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)  # type: ignore[arg-type]
+    except (re.error, AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: lora_alpha and alpha_pattern give no number for {module} ({error}). "
+            "Remedy: download the file again."
+        ) from error
+    if not math.isfinite(scaling):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: lora_alpha of {module} is {alpha}. Remedy: download the file again."
+        )
+    return scaling
