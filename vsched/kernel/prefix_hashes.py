@@ -51,6 +51,6 @@ def root_hash(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
 
 
-def family_root(number: int) -> bytes:
+def answers_root(number: int) -> bytes:
     """Return the parent of the first blocks that only the answers to one request share; `number` is its first's."""
     return blake2b(number.to_bytes(8, "little"), digest_size=16, person=b"vsched.answers").digest()

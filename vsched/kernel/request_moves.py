@@ -19,7 +19,7 @@ from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
-from vsched.kernel.prefix_hashes import family_root, root_hash
+from vsched.kernel.prefix_hashes import answers_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router, RouterState
@@ -101,7 +101,7 @@ class RequestMoves:
         """Return the root of a request's block hashes: without a prefix cache, its answers share with each other."""
         if self._limits.prefix_cache:
             return root_hash(request.cache_salt)
-        return family_root(first) if answers > 1 and self._limits.shares_blocks else None
+        return answers_root(first) if answers > 1 and self._limits.shares_blocks else None
 
     def _refuse(self, request: Request, requests: Sequence[Request]) -> Refuse | None:
         if self._given_up:

@@ -238,8 +238,8 @@ class Scheduler:
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
             # The other answers to it, equal but for their seeds, would do the same.
-            family = self._table.answers_with(poison)
-            commands += [moves.fail(one, now_ns, message, code="group_lost") for one in family]
+            others = self._table.answers_with(poison)
+            commands += [moves.fail(one, now_ns, message, code="group_lost") for one in others]
             probe("kernel.poison_ended")
         for state in lost:
             if state.number in self._table.live:

@@ -37,7 +37,7 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
 
     With `deterministic`, kernels run on all threads for any number of values: the code for one may round otherwise.
     """
-    if not all(_is_known(block) for block in tower.blocks):
+    if not tower.blocks or not all(_is_known(block) for block in tower.blocks):
         return False
     if deterministic and not all(fits(_head_dim(block)) for block in tower.blocks):
         return False
