@@ -294,7 +294,8 @@ def hurried(tree: ast.Module) -> list[int]:
 def test_tidy_tests_measure_no_time() -> None:
     """How fast a machine is says nothing of the code; `tests/patience.py` says how a test waits instead."""
     virtual = ROOT / "tests" / "unit" / "sim"  # there, seconds are those of a simulation
-    commands = [ROOT / "tests" / name for name in ("bench", "mutants")]  # they are no tests
+    names = ("bench", "mutants", "vllm_suite")  # they are commands, not tests
+    commands = [ROOT / "tests" / name for name in names]
     measuring = (path for folder in commands for path in folder.rglob("*.py"))
     excepted = {ROOT / "tests" / "patience.py", *measuring}
     found = [
