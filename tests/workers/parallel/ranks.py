@@ -77,7 +77,8 @@ def shared_embeddings(settings: WorkerSettings, info: ModelInfo) -> npt.NDArray[
     shape = (PAGES, ROWS_A_PAGE, info.embedding_row_bytes)
     path = Path(f"{settings.rendezvous}-arena")
     with path.open("ab") as file:
-        file.truncate(PAGES * ROWS_A_PAGE * info.embedding_row_bytes)
+        # numpy gives an empty file a byte to map; another rank must not take it away again.
+        file.truncate(max(1, PAGES * ROWS_A_PAGE * info.embedding_row_bytes))
     return np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
 
 
