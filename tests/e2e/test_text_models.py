@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.e2e.asking import read
 from tests.e2e.conftest import SETTINGS, assert_idle
 from tests.parity.architectures import make_checkpoint
-from tests.parity.compare import generated
+from tests.parity.compare import expected_of, generated
 from tests.patience import patience, until
 from vsched import Config, Engine, SamplingParams
 from vsched.aio.streams.stream import TokenStream
@@ -79,6 +79,20 @@ async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
         assert again.token_ids == wanted[number]
     cached = served.statistics()["generate"]["tokens_cached"] - counts["tokens_cached"]
     assert cached >= len(SHARED) * 3, "snapshots are used"
+
+
+async def test_prompts_are_told_of_by_every_path(served: Engine, config: Config) -> None:
+    """One of these models has its head within, which is run by itself for the rows that tell."""
+    wanted = expected_of(Path(config.model.path), PROMPTS[:1], outputs=1)[0]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (one,) = await served.generate_answers(
+        prompt=PROMPTS[0], sampling=sampling, request_ids=["told"]
+    )
+    found = await read(one)
+    assert found.token_ids == wanted.output
+    assert one.prompt_report is not None
+    told = [each.logprob for each in one.prompt_report.tokens()]
+    assert told == pytest.approx(wanted.told, abs=1e-3)
 
 
 async def test_states_of_all_slots_are_in_the_ledger_and_in_the_metrics(served: Engine) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -35,7 +38,8 @@ class Parity(NamedTuple):
     Attributes:
         path: How `vsched check` says that it is computed.
         text: Each prompt in one step, all together.
-        chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled.
+        chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled. Every second one tells the
+            log-probabilities of its tokens, and they are the model's.
         preempted: The same, with requests that lose their blocks and are computed again.
         prefix_cache: With the blocks of an earlier request for the beginning of the prompt.
         two_ranks: On both of two ranks, in chunks and with preemptions; None where ranks cannot share the model, or
@@ -66,25 +70,67 @@ def prompts() -> list[list[int]]:
     ]
 
 
+class Expected(NamedTuple):
+    """What transformers' model says to a prompt: its answer, and the log-probabilities of the prompt's own tokens."""
+
+    output: list[int]
+    told: list[float]
+
+
+def telling(questions: Sequence[Question]) -> list[Question]:
+    """Return questions of which every second one tells the log-probabilities of its prompt."""
+    sampling = msgspec.structs.replace(questions[0].sampling, prompt_logprobs=0)
+    return [
+        dataclasses.replace(each, sampling=sampling) if index % 2 else each
+        for index, each in enumerate(questions)
+    ]
+
+
+def answers_so(answers: Sequence[Running], expected: Sequence[Expected]) -> bool:
+    """Return whether answers are as they must be, and what is told of prompts is."""
+    pairs = list(zip(answers, expected, strict=True))
+    told = [(one.told, wanted.told) for one, wanted in pairs if one.told]
+    assert told, "no question asks for it"
+    close = all(np.allclose(one, wanted, atol=1e-3) for one, wanted in told)
+    return close and all(one.output == wanted.output for one, wanted in pairs)
+
+
 @torch.inference_mode()
+def told_by(model: Any, **inputs: Any) -> list[float]:
+    """Return the log-probability of each token of a prompt but the first, in transformers' model."""
+    ids = inputs["input_ids"]
+    found = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
+    told: list[float] = found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return told
+
+
 def generated(
-    path: Path, asked: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
+    path: Path, asked: Sequence[Sequence[int]], *, outputs: int = OUTPUTS
 ) -> list[list[int]]:
+    """Return what transformers' `generate` says, greedily."""
+    return [each.output for each in expected_of(path, asked, outputs=outputs)]
+
+
+@torch.inference_mode()
+def expected_of(
+    path: Path, asked: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
+) -> list[Expected]:
     """Return what transformers' `generate` says, greedily; `sees` is whether the model takes images, too."""
     made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for prompt in asked:
         ids = torch.tensor([list(prompt)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            **inputs,
             max_new_tokens=outputs,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-        found.append(out[0, len(prompt) :].tolist())
+        answer = out[0, len(prompt) :].tolist()
+        found.append(Expected(answer, told_by(model, **inputs)))
     return found
 
 
@@ -98,7 +144,8 @@ def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) 
         path = Path(folder)
         make_checkpoint(name, path)
         asked = prompts()
-        expected = generated(path, asked, sees=name in FAMILY_SIZES)
+        wanted = expected_of(path, asked, sees=name in FAMILY_SIZES)
+        expected = [each.output for each in wanted]
         distinct = {token for answer in expected for token in answer}
         assert len(distinct) > len(LENGTHS) // 2, f"{name}: the answers say too little, {distinct}"
         stage = Stage.load(str(path), attention=attention, dtype="float32")
@@ -106,7 +153,9 @@ def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) 
         return Parity(
             path=describe_checkpoint(folder).path,
             text=tokens_of(Driver(stage, chunk=max(LENGTHS)).run(questions)) == expected,
-            chunked=tokens_of(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
+            chunked=answers_so(
+                Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2), wanted
+            ),
             preempted=tokens_of(
                 Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=5)
             )

@@ -13,7 +13,17 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.parity.architectures import make_checkpoint
-from tests.parity.compare import CHUNK, OUTPUTS, Parity, tokens_of, with_cached_prefixes
+from tests.parity.compare import (
+    CHUNK,
+    OUTPUTS,
+    Expected,
+    Parity,
+    answers_so,
+    telling,
+    tokens_of,
+    told_by,
+    with_cached_prefixes,
+)
 from tests.parity.vision_architectures import (
     END,
     IMAGE,
@@ -112,25 +122,25 @@ def _words(count: int, seed: int) -> list[int]:
 
 
 @torch.inference_mode()
-def generated(
+def expected_of(
     path: Path, name: str, asked: Sequence[Sequence[int]], images: Sequence[Arrays]
-) -> list[list[int]]:
+) -> list[Expected]:
     """Return what transformers' `generate` says, greedily, of the whole model with pixels."""
     made: Any = AutoModelForImageTextToText
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for prompt, which in zip(asked, ASKED, strict=True):
         ids = torch.tensor([list(prompt)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs |= _inputs(model, name, ids, [images[index] for index in which])
         out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            **_inputs(model, name, ids, [images[index] for index in which]),
+            **inputs,
             max_new_tokens=OUTPUTS,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-        found.append(out[0, len(prompt) :].tolist())
+        found.append(Expected(out[0, len(prompt) :].tolist(), told_by(model, **inputs)))
     return found
 
 
@@ -227,7 +237,7 @@ def compare_vision(name: str) -> Parity:
         stage = load_stage(path, name)
         made: Any = stage.preprocessor
         asked = prompts(made.rows)
-        expected = generated(path, name, asked, made.images)
+        expected = expected_of(path, name, asked, made.images)
         questions = [
             Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
             for prompt, which in zip(asked, ASKED, strict=True)
@@ -248,14 +258,20 @@ def compare_own(name: str) -> Parity:
         ]
         reference = Reference(path)
         expected = [
-            reference.generate(stage.prompt(each)[0], each.images, OUTPUTS) for each in questions
+            Expected(
+                reference.generate(prompt, each.images, OUTPUTS),
+                told_by(reference.model, **reference.inputs(prompt, each.images)),
+            )
+            for each in questions
+            for prompt in [stage.prompt(each)[0]]
         ]
         return _compared(describe_checkpoint(folder).path, stage, questions, expected)
 
 
 def _compared(
-    path: str, stage: Stage, questions: Sequence[Question], expected: list[list[int]]
+    path: str, stage: Stage, questions: Sequence[Question], wanted: Sequence[Expected]
 ) -> Parity:
+    expected = [each.output for each in wanted]
     distinct = {token for answer in expected for token in answer}
     assert len(distinct) > len(ASKED) // 2, f"the answers say too little, {distinct}"
     # Each must get on between two that are preempted.
@@ -263,7 +279,7 @@ def _compared(
     return Parity(
         path=path,
         text=tokens_of(Driver(stage, chunk=WHOLE).run(questions)) == expected,
-        chunked=tokens_of(Driver(stage, chunk=CHUNK).run(questions, arrivals=2)) == expected,
+        chunked=answers_so(Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2), wanted),
         preempted=tokens_of(
             Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
         )

@@ -66,6 +66,8 @@ class Running:
     computed: int = 0
     budget: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens but the first, where it asks for them."""
 
     @property
     def output(self) -> list[int]:
@@ -243,6 +245,8 @@ class Driver:
             each.computed += 1
         for each, chunk in zip(prefilling, chunks, strict=True):
             each.computed = chunk.stop
+        for one in sampled.prompts:
+            prefilling[one.chunk].told += one.logprobs.tolist()
         for row, each in enumerate(rows):
             sequence = each.sequence
             sequence.tokens[sequence.length] = sampled.tokens[row]
@@ -268,6 +272,7 @@ class Driver:
             samples=stop == running.sequence.length,
             items=rows,
             writes=writes if self.stage.info.state_bytes else (),
+            told=told_rows(running, stop),
         )
 
     def end_of_chunk(self, running: Running, stop: int) -> int:
@@ -307,6 +312,16 @@ class Driver:
         self.blocks[:0] = [int(block) for block in table if block >= 0]
         table[:] = -1
         running.computed = 0
+
+
+def told_rows(running: Running, stop: int) -> int:
+    """Return how many rows of a chunk up to `stop` tell of the prompt; none of what was told before a preemption."""
+    sequence = running.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return 0
+    assert running.computed <= len(running.told), "what is adopted cannot be told of"
+    told = min(stop, sequence.prompt_length - 1) - running.computed
+    return max(0, told) if running.computed == len(running.told) else 0
 
 
 def last_end(sequence: SequenceState) -> int:

@@ -23,6 +23,14 @@ class Reference:
         self, prompt: Sequence[int], images: Sequence[Image.Image], count: int, **options: Any
     ) -> list[int]:
         """Return `count` tokens; `prompt` has its placeholders expanded already."""
+        chosen = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count} | options
+        with torch.inference_mode():
+            out = self.model.generate(**self.inputs(prompt, images), **chosen)
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    def inputs(self, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
+        """Return a prompt and its images as the model takes them."""
         ids = torch.tensor([list(prompt)])
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if images:
@@ -30,8 +38,4 @@ class Reference:
             inputs["pixel_values"] = made["pixel_values"]
             inputs["image_grid_thw"] = made["image_grid_thw"]
             inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
-        chosen = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count} | options
-        with torch.inference_mode():
-            out = self.model.generate(**inputs, **chosen)
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens
+        return inputs

@@ -84,8 +84,8 @@ def check_prompt_values(count: int) -> None:
 def prompts_untold() -> RequestRefused:
     """Return the refusal where ranks cannot tell of prompts."""
     return RequestRefused(
-        "log-probabilities of prompt tokens are not available for this model: its head is a part of a whole that "
-        "yields the logits of all rows at once. Remedy: send neither prompt_logprobs nor echo with logprobs.",
+        "log-probabilities of prompt tokens are not available: the worker plug-in of this model cannot tell them. "
+        "Remedy: send neither prompt_logprobs nor echo with logprobs.",
         code="unsupported_parameter",
     )
 

@@ -156,6 +156,7 @@ class LanguageWorker:
         experts = [each for each in self._model.modules() if isinstance(each, SharedExperts)]
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._layers, self._head = language.runnable.layers, language.runnable.head
+        self._apart = language.runnable.apart
 
     @property
     def weights_bytes(self) -> int:
@@ -261,22 +262,24 @@ class LanguageWorker:
             rows = sampling_rows(batch)
             tells = tells_prompts(batch)
             wanted = np.arange(len(token_ids)) if tells else rows
-            hidden = self._layers(token_ids, positions, step, self._images(batch), wanted)
+            layers, head = (tells and self._apart) or (self._layers, self._head)
+            hidden = layers(token_ids, positions, step, self._images(batch), wanted)
+            logits_of = functools.partial(self._logits_of, head)
             told: list[PromptLogprobs] = []
             if tells:
                 few = max(self._slots // 2, 1)
-                told = prompt_logprobs(batch, hidden, self._logits_of, rows_max=few)
+                told = prompt_logprobs(batch, hidden, logits_of, rows_max=few)
                 hidden = hidden[self._backend.send(rows)]
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=told)
-            logits = self._logits_of(hidden, len(rows))
+            logits = logits_of(hidden, len(rows))
             greedy = self._backend.argmax(logits)
             sampled = choose_tokens(greedy, logits, special_rows(batch), self._backend.draw)
             return dataclasses.replace(sampled, prompts=told) if told else sampled
 
-    def _logits_of(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+    def _logits_of(self, head: Product, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the logits of hidden states, [rows, vocabulary], the same ones on every rank."""
-        logits = self._head(hidden)[:rows]
+        logits = head(hidden)[:rows]
         # Every rank samples, from the same logits, and so draws the same token.
         return self._group.all_gather(logits) if self._language.shares_head else logits
 

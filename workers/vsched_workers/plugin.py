@@ -97,11 +97,8 @@ class TransformersPlugin:
         return load_grammars(info)
 
     def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
-        """Return whether prompts can be told of: not where the head is within the layers, and logits come at once."""
-        from vsched_workers.families import language_family
-
-        family = language_family(info.family, info.path)
-        return family is not None and (ranks == 1 or bool(family.language_sharing.sizes))
+        """Return that prompts can be told of, of every model: no path needs the logits of all rows at once."""
+        return True
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

@@ -66,11 +66,13 @@ class RunnableLanguage:
         head: From hidden states [rows, hidden] to logits [rows, vocabulary]; a rank's part of the vocabulary where
             ranks share it. From logits, it is nothing.
         weights_bytes: Bytes of the weights on the device; tied weights count once.
+        apart: Layers and head as one by one, where `layers` has the head within and yields logits of wanted rows alone.
     """
 
     layers: LanguageLayers
     head: Product
     weights_bytes: int
+    apart: tuple[LanguageLayers, Product] | None = None
 
 
 class CapturedSteps(Protocol):

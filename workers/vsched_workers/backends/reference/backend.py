@@ -78,7 +78,8 @@ class ReferenceBackend(Backend):
         if self._packs:
             warm_up(model)
         size += stored_bytes(*model.parameters())
-        return RunnableLanguage(WholeModel(model, self.send, inputs), _as_they_are, size)
+        whole = WholeModel(model, self.send, inputs)
+        return RunnableLanguage(whole, _as_they_are, size, whole.apart)
 
     def prepare_tower(self, tower: nn.Module) -> None:
         flatten_patches(tower, self._make_product, pack=self._packs)

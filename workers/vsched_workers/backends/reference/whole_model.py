@@ -6,6 +6,7 @@ tokens, in which nothing is attended, tells what each layer keeps of a token, an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from vsched.types import ModelInfo
+from vsched_workers.backends.base import LanguageLayers, Product
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
@@ -45,7 +47,18 @@ class WholeModel:
         self._model = model
         self._send = send
         self._inputs = inputs
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._said: Any = None
+        # Some models call the decoder within their base, which then is not called itself.
+        self._base: Any = getattr(model.base_model, "decoder", model.base_model)
+        self._keeps = (
+            self._base is not model
+            and "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
+
+    @property
+    def apart(self) -> tuple[LanguageLayers, Product] | None:
+        """Layers to hidden states, and hidden states to logits; None where the model yields the logits of all rows."""
+        return (self._hidden_states, self._logits_of) if self._keeps else None
 
     def __call__(
         self,
@@ -56,19 +69,59 @@ class WholeModel:
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """Return the logits of the wanted rows, [wanted, vocabulary]."""
+        logits = self._run(token_ids, positions, step, images, wanted)
+        return logits if self._keeps else logits[self._send(wanted)]
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        kept: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return the logits of the rows that are kept, or of all where the model keeps all."""
         given: dict[str, Any]
         if self._inputs is not None:
             given = self._inputs.arguments(token_ids, positions, images, step)
         else:
             assert images is None, "it is a model of text alone"
             given = {"input_ids": token_ids[None], "position_ids": positions[0]}
-        rows = self._send(wanted)
         if self._keeps:
-            given["logits_to_keep"] = rows
+            given["logits_to_keep"] = self._send(kept)
         with running(step):
-            out = self._model(use_cache=False, **given)
-        logits: torch.Tensor = out.logits[0]
-        return logits if self._keeps else logits[rows]
+            logits: torch.Tensor = self._model(use_cache=False, **given).logits[0]
+        return logits
+
+    def _hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        wanted: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return what the model makes logits of, [wanted, hidden]."""
+        found: list[Any] = []
+        hook = self._base.register_forward_hook(lambda *seen: found.append(seen[-1]))
+        try:
+            self._run(token_ids, positions, step, images, wanted[:1])
+        finally:
+            hook.remove()
+        hidden: torch.Tensor = found[0].last_hidden_state[0]
+        self._said = dataclasses.replace(found[0], last_hidden_state=hidden.new_empty(0))
+        return hidden[self._send(wanted)]
+
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits as the model makes them, whatever it does besides a product: all but the head is left out."""
+        said = dataclasses.replace(self._said, last_hidden_state=hidden[None])
+        self._base.forward = lambda *_, **__: said
+        try:
+            ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del self._base.forward
+        return logits
 
 
 class DecoderLayers:
