@@ -14,7 +14,7 @@ from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.description import page
 from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
 from vsched.api.dialects.responses.endpoint import ResponsesEndpoint
-from vsched.api.errors import ErrorBody, ErrorEnvelope
+from vsched.api.errors import ParameterRefused
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
 from vsched.api.middleware.request_id import response_id
@@ -25,6 +25,25 @@ from vsched.api.operations import (
     TokenizeEndpoint,
     json_response,
 )
+from vsched.api.wire_forms import form_of
+from vsched.errors import RequestFailed
+
+_NO_ROUTE = {
+    404: (
+        "not_found",
+        "there is nothing at this path. Remedy: check the URL; completions live under /v1.",
+    ),
+    405: ("method_not_allowed", "this path does not take this method. Remedy: check the method."),
+}
+_NO_VECTORS = (
+    "vsched serves models that write: ranks sample and send tokens, never hidden states, so there are no embeddings, "
+    "scores or classes. Remedy: send these requests to a server of an embedding model."
+)
+_NOT_SERVED = dict.fromkeys(
+    ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
+    _NO_VECTORS,
+)
+"""Paths that clients of other servers know, and what to do without them."""
 
 
 def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
@@ -81,23 +100,21 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {
-        404: "there is nothing at this path. Remedy: check the URL; completions live under /v1.",
-        405: "this path does not take this method. Remedy: check the method.",
-    }.get(error.status_code, "the request cannot be served")
-    body = ErrorBody(message, "invalid_request_error", None, code)
-    response = json_response(ErrorEnvelope(body), error.status_code)
+    status, path = error.status_code, request.url.path
+    code, message = _NO_ROUTE.get(status, (None, "the request cannot be served"))
+    if status == 404:
+        message = _NOT_SERVED.get(path, message)
+    refused = ParameterRefused(message, param=None, code=code or "invalid_value", status=status)
+    response = json_response(form_of(path).error(refused), status)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _mistake(request: Request, error: Exception) -> Response:
     del error
-    body = ErrorBody("the server made a mistake", "server_error", None, "internal_error")
-    response = json_response(ErrorEnvelope(body), 500)
+    failed = RequestFailed("the server made a mistake")
+    response = json_response(form_of(request.url.path).error(failed), failed.status)
     # What answers this stands before all middleware.
     response.headers["x-request-id"] = response_id(request.scope).decode()
     return response

@@ -244,7 +244,7 @@ def _logit_bias(
         if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX):
             raise out_of_bounds(
                 "logit_bias",
-                value="a key that is no token id",
+                value=f"the key {shown(name)}",
                 limit=f"token ids from 0 to {info.vocab_size - 1}",
                 remedy="send token ids of this model as keys",
             )

@@ -127,12 +127,14 @@ class ResponsesForm(NamedEvents):
 
 
 _FORMS: dict[str, type[WireForm]] = {
-    "/v1/messages": MessagesForm,
-    "/v1/messages/count_tokens": MessagesForm,
-    "/v1/responses": ResponsesForm,
+    "messages": MessagesForm,
+    "responses": ResponsesForm,
 }
+"""By the part of a path that follows /v1."""
 
 
 def form_of(path: str) -> WireForm:
     """Return the form that clients of a path read."""
-    return _FORMS.get(path, WireForm)()
+    parts = path.split("/")
+    found = _FORMS.get(parts[2], WireForm) if parts[:2] == ["", "v1"] and parts[2:] else WireForm
+    return found()

@@ -226,6 +226,31 @@ async def test_wrong_paths_and_methods_have_openai_errors(
     assert (reply.status, reply.error["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+    ],
+)
+async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
+    method: str, path: str, status: int, kind: str
+) -> None:
+    reply = await call(FakeEngine(), method, path)
+    assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (
+        status,
+        "error",
+        kind,
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+async def test_requests_for_vectors_are_told_that_there_are_none(path: str) -> None:
+    reply = await call(FakeEngine(), "POST", path)
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    assert "server of an embedding model" in reply.error["message"]
+
+
 async def test_without_a_key_everything_is_open() -> None:
     assert (await call(FakeEngine(), "GET", "/metrics")).status == 200
 

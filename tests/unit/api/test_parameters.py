@@ -166,6 +166,12 @@ async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -
     assert engine.calls == []
 
 
+async def test_key_that_is_no_token_is_named() -> None:
+    reply = await post(FakeEngine(), CHAT, chat(logit_bias={"twelve": 1}))
+    assert reply.status == 400
+    assert '"twelve"' in reply.error["message"]
+
+
 async def test_number_out_of_bounds_says_value_and_limit() -> None:
     reply = await post(FakeEngine(), CHAT, chat(temperature=3.5))
     assert "value 3.5, limit <= 2.0. Remedy" in reply.error["message"]
