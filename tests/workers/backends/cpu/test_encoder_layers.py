@@ -25,7 +25,7 @@ from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS, pack_linears, packs
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 
-pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN")
+pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
 
 FUSED = ("gemma3", "idefics3", "internvl", "llava", "llava_onevision", "paligemma", "smolvlm")
 OTHERS = ("mistral3", "qwen2_vl")

@@ -29,7 +29,7 @@ from vsched_workers.backends.reference.packed_weights import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(not packs(torch.bfloat16), reason="torch is built without oneDNN"),
+    pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here"),
     pytest.mark.skipif(not runs_here(), reason="oneDNN multiplies all rows on this processor"),
     pytest.mark.slow,
 ]

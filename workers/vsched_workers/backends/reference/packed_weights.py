@@ -188,8 +188,9 @@ class BlockedActivation(nn.Module):
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Return whether packing helps with this type."""
-    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    """Return whether oneDNN packs weights of this type: bfloat16, on processors with AVX-512 or the like."""
+    operations: Any = torch.ops.mkldnn
+    return dtype == torch.bfloat16 and operations._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 def block_activations(module: nn.Module) -> None:
