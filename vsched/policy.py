@@ -220,6 +220,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes: The KV cache that stood during the attempt.
         state_bytes: The states of all slots, and snapshots of states, which stood with it.
         released_bytes: What the teardown before the attempt gave back.
+        adapter_bytes: What is set aside for adapters, since the weights were loaded.
         owner: Its group and its number there, for people; empty on the way from a rank.
     """
 
@@ -233,6 +234,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     state_bytes: int = 0
     released_bytes: int = 0
+    adapter_bytes: int = 0
     owner: str = ""
 
     @property

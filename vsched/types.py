@@ -114,6 +114,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
             else reads.
         extent: Where its arrays lie in the arena.
         encoded: The client brought the embedding itself: `extent` holds its rows, [tokens, row bytes], and no arrays.
+        adapter: Number of the adapter that changes how it is encoded, which its key covers, too; 0 for none.
     """
 
     key: bytes
@@ -124,6 +125,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes = b""
     extent: Extent | None = None
     encoded: bool = False
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -159,7 +161,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `items` are in prompt order and do not overlap. A larger `priority` is more urgent, and `ttft_target_ms` is when the
     client wants its first token, counted from arrival, for policies that heed them. `cache_salt` separates the prefix
-    and embedding caches of tenants.
+    and embedding caches of tenants. `adapter` is the number of the adapter that it is computed with, 0 for none.
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     ttft_target_ms: int | None = None
     cache_salt: str = ""
+    adapter: int = 0
 
 
 def group_names(stage: str, replicas: int) -> list[str]:

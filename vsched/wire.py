@@ -74,8 +74,30 @@ class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     name: str
 
 
+class AddAdapter(msgspec.Struct, frozen=True, array_like=True, tag="l"):
+    """Add the adapter in this folder to the layers, under a number that is used once; steps after this may name it."""
+
+    number: int
+    path: str
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, array_like=True, tag="u"):
+    """Take an adapter away, where it is there; no step after this names it."""
+
+    number: int
+
+
 LogEntry = (
-    GenerateDecision | EncodeDecision | Continue | Heartbeat | Stop | SizeKv | AcceptKv | RunHook
+    GenerateDecision
+    | EncodeDecision
+    | Continue
+    | Heartbeat
+    | Stop
+    | SizeKv
+    | AcceptKv
+    | RunHook
+    | AddAdapter
+    | RemoveAdapter
 )
 
 
@@ -197,6 +219,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     memory: dict[str, int]
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
+    """A rank's answer to `AddAdapter` or `RemoveAdapter` at this entry; `error` says why it has not added it."""
+
+    seq: int
+    error: str = ""
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """A rank gives up; `error` is the name of the error's type, for people."""
 
@@ -218,6 +247,7 @@ RankReport = (
     | StepCheck
     | Pulse
     | Beat
+    | AdapterChanged
     | RankFailed
 )
 

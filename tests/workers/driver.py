@@ -48,12 +48,13 @@ def drawn_image(seed: int, width: int, height: int) -> Image.Image:
 
 @dataclass
 class Question:
-    """A request: text, or tokens as they are, the images that come before it, and how to sample."""
+    """A request: text, or tokens as they are, the images that come before it, how to sample, and its adapter."""
 
     text: str | Sequence[int]
     images: Sequence[Image.Image] = ()
     count: int = 12
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+    adapter: int = 0
 
 
 @dataclass
@@ -180,6 +181,7 @@ class Driver:
             items=items,
             sampling=question.sampling,
             stop_token_ids=frozenset(self.stage.info.stop_token_ids),
+            adapter=question.adapter,
         )
         running = Running(
             sequence=sequence,

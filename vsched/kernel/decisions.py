@@ -16,6 +16,7 @@ class RequestData(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank must hold of a request; sent once, with its first join (again after a restart).
 
     `tokens` is little-endian int32: the prompt, then the outputs from before it was preempted or its group was lost.
+    `adapter` is the number of the adapter that it is computed with, 0 for none.
     """
 
     tokens: bytes
@@ -23,6 +24,7 @@ class RequestData(msgspec.Struct, frozen=True, array_like=True):
     items: list[ItemPlace]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -91,8 +93,8 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
     """Encode one item from its extent of the arena into the arena's pages.
 
-    With `encoded`, `extent` holds finished embedding rows, which are only copied. `arrays` and `metadata` are those of
-    `MediaItem`.
+    With `encoded`, `extent` holds finished embedding rows, which are only copied. `arrays`, `metadata`, `adapter` are
+    those of `MediaItem`.
     """
 
     key: bytes
@@ -102,6 +104,7 @@ class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
     arrays: tuple[ArraySpec, ...] = ()
     metadata: bytes = b""
     encoded: bool = False
+    adapter: int = 0
 
 
 class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):

@@ -46,9 +46,12 @@ def chain_hashes(
     return hashes
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """Return the parent of a sequence's first block: tenants with different salts share nothing."""
-    return blake2b(cache_salt.encode(), digest_size=16, person=b"vsched.prefix").digest()
+def root_hash(cache_salt: str, adapter: int = 0) -> bytes:
+    """Return the parent of a sequence's first block: with another salt or another adapter, nothing is shared."""
+    of_adapter = adapter.to_bytes(8, "little") if adapter else b""
+    return blake2b(
+        cache_salt.encode(), digest_size=16, salt=of_adapter, person=b"vsched.prefix"
+    ).digest()
 
 
 def answers_root(number: int) -> bytes:

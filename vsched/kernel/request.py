@@ -165,6 +165,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             ],
             sampling=self.request.sampling,
             stop_token_ids=self.stop_token_ids,
+            adapter=self.request.adapter,
         )
 
 

@@ -100,7 +100,7 @@ class RequestMoves:
     def _root(self, request: Request, first: int, answers: int) -> bytes | None:
         """Return the root of a request's block hashes: without a prefix cache, its answers share with each other."""
         if self._limits.prefix_cache:
-            return root_hash(request.cache_salt)
+            return root_hash(request.cache_salt, request.adapter)
         return answers_root(first) if answers > 1 and self._limits.shares_blocks else None
 
     def _refuse(self, request: Request, requests: Sequence[Request]) -> Refuse | None:

@@ -13,6 +13,7 @@ from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
 
 LineName = Literal[
     "weights",
+    "adapters",
     "encoder activations",
     "language activations",
     "embeddings in flight",
@@ -170,14 +171,15 @@ def group_ledger(
             for reservation in view.reservations
             if reservation.pool == pool.name and reservation.held
         )
-        known_bytes = sum(rank.weights_bytes for rank in apart if rank.pool == pool.name)
+        known_bytes = sum(
+            rank.weights_bytes + rank.adapter_bytes for rank in apart if rank.pool == pool.name
+        )
         lines += _pool_lines(pool, owner, headroom_bytes, held_bytes if together else 0)
         peers_bytes = pool.peers_bytes - known_bytes - (0 if together else held_bytes)
         lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
-    lines += [
-        LedgerLine(rank.pool, name, "weights", rank.weights_bytes)
-        for name, rank in zip(_names(encoder_names, apart), apart, strict=False)
-    ]
+    for name, rank in zip(_names(encoder_names, apart), apart, strict=False):
+        lines.append(LedgerLine(rank.pool, name, "weights", rank.weights_bytes))
+        lines += _adapter_line(rank, name)
     lines += [
         LedgerLine(each.pool, name, "encoder activations", each.growth_bytes)
         for name, each in zip(
@@ -199,16 +201,21 @@ def _pool_lines(
     for rank in pool.ranks:
         owner = rank.owner or f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
-        kept_bytes = rank.kv_bytes + rank.state_bytes
+        kept_bytes = rank.kv_bytes + rank.state_bytes + rank.adapter_bytes
         rest_bytes = peak_bytes - rank.weights_bytes - kept_bytes - headroom_bytes - held_bytes
         held_bytes = 0
         yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
+        yield from _adapter_line(rank, owner)
         yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
         if rank.state_bytes:
             yield LedgerLine(pool.name, owner, "state", rank.state_bytes)
         yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
         if headroom_bytes:
             yield LedgerLine(pool.name, owner, "headroom", headroom_bytes)
+
+
+def _adapter_line(rank: RankMemory, owner: str) -> list[LedgerLine]:
+    return [LedgerLine(rank.pool, owner, "adapters", rank.adapter_bytes)] * bool(rank.adapter_bytes)
 
 
 def _share(size: int, total: int) -> str:

@@ -107,6 +107,43 @@ class PeriodicWork(Protocol):
         ...
 
 
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """A worker that adds adapters to its layers, and takes them away, between two steps of its log.
+
+    An adapter is known by a number, which is used once. `WorkerSettings.adapters` says how many there may be at a time.
+    What is computed for a row depends on the adapter of its request and not on those of the rows beside it.
+
+    Attributes:
+        adapter_bytes: What was taken of the device's memory for all that there may be; not among `weights_bytes`.
+    """
+
+    @property
+    def adapter_bytes(self) -> int: ...
+
+    def add_adapter(self, number: int, path: str) -> None:
+        """Read an adapter and add it, all of it or nothing; what it changes in the other stage is left to that.
+
+        Raises:
+            CheckpointError: When it cannot be read, or does not fit this model.
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        ...
+
+    def add_trial_adapter(self, number: int) -> None:
+        """Add one of the highest rank to all layers that can have one, for the profiling run."""
+        ...
+
+    def remove_adapter(self, number: int) -> None:
+        """Take an adapter away; does nothing where it is not there."""
+        ...
+
+
+def adapter_bytes(worker: object) -> int:
+    """Return what a worker has taken of the device's memory for adapters."""
+    return worker.adapter_bytes if isinstance(worker, ServesAdapters) else 0
+
+
 # --- plug-ins ----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +211,34 @@ class ConstrainsOutput(Protocol):
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
         """Return what compiles grammars, in the engine and in every generate rank; None where a checkpoint has none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What an engine must know of an adapter.
+
+    Attributes:
+        rank: The highest rank of a layer.
+        changes_encoder: Whether it changes how images are encoded, so that encode ranks have to have it, too.
+    """
+
+    rank: int
+    changes_encoder: bool = False
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A plug-in whose workers may be `ServesAdapters`."""
+
+    def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
+        """Copy the files of an adapter to the empty folder `kept`, and check the copy without loading the model.
+
+        Ranks read the copy, whenever they start: what an adapter is does not change while it is loaded.
+
+        Raises:
+            CheckpointError: When a file is missing, damaged or too large, or it asks for what is not served.
+        """
         ...
 
 

@@ -70,7 +70,7 @@ class EncodeJob:
 
     `arrays` are those of its `ImagePlan`, views of the arena (read-only, valid until the job is done), and `metadata`
     is that of its plan. `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be
-    partly filled.
+    partly filled. `adapter` is the number of the adapter that it is encoded with, 0 for none.
     """
 
     key: bytes
@@ -78,6 +78,7 @@ class EncodeJob:
     arrays: Arrays
     metadata: bytes
     pages: Sequence[int]
+    adapter: int = 0
 
 
 class EncodeWorker(Protocol):
@@ -157,6 +158,8 @@ class SequenceState:
         token_mask: The tokens that may be chosen next, uint32 [words]: bit i of word j allows token 32 j + i; tokens
             beyond its words are forbidden. None allows all. Whoever sets it has the rank call the request special.
         matcher: Follows the outputs where the request has a grammar; the mask is its.
+        adapter: Number of the adapter that all its rows are computed with, 0 for none; the worker has it, see
+            `vsched.worker.capabilities.ServesAdapters`.
     """
 
     number: int
@@ -169,6 +172,7 @@ class SequenceState:
     state: Any = None
     token_mask: npt.NDArray[np.uint32] | None = None
     matcher: TokenMatcher | None = None
+    adapter: int = 0
 
     @property
     def outputs(self) -> npt.NDArray[np.int32]:
@@ -485,6 +489,8 @@ class WorkerSettings:
         rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
         deterministic: Whether what is computed for a row must not depend, to the bit, on the rows beside it. A worker
             that cannot do so refuses with a `ConfigError`.
+        adapters: How many adapters there may be at a time, and `adapter_rank_max` of which rank; 0 for none. Their
+            memory is taken when the model is loaded. A worker that cannot serve any refuses with a `ConfigError`.
     """
 
     device: str = "cpu"
@@ -497,6 +503,8 @@ class WorkerSettings:
     rank: int = 0
     rendezvous: str = ""
     deterministic: bool = False
+    adapters: int = 0
+    adapter_rank_max: int = 0
 
 
 class WorkerPlugin(Protocol):

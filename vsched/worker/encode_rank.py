@@ -20,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class EncodeRank:
-    """Follows the decisions of an encode group."""
+    """Follows the decisions of an encode group.
+
+    Attributes:
+        adapters: The numbers of the adapters that the worker has.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class EncodeRank:
         self._embeddings = embeddings
         self._read = read
         self._paused = 0
+        self.adapters: set[int] = set()
 
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
         """Encode one batch, or as many layers of it as the decision says, where the worker can pause.
@@ -95,8 +100,10 @@ class EncodeRank:
         return self._worker.advance(layers)
 
     def _job(self, task: EncodeTask) -> EncodeJob:
+        if task.adapter and task.adapter not in self.adapters:
+            raise RankDesync(f"an image is to be encoded with adapter {task.adapter}, not here")
         arrays = view_arrays(task.arrays, self._read(task.extent))
-        return EncodeJob(task.key, task.tokens, arrays, task.metadata, task.pages)
+        return EncodeJob(task.key, task.tokens, arrays, task.metadata, task.pages, task.adapter)
 
     def _copy(self, task: EncodeTask) -> None:
         """Put embedding rows that the client brought where the generate ranks look for them."""

@@ -26,7 +26,11 @@ from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
 
 
 class GenerateRank:
-    """Follows the decisions of a generate group and hands complete batches to a worker."""
+    """Follows the decisions of a generate group and hands complete batches to a worker.
+
+    Attributes:
+        adapters: The numbers of the adapters that the worker has.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class GenerateRank:
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
         self._worker = worker
+        self.adapters: set[int] = set()
         self._embeddings = embeddings
         self._block_size = block_size
         self._table = SlotTable(slots, context_tokens=context_tokens, block_size=block_size)
@@ -104,6 +109,10 @@ class GenerateRank:
             if sequence.sampling.grammar:
                 self._constrain(sequence)
             self._sequences[join.number] = sequence
+        if sequence is not None and sequence.adapter and sequence.adapter not in self.adapters:
+            raise RankDesync(
+                f"request {join.number} joins with adapter {sequence.adapter}, which is not here"
+            )
         if sequence is None or sequence.length != join.length:
             known = "unknown here" if sequence is None else f"{sequence.length} tokens long here"
             raise RankDesync(
@@ -268,4 +277,5 @@ def _sequence(number: int, data: RequestData) -> SequenceState:
         items=data.items,
         sampling=data.sampling,
         stop_token_ids=frozenset(data.stop_token_ids),
+        adapter=data.adapter,
     )

@@ -16,7 +16,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.policy import RankMemory
 from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
-from vsched.worker.capabilities import CollectiveWorker
+from vsched.worker.capabilities import CollectiveWorker, adapter_bytes
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
 from vsched.worker.profiling_run import StepLimits, run_profile
@@ -151,7 +151,10 @@ class KvSizing:
 
     def _measured(self, *, peak_bytes: int, released_bytes: int) -> RankMemory:
         measured = measure_rank(
-            self._memory, rank=self._rank, weights_bytes=self._worker.weights_bytes
+            self._memory,
+            rank=self._rank,
+            weights_bytes=self._worker.weights_bytes,
+            adapter_bytes=adapter_bytes(self._worker),
         )
         return msgspec.structs.replace(
             measured,

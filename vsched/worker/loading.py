@@ -9,11 +9,11 @@ from typing import Generic, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import RankDesync
+from vsched.errors import ConfigError, RankDesync
 from vsched.types import Extent
 from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
-from vsched.worker.capabilities import ConstrainsOutput, Grammars
-from vsched.worker.contract import GenerateWorker
+from vsched.worker.capabilities import ConstrainsOutput, Grammars, ServesAdapters
+from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerSettings
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_sizing import KvSizing
@@ -112,6 +112,7 @@ class RankLoading(Generic[Link]):
         spec, arena, host = self._spec, self._arena, self._host
         plugin = host.load_worker(role.plugin)
         worker = plugin.load_encoder(spec.info, role.settings, member.progress)
+        adapters = _adapter_memory(worker, role.settings)
         member.progress("measuring the largest batch of images", 0.0)
         loaded, reservation = reserve_encoder(
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
@@ -120,12 +121,14 @@ class RankLoading(Generic[Link]):
         rank = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         member.executor = EncodeExecutor(worker, rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
-        self._ready.append(Ready(0, {**memory, **host.memory()}, member.executor.hooks()))
+        memory |= {**adapters, **host.memory()}
+        self._ready.append(Ready(0, memory, member.executor.hooks()))
 
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
         worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        adapters = _adapter_memory(worker, role.settings)
         # Before memory is measured: the tokens of a large vocabulary take some.
         grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
@@ -133,7 +136,7 @@ class RankLoading(Generic[Link]):
             worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
         )
         member.report(Loaded(sizing.measure()))
-        finish = partial(self._finish_generator, role.limits, member, worker, grammars)
+        finish = partial(self._finish_generator, role.limits, member, worker, grammars, adapters)
         self.orders = KvCacheOrders(member, sizing, on_accepted=finish)
 
     def _finish_generator(
@@ -142,6 +145,7 @@ class RankLoading(Generic[Link]):
         member: Member[Link],
         worker: GenerateWorker,
         grammars: Grammars | None,
+        adapters: dict[str, int],
         blocks: int,
     ) -> None:
         rank = GenerateRank(
@@ -155,7 +159,8 @@ class RankLoading(Generic[Link]):
         )
         member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
-        memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **self._host.memory()}
+        memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **adapters}
+        memory |= self._host.memory()
         if self._spec.info.state_bytes:
             count = limits.slots + limits.state_snapshots
             memory["state"] = count * self._spec.info.state_bytes
@@ -166,3 +171,20 @@ class RankLoading(Generic[Link]):
         self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.report(report)
+
+
+def _adapter_memory(
+    worker: EncodeWorker | GenerateWorker, settings: WorkerSettings
+) -> dict[str, int]:
+    """Return what a worker has taken for adapters, by the name of its line; nothing where none are wanted.
+
+    Raises:
+        ConfigError: When they are wanted, and the worker takes none.
+    """
+    if not settings.adapters:
+        return {}
+    if not isinstance(worker, ServesAdapters):
+        raise ConfigError(
+            f"adapters.count_max: workers such as {type(worker).__name__} take no adapters. Remedy: set it to 0."
+        )
+    return {"adapters": worker.adapter_bytes}

@@ -14,11 +14,19 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.errors import GroupLostError, RankDesync, error_kind
+from vsched.errors import (
+    CheckpointError,
+    DeviceOutOfMemory,
+    GroupLostError,
+    RankDesync,
+    error_kind,
+)
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.probes import probe
 from vsched.wire import (
     AcceptKv,
+    AdapterChanged,
+    AddAdapter,
     Beat,
     Continue,
     EncodeResult,
@@ -31,6 +39,7 @@ from vsched.wire import (
     Paused,
     RankFailed,
     RankReport,
+    RemoveAdapter,
     RunHook,
     SizeKv,
     StepCheck,
@@ -38,7 +47,7 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.capabilities import PeriodicWork
+from vsched.worker.capabilities import PeriodicWork, ServesAdapters
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
@@ -96,6 +105,8 @@ class StageExecutor:
 
     def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
         self._periodic = worker if isinstance(worker, PeriodicWork) else None
+        self._serving = worker if isinstance(worker, ServesAdapters) else None
+        self.adapters: set[int] = set()
 
     def hooks(self) -> dict[str, float]:
         """Return the worker's periodic work and its intervals."""
@@ -112,6 +123,22 @@ class StageExecutor:
         with memory_errors(f"running the hook {name}", remedy=f"raise {self._memory_key}"):
             self._periodic.run_hook(name)
 
+    def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> str:
+        """Add an adapter, or take one away; return why it could not be added, empty where all is well."""
+        if self._serving is None:
+            raise RankDesync(f"heard of adapter {entry.number}, and this rank takes none")
+        if isinstance(entry, RemoveAdapter):
+            self._serving.remove_adapter(entry.number)
+            self.adapters.discard(entry.number)
+            return ""
+        try:
+            with memory_errors("adding an adapter", remedy=f"raise {self._memory_key}"):
+                self._serving.add_adapter(entry.number, entry.path)
+        except (CheckpointError, DeviceOutOfMemory) as error:
+            return str(error)
+        self.adapters.add(entry.number)
+        return ""
+
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
         """Carry out a decision, or go on with one; None where there is nothing to say."""
         raise NotImplementedError
@@ -121,7 +148,8 @@ class NotLoaded(StageExecutor):
     """Stands where a rank has not loaded its model yet."""
 
     def __init__(self) -> None:
-        self._periodic = None
+        self._periodic = self._serving = None
+        self.adapters = set()
 
     def carry_out(self, entry: LogEntry) -> None:
         """Refuse a decision."""
@@ -136,6 +164,7 @@ class EncodeExecutor(StageExecutor):
     def __init__(self, worker: EncodeWorker, rank: EncodeRank) -> None:
         super().__init__(worker)
         self._rank = rank
+        self.adapters = rank.adapters
 
     def carry_out(self, entry: LogEntry) -> EncodeResult | Paused | None:
         """Carry out a decision of the encode group."""
@@ -155,6 +184,7 @@ class GenerateExecutor(StageExecutor):
     def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
         super().__init__(worker)
         self.rank = rank
+        self.adapters = rank.adapters
 
     def carry_out(self, entry: LogEntry) -> GenerateResult:
         """Carry out a decision of the generate group."""
@@ -221,6 +251,9 @@ class Member(Generic[Link]):
             case RunHook(name):
                 self.executor.run_hook(name)
                 self.report(Beat(self.log.seq, self._host.memory()))
+            case AddAdapter() | RemoveAdapter():
+                error = self.executor.change_adapters(entry)
+                self.report(AdapterChanged(self.log.seq, error))
         # A step can take longer than the timeout: what came meanwhile was heard, only not read.
         self.heard_ns = self._host.now_ns()
         return True

@@ -85,7 +85,9 @@ class DeviceMemory(Protocol):
         ...
 
 
-def measure_rank(memory: DeviceMemory, *, rank: int, weights_bytes: int) -> RankMemory:
+def measure_rank(
+    memory: DeviceMemory, *, rank: int, weights_bytes: int, adapter_bytes: int = 0
+) -> RankMemory:
     """Return what a rank holds of its device now, and what is free there."""
     return RankMemory(
         rank=rank,
@@ -94,6 +96,7 @@ def measure_rank(memory: DeviceMemory, *, rank: int, weights_bytes: int) -> Rank
         available_bytes=memory.available(),
         reserved_bytes=memory.reserved(),
         weights_bytes=weights_bytes,
+        adapter_bytes=adapter_bytes,
     )
 
 

@@ -24,7 +24,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import SampleImages, WorstCaseBuilder, can_pause
+from vsched.worker.capabilities import SampleImages, WorstCaseBuilder, adapter_bytes, can_pause
 from vsched.worker.contract import (
     Arrays,
     EncodeJob,
@@ -78,7 +78,12 @@ def reserve_encoder(
     collect()
     memory.release()
     memory.reset_peak()
-    loaded = measure_rank(memory, rank=rank, weights_bytes=worker.weights_bytes)
+    loaded = measure_rank(
+        memory,
+        rank=rank,
+        weights_bytes=worker.weights_bytes,
+        adapter_bytes=adapter_bytes(worker),
+    )
     try:
         if role.reserved_bytes is not None:
             _take(memory, role.reserved_bytes)

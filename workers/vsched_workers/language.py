@@ -26,6 +26,7 @@ from vsched.worker.contract import (
     WorkerSettings,
 )
 from vsched.worker.memory import DeviceMemory
+from vsched_workers.adapters.serving import AdaptedWorker, ServedAdapters, served_adapters
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
@@ -95,6 +96,8 @@ class LanguageModel:
         captures: Whether decode steps may be captured.
         states: What layers keep of a sequence besides keys and values; None where they keep nothing.
         mutual: Tells the spans of a sequence whose positions see each other; None where each sees those before it.
+        prefixes: What stands before the names of its modules in the whole model, the names of an adapter.
+        other_prefixes: The same for what encodes images.
     """
 
     module: nn.Module
@@ -107,6 +110,8 @@ class LanguageModel:
     captures: bool = True
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
+    prefixes: tuple[str, ...] = ("",)
+    other_prefixes: tuple[str, ...] = ()
 
 
 class RuledHead:
@@ -128,7 +133,7 @@ class RuledHead:
         return logits
 
 
-class LanguageWorker:
+class LanguageWorker(AdaptedWorker):
     """The language model of one rank."""
 
     def __init__(
@@ -140,8 +145,13 @@ class LanguageWorker:
         *,
         slots: int = 0,
         snapshots: int = 0,
+        adapters: ServedAdapters | None = None,
     ) -> None:
-        """Take the model; `slots` and `snapshots` are how many states are kept, where its layers keep one."""
+        """Take the model; `slots` and `snapshots` are how many states are kept, where its layers keep one.
+
+        `adapters` are those that requests may name; None where they may name none.
+        """
+        super().__init__(adapters)
         self._info = info
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
@@ -263,7 +273,8 @@ class LanguageWorker:
             tells = tells_prompts(batch)
             wanted = np.arange(len(token_ids)) if tells else rows
             layers, head = (tells and self._apart) or (self._layers, self._head)
-            hidden = layers(token_ids, positions, step, self._images(batch), wanted)
+            with self.adapted(batch):
+                hidden = layers(token_ids, positions, step, self._images(batch), wanted)
             logits_of = functools.partial(self._logits_of, head)
             told: list[PromptLogprobs] = []
             if tells:
@@ -340,6 +351,15 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     # What packing frees would stay in the heap, as much as the weights again, and the KV cache would go without it.
     with loading, backend.without_holes():
         language, group = load(info, settings, backend, progress)
+        adapters = served_adapters(
+            language.module,
+            settings,
+            dtype,
+            functools.partial(backend.zeros, touch=True),
+            takes=language.runnable.takes_adapters,
+            prefixes=language.prefixes,
+            others=language.other_prefixes,
+        )
     return LanguageWorker(
         info,
         backend,
@@ -347,6 +367,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
         group,
         slots=settings.slots,
         snapshots=settings.state_snapshots,
+        adapters=adapters,
     )
 
 
@@ -389,7 +410,11 @@ def _load_family(
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     sum_rows(model, family.language_sharing, group)
-    return family_language(info, family, backend, model, head, ranks=ranks), group
+    language = family_language(info, family, backend, model, head, ranks=ranks)
+    others: tuple[str, ...] = getattr(family, "vision_prefixes", ())
+    return dataclasses.replace(
+        language, prefixes=family.language_prefixes, other_prefixes=others
+    ), group
 
 
 def family_language(
@@ -489,7 +514,9 @@ def _load_any(
     usual = text_family(text.model_type, text) if found.only_places_rows else None
     if usual is not None and not (info.item_atomic or info.prompt_atomic):
         decoder, head = model.get_decoder(), model.get_output_embeddings().weight
-        return family_language(info, usual, backend, decoder, head, config=text), group
+        language = family_language(info, usual, backend, decoder, head, config=text)
+        name = next(name for name, each in model.named_modules() if each is decoder)
+        return dataclasses.replace(language, prefixes=(f"{name}.",)), group
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model, inputs),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import CheckpointDescription, ExamTurn, Grammars
+from vsched.worker.capabilities import AdapterFacts, CheckpointDescription, ExamTurn, Grammars
 from vsched.worker.contract import (
     Arrays,
     EncodeWorker,
@@ -99,6 +99,18 @@ class TransformersPlugin:
     def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
         """Return that prompts can be told of, of every model: no path needs the logits of all rows at once."""
         return True
+
+    def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
+        """Copy an adapter, and check the copy by its headers."""
+        from vsched_workers.adapters.files import adapter_ranks, copy_adapter
+        from vsched_workers.families import FAMILIES
+
+        copy_adapter(Path(path), Path(kept))
+        ranks = adapter_ranks(Path(kept), rank_max=rank_max)
+        family = FAMILIES.get(info.family)
+        tower = tuple(family.vision_prefixes) if family is not None else ()
+        encodes = bool(tower) and any(name.startswith(tower) for name in ranks)
+        return AdapterFacts(rank=max(ranks.values()), changes_encoder=encodes)
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

@@ -33,7 +33,12 @@ def hash_without_items(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(request_moves, "root_hash", lambda cache_salt: b"")
+    patch.setattr(request_moves, "root_hash", lambda cache_salt, adapter: b"%d" % adapter)
+
+
+def hash_without_adapter(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_hashes.root_hash
+    patch.setattr(request_moves, "root_hash", lambda cache_salt, adapter: real(cache_salt))
 
 
 def unpinned_pages(patch: pytest.MonkeyPatch) -> None:
@@ -86,6 +91,7 @@ def run_many() -> None:
     [
         hash_without_items,
         hash_without_salt,
+        hash_without_adapter,
         unpinned_pages,
         leaked_blocks,
         early_chunks,

@@ -24,6 +24,8 @@ from vsched.kernel.decisions import (
 from vsched.kernel.events import Finished
 from vsched.types import ArraySpec, Extent, FinishReason, ItemPlace, SamplingParams
 from vsched.wire import (
+    AdapterChanged,
+    AddAdapter,
     Beat,
     Continue,
     EncodeResult,
@@ -40,6 +42,7 @@ from vsched.wire import (
     RankFailed,
     RankReport,
     Ready,
+    RemoveAdapter,
     RunHook,
     SizeKv,
     SlotLogprob,
@@ -68,6 +71,7 @@ FULL = GenerateDecision(
                 [ItemPlace(0, 4, b"of it", ((0, 2), (3, 5)))],
                 SamplingParams(temperature=0.5, stop=("x",), logprobs=2),
                 (2, 3),
+                7,
             ),
         ),
         Join(5, 3, 0, 1, [7], None),
@@ -79,12 +83,16 @@ ARRAYS = (ArraySpec("pixels", "float32", (2, 8)), ArraySpec("size", "int64", (2,
 ENTRIES: list[LogEntry] = [
     GenerateDecision(1),
     FULL,
-    EncodeDecision(1, [EncodeTask(b"k" * 32, 2, Extent(64, 128), [0, 1], ARRAYS, b"of it")]),
+    EncodeDecision(
+        1, [EncodeTask(b"k" * 32, 2, Extent(64, 128), [0, 1], ARRAYS, b"of it", adapter=7)]
+    ),
     EncodeDecision(2, [], time_slice_ns=5, layers=3),
     Continue(2, 4),
     Heartbeat(),
     RunHook("balance"),
     SizeKv(64, profile=True, headroom_bytes=1, renew=True),
+    AddAdapter(7, "/run/adapters/7"),
+    RemoveAdapter(7),
     Stop(),
 ]
 REPORTS: list[RankReport] = [
@@ -107,6 +115,7 @@ REPORTS: list[RankReport] = [
     Pulse(),
     Paused(3, 2, 5),
     Beat(12, {}),
+    AdapterChanged(13, "too many"),
     RankFailed(ErrorKind.DESYNC, "RankDesync", "why"),
 ]
 

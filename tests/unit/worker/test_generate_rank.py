@@ -359,6 +359,29 @@ def test_generate_rank_hands_on_which_states_are_read_and_written() -> None:
     assert seen == [([(2, 7)], [(4, 5), (6, 0)]), ([], [])]
 
 
+def test_generate_rank_hands_on_the_adapter_and_refuses_one_that_is_not_here() -> None:
+    seen: list[int] = []
+
+    class Noting(Script):
+        def step(self, batch: Batch) -> Sampled:
+            seen.extend(chunk.sequence.adapter for chunk in batch.chunks)
+            return super().step(batch)
+
+    def asked(number: int, adapter: int) -> GenerateDecision:
+        one = join(number, number, [1, 2])
+        assert one.data is not None
+        data = msgspec.structs.replace(one.data, adapter=adapter)
+        joined = [msgspec.structs.replace(one, data=data)]
+        return GenerateDecision(number, joined=joined, chunks=[ChunkPlan(number, 0, 2, [])])
+
+    rank = rank_of(Noting([5], [5]))
+    rank.adapters.add(7)
+    rank.apply(asked(1, 7))
+    assert seen == [7]
+    with pytest.raises(RankDesync, match="adapter 8, which is not here"):
+        rank.apply(asked(2, 8))
+
+
 def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
     """The count of tokens is checked again after a preemption."""
     worker = Script([7], [8])

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vsched.errors import GroupLostError, RankDesync
+from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.wire import (
     AcceptKv,
+    AdapterChanged,
+    AddAdapter,
     Beat,
     Continue,
     EncodeResult,
@@ -20,11 +22,13 @@ from vsched.wire import (
     LogEntry,
     Paused,
     RankReport,
+    RemoveAdapter,
     RunHook,
     SizeKv,
     StepCheck,
     decode_report,
 )
+from vsched.worker import member as members
 from vsched.worker.member import Following, Member, RankHost
 
 
@@ -117,6 +121,55 @@ def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None
     assert side.hooks == ["balance"]
     beats = [Beat(seq, {"resident": 5}) for seq in (1, 2, 3)]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
+
+
+class AdapterWorker:
+    """A worker that has room for one adapter."""
+
+    weights_bytes = 0
+    adapter_bytes = 8
+
+    def __init__(self) -> None:
+        self.paths: dict[int, str] = {}
+
+    def add_adapter(self, number: int, path: str) -> None:
+        if path == "huge":
+            raise MemoryError
+        if self.paths:
+            raise CheckpointError("no room. Remedy: take one away.")
+        self.paths[number] = path
+
+    def add_trial_adapter(self, number: int) -> None:
+        raise NotImplementedError
+
+    def remove_adapter(self, number: int) -> None:
+        self.paths.pop(number, None)
+
+
+def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> None:
+    """A rank that cannot add one has all the others, and goes on."""
+    worker, log = AdapterWorker(), LeaderLog()
+    member = member_of(StageExecutor())
+    side = member.executor = members.StageExecutor(worker)  # type: ignore[arg-type]
+    entries: list[LogEntry] = [AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")]
+    for entry in (*entries, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b")):
+        hear(member, log, entry)
+        assert member.carry_out()
+    (_, huge, *others) = member.link.sent
+    assert isinstance(huge, AdapterChanged)
+    assert "Remedy: raise encode.memory_limit" in huge.error
+    no_room = AdapterChanged(3, "no room. Remedy: take one away.")
+    assert others == [AdapterChanged(2), no_room, *(AdapterChanged(seq) for seq in (4, 5, 6))]
+    assert worker.paths == {4: "b"}
+    assert side.adapters == {4}
+
+
+def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
+    member = member_of(StageExecutor())
+    member.executor = members.StageExecutor(object())  # type: ignore[arg-type]
+    hear(member, LeaderLog(), AddAdapter(1, "a"))
+    with pytest.raises(RankDesync, match="takes none"):
+        member.carry_out()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vsched.errors import CheckpointError
-from vsched_workers.adapters import AdaptedModule, read_adapter
+from vsched_workers.adapters.files import read_adapter
+from vsched_workers.adapters.layers import AdaptedModule
 
 # PEFT asks transformers by a name that goes with transformers 6.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -290,5 +290,12 @@ def _task(entry: EmbeddingEntry) -> EncodeTask:
     assert item.extent is not None, "an item without an extent reached the encode stage"
     pages = list(entry.pages)
     return EncodeTask(
-        item.key, item.tokens, item.extent, pages, item.arrays, item.metadata, item.encoded
+        item.key,
+        item.tokens,
+        item.extent,
+        pages,
+        item.arrays,
+        item.metadata,
+        item.encoded,
+        item.adapter,
     )

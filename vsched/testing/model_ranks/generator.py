@@ -43,6 +43,7 @@ class ModelSequence:
         items: tuple[MediaItem, ...],
         cache_salt: str,
         *,
+        adapter: int = 0,
         atoms: Sequence[tuple[int, int]] = (),
         tells_prompt: bool = False,
     ) -> None:
@@ -57,7 +58,7 @@ class ModelSequence:
         self.computed = 0
         self.decoding = False
         self._fingerprints: list[int] = []
-        self._seen = hash(cache_salt)
+        self._seen = hash((cache_salt, adapter))
 
     def leave(self) -> None:
         """Lose the slot and all that lies in blocks."""
@@ -187,12 +188,16 @@ class ModelGenerator:
             known = array("i")
             known.frombytes(data.tokens)
             request = self._request_of(join.number)
+            assert data.adapter == request.adapter, (
+                "computed with another adapter than was asked for"
+            )
             self.sequences[join.number] = ModelSequence(
                 list(known),
                 data.prompt_length,
                 data.sampling.max_tokens,
                 request.items,
                 request.cache_salt,
+                adapter=data.adapter,
                 atoms=self._atoms(data.prompt_length, request.items),
                 tells_prompt=data.sampling.prompt_logprobs is not None,
             )

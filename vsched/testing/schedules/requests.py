@@ -31,6 +31,7 @@ def make_request(
     priority: int = 0,
     ttft_target_ms: int | None = None,
     cache_salt: str = "",
+    adapter: int = 0,
 ) -> Request:
     """Return a request of `text` with items put in.
 
@@ -44,6 +45,7 @@ def make_request(
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
+        adapter: As in `Request`.
     """
     tokens: list[int] = []
     placed: list[MediaItem] = []
@@ -79,6 +81,7 @@ def make_request(
         priority=priority,
         ttft_target_ms=ttft_target_ms,
         cache_salt=cache_salt,
+        adapter=adapter,
     )
 
 
@@ -87,7 +90,8 @@ def random_request(
 ) -> Request:
     """Return a request with a random text (often a shared prefix) and some images from a small set.
 
-    Some images come as finished embeddings, some requests have a priority or a target, some their own caches.
+    Some images come as finished embeddings, some requests have a priority or a target, some their own caches, some an
+    adapter.
     """
     text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, length_max))]
     if rng.random() < 0.5:
@@ -113,6 +117,7 @@ def random_request(
         priority=rng.choice([0, 0, 0, 1, 5, -1]),
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,
+        adapter=(0, 0, 1, 2)[sum(text) % 4],
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+FILES = {CONFIG_FILE: 1 << 20, WEIGHTS_FILE: 4 << 30}
+"""What an adapter consists of, and the most bytes of each."""
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 EXACT: Mapping[str, tuple[Any, ...]] = {
@@ -86,30 +89,85 @@ def read_adapter(directory: Path, *, rank_max: int) -> Adapter:
     Raises:
         CheckpointError: When a file is missing or damaged, or it asks for what is not served; the message says what.
     """
+    config = _read_config(directory)
+    pairs = {}
+    with _reading(directory, "pt") as file:
+        for module, (down, up) in _modules(file).items():
+            rank = _rank_of(file, module, (down, up), rank_max)
+            scaling = _scaling(config, module, rank)
+            pairs[module] = LowRankPair(file.get_tensor(down), file.get_tensor(up), scaling)
+    return Adapter(pairs)
+
+
+def adapter_ranks(directory: Path, *, rank_max: int) -> dict[str, int]:
+    """Return the rank of each module that an adapter changes, from its headers: without torch, and without weights.
+
+    Raises:
+        CheckpointError: As `read_adapter`.
+    """
+    config = _read_config(directory)
+    with _reading(directory, "np") as file:
+        ranks = {
+            module: _rank_of(file, module, sides, rank_max)
+            for module, sides in _modules(file).items()
+        }
+    for module, rank in ranks.items():
+        _scaling(config, module, rank)
+    return ranks
+
+
+def copy_adapter(directory: Path, target: Path) -> None:
+    """Copy the files of an adapter to an empty folder.
+
+    Raises:
+        CheckpointError: When one is missing, too large, or cannot be copied.
+    """
+    _check_directory(directory)
+    for name, bytes_max in FILES.items():
+        try:
+            size = (directory / name).stat().st_size
+            if size > bytes_max:
+                raise CheckpointError(
+                    limit_message(
+                        f"the bytes of {name}",
+                        value=size,
+                        limit=bytes_max,
+                        remedy="use a smaller adapter, or merge this one into its base model",
+                    )
+                )
+            shutil.copyfile(directory / name, target / name)
+        except FileNotFoundError:
+            raise _missing(name) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{name} cannot be copied ({error.strerror or type(error).__name__}). "
+                "Remedy: check the file, and the room for temporary files."
+            ) from error
+
+
+def _missing(name: str) -> CheckpointError:
+    if name == WEIGHTS_FILE:
+        return CheckpointError(
+            f"{WEIGHTS_FILE} is missing; pickled weights (adapter_model.bin) are never loaded. "
+            "Remedy: save the adapter as safetensors."
+        )
+    return CheckpointError(
+        f"{name} is missing. Remedy: give the directory of an adapter that PEFT saved."
+    )
+
+
+def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointError(
             f"adapter {directory.name!r} is no directory. Remedy: give the one that holds {CONFIG_FILE}."
         )
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    _check_directory(directory)
     config = read_json(directory, CONFIG_FILE)
     _check(config)
-    pairs = {}
-    for module, (down, up) in _read_tensors(directory).items():
-        if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1] or not len(down):
-            raise CheckpointError(
-                f"{WEIGHTS_FILE}: lora_A {[*down.shape]} and lora_B {[*up.shape]} of {module} make no product. "
-                "Remedy: download the file again."
-            )
-        if len(down) > rank_max:
-            raise CheckpointError(
-                limit_message(
-                    f"the rank of {module}",
-                    value=len(down),
-                    limit=rank_max,
-                    remedy="use an adapter of a lower rank, or raise the limit",
-                )
-            )
-        pairs[module] = LowRankPair(down, up, _scaling(config, module, len(down)))
-    return Adapter(pairs)
+    return config
 
 
 def _check(config: Mapping[str, Any]) -> None:
@@ -128,47 +186,64 @@ def _check(config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_tensors(directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    sides: dict[str, dict[str, torch.Tensor]] = {}
-    with _reading(directory) as file:
-        names = list(file.keys())
-        for name in names:
-            found = TENSOR.fullmatch(name)
-            if found is None:
-                raise CheckpointError(
-                    f"{WEIGHTS_FILE}: {name[:200]} is no low-rank part of a linear layer. Remedy: use an adapter "
-                    "of linear layers only, or merge this one into its base model."
-                )
-            tensor = file.get_tensor(name)
-            if not tensor.is_floating_point():
-                raise CheckpointError(
-                    f"{WEIGHTS_FILE}: {name} holds {tensor.dtype}, and only floating point is served. "
-                    "Remedy: save the adapter in bfloat16 or float32."
-                )
-            sides.setdefault(found["module"], {})[found["side"]] = tensor
-    for module, parts in sides.items():
-        if len(parts) < 2:
+def _modules(file: Any) -> dict[str, tuple[str, str]]:
+    """Return the names of the two tensors of each module."""
+    found: dict[str, dict[str, str]] = {}
+    for name in file.keys():  # noqa: SIM118 # it is no mapping
+        parts = TENSOR.fullmatch(name)
+        if parts is None:
+            raise CheckpointError(
+                f"{WEIGHTS_FILE}: {name[:200]} is no low-rank part of a linear layer. Remedy: use an adapter "
+                "of linear layers only, or merge this one into its base model."
+            )
+        dtype = str(file.get_slice(name).get_dtype())
+        if not dtype.startswith(("F", "BF")):
+            raise CheckpointError(
+                f"{WEIGHTS_FILE}: {name} holds {dtype}, and only floating point is served. "
+                "Remedy: save the adapter in bfloat16 or float32."
+            )
+        found.setdefault(parts["module"], {})[parts["side"]] = name
+    for module, sides in found.items():
+        if len(sides) < 2:
             raise CheckpointError(
                 f"{WEIGHTS_FILE}: {module} has only one of lora_A and lora_B. Remedy: download the file again."
             )
-    if not sides:
+    if not found:
         raise CheckpointError(f"{WEIGHTS_FILE} is empty. Remedy: download the file again.")
-    return {module: (parts["A"], parts["B"]) for module, parts in sorted(sides.items())}
+    return {module: (sides["A"], sides["B"]) for module, sides in sorted(found.items())}
+
+
+def _rank_of(file: Any, module: str, sides: tuple[str, str], rank_max: int) -> int:
+    """Return the rank that the tensors of a module have."""
+    down, up = (list(file.get_slice(name).get_shape()) for name in sides)
+    if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not down[0]:
+        raise CheckpointError(
+            f"{WEIGHTS_FILE}: lora_A {down} and lora_B {up} of {module} make no product. "
+            "Remedy: download the file again."
+        )
+    rank = int(down[0])
+    if rank > rank_max:
+        raise CheckpointError(
+            limit_message(
+                f"the rank of {module}",
+                value=rank,
+                limit=rank_max,
+                remedy="use an adapter of a lower rank, or raise the limit",
+            )
+        )
+    return rank
 
 
 @contextmanager
-def _reading(directory: Path) -> Iterator[Any]:
+def _reading(directory: Path, framework: str) -> Iterator[Any]:
     """Open the weights; whatever goes wrong is an error that names the file and none of the host's directories."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(directory / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+        with safe_open(directory / WEIGHTS_FILE, framework=framework, device="cpu") as file:
             yield file
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{WEIGHTS_FILE} is missing; pickled weights (adapter_model.bin) are never loaded. "
-            "Remedy: save the adapter as safetensors."
-        ) from None
+        raise _missing(WEIGHTS_FILE) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{WEIGHTS_FILE} is corrupt or cannot be read ({type(error).__name__}). "

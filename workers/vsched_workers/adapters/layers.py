@@ -124,12 +124,23 @@ class AdaptedModule:
                     remedy="remove one, or raise the limit",
                 )
             )
-        fitting = [(*self._find(module, pair), pair) for module, pair in adapter.pairs.items()]
+        fitting = self._fitting(adapter)
         # Copied before any is put in its place, for the device's memory may run out.
         placed = [(own, layer, _to_layer(pair, layer)) for own, layer, pair in fitting]
         for own, layer, pair in placed:
             self._layers.setdefault(own, AdaptedLayer(layer)).add(name, pair)
         self._bytes[name] = sum(pair.down.nbytes + pair.up.nbytes for _, _, pair in placed)
+
+    def check(self, adapter: Adapter) -> None:
+        """Check that an adapter fits.
+
+        Raises:
+            CheckpointError: When it does not.
+        """
+        self._fitting(adapter)
+
+    def _fitting(self, adapter: Adapter) -> list[tuple[str, nn.Linear, LowRankPair]]:
+        return [(*self._find(module, pair), pair) for module, pair in adapter.pairs.items()]
 
     def remove(self, name: str) -> None:
         """Remove an adapter; layers that have none left are as they were."""

@@ -67,12 +67,14 @@ class RunnableLanguage:
             ranks share it. From logits, it is nothing.
         weights_bytes: Bytes of the weights on the device; tied weights count once.
         apart: Layers and head as one by one, where `layers` has the head within and yields logits of wanted rows alone.
+        takes_adapters: Whether adapters can be added to the linear layers of the module that it was made of.
     """
 
     layers: LanguageLayers
     head: Product
     weights_bytes: int
     apart: tuple[LanguageLayers, Product] | None = None
+    takes_adapters: bool = False
 
 
 class CapturedSteps(Protocol):

@@ -151,18 +151,25 @@ def test_prefix_hashes_continue_where_they_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "salt", "cached"),
-    [(b"a", "", 12), (b"b", "", 0), (b"a", "tenant", 0)],
+    ("image", "salt", "adapter", "cached"),
+    [
+        (b"a", "", 7, 12),
+        (b"b", "", 7, 0),
+        (b"a", "tenant", 7, 0),
+        (b"a", "", 0, 0),
+        (b"a", "", 8, 0),
+    ],
 )
-def test_prefix_is_shared_only_with_equal_content_and_salt(
-    image: bytes, salt: str, cached: int
+def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
+    image: bytes, salt: str, adapter: int, cached: int
 ) -> None:
-    """The same placeholders over another image, or of another tenant, find nothing."""
+    """The same placeholders over another image, of another tenant or with another adapter find nothing."""
     cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 14)))
+    first = image_request("r1", (b"a", 14))
+    cluster.submit(msgspec.structs.replace(first, adapter=7))
     cluster.drain()
     request = image_request("r2", (image, 14))
-    cluster.submit(msgspec.structs.replace(request, cache_salt=salt))
+    cluster.submit(msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
     cluster.drain()
     assert cluster.ended["r2"].times.cached_tokens == cached
     assert_served(cluster, "r2")

@@ -60,7 +60,8 @@ class ReferenceBackend(Backend):
         layers = ModuleLayers(model, self.send, axes=decoder.axes)
         if not self._packs:
             product = functools.partial(functional.linear, weight=head)
-            return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
+            size = stored_bytes(head, *model.parameters())
+            return RunnableLanguage(layers, product, size, takes_adapters=True)
         # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
         packed_head = PackedWeight(head, None, make_custom=self._make_product)
         size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
@@ -79,7 +80,9 @@ class ReferenceBackend(Backend):
             warm_up(model)
         size += stored_bytes(*model.parameters())
         whole = WholeModel(model, self.send, inputs)
-        return RunnableLanguage(whole, _as_they_are, size, whole.apart)
+        return RunnableLanguage(
+            whole, _as_they_are, size, whole.apart, takes_adapters=not self._packs
+        )
 
     def prepare_tower(self, tower: nn.Module) -> None:
         flatten_patches(tower, self._make_product, pack=self._packs)

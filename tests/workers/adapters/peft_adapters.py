@@ -1,0 +1,41 @@
+"""Adapters as PEFT writes them, and what PEFT itself answers with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.compare import OUTPUTS, generated
+
+
+def make_adapter(base: Path, folder: Path, seed: int) -> None:
+    """Write an adapter of all linear layers, which changes the answers."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    model = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "lora_" in name:
+                tensor.normal_(std=0.2)
+    model.save_pretrained(str(folder))
+
+
+def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list[int]:
+    """Return what `generate` says with PEFT's own adapter."""
+    if adapter is None:
+        return generated(base, [prompt])[0]
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = peft.PeftModel.from_pretrained(model, str(adapter))
+    ids = torch.tensor([prompt])
+    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUTS, **fixed
+        )
+    found: list[int] = out[0, len(prompt) :].tolist()
+    return found
