@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
+from vsched.kernel.policy_seats import check_state_type
 from vsched.policy import CONTRACTS, Policy
 
 ABOUT = 0.05
@@ -131,6 +132,10 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
             f"this is version {base.api_version}"
         )
     _check_method(cls, base, name)
+    try:
+        check_state_type(cls)
+    except PolicyError as error:
+        raise PolicyError(f"{name}: {error}") from error
     return cls
 
 

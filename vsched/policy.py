@@ -1,9 +1,11 @@
 """The six policy contracts: base classes, the read-only views they get, the plain values they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
-of the six, adds fields, and overrides one method. Policies do no I/O and hold no clock, no randomness and no state: the
-view carries `now_ns` and whatever history the decision needs. The kernel validates what a policy proposes and enacts
-it; a proposal that is out of range, or a policy that raises, is counted and logged, and the built-in default decides.
+of the six, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
+carries `now_ns` and whatever history the decision needs. What a policy wants to remember from one call to the next is a
+struct, its `state_type`: the kernel keeps it and lends it to each call as `view.state`. The kernel validates what a
+policy proposes and enacts it; a proposal that is out of range, or a policy that raises, is counted and logged, and the
+built-in default decides.
 """
 
 from __future__ import annotations
@@ -20,11 +22,21 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields are configuration; `kind` and `method` name the contract and the one method to override."""
+    """Fields are configuration; `kind` and `method` name the contract and the one method to override.
+
+    Attributes:
+        remembers: Whether policies of this kind may have a state.
+        state_type: The struct that the kernel keeps for this policy between two calls; None for no state. It has a
+            default for every field, and holds plain values: None, bool, int, float, str, bytes, enums, lists, tuples,
+            dictionaries and structs. A call gets it as `view.state`, a copy of its own, and changes it in place. What
+            it leaves there is kept if the answer is accepted, and forgotten if the call fails.
+    """
 
     api_version: ClassVar[int] = 1
     kind: ClassVar[str] = ""
     method: ClassVar[str] = ""
+    remembers: ClassVar[bool] = True
+    state_type: ClassVar[type[msgspec.Struct] | None] = None
 
 
 # --- admission ---------------------------------------------------------------------------------------------------
@@ -62,6 +74,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Entries already in progress in this stage.
         divisible: Whether an entry may join with a part of its tokens (chunked prefill).
         default_tokens: The stage's default token budget, derived from the generate stage's batch budget.
+        state: What the policy remembers, to be changed in place; None for a policy without a state.
     """
 
     stage: str
@@ -73,6 +86,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    state: Any = None
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -115,6 +129,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     """What an encoding policy sees of one request.
 
     `[chunk_start, chunk_stop)` is the prefill chunk that comes next; `arriving` is True when the request is new.
+    `state` is what the policy remembers, to be changed in place.
     """
 
     items: Sequence[ItemSpan]
@@ -123,6 +138,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
+    state: Any = None
 
 
 class EncodingPolicy(Policy, frozen=True, kw_only=True):
@@ -192,6 +208,7 @@ class EvictionPolicy(Policy, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "eviction"
     method: ClassVar[str] = "build_order"
+    remembers: ClassVar[bool] = False  # its order does
 
     def build_order(self) -> EvictionOrder[Hashable]:
         """Return a fresh, empty order for one cache."""
@@ -335,6 +352,7 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     api_version: ClassVar[int] = 2
     kind: ClassVar[str] = "memory"
     method: ClassVar[str] = "plan"
+    remembers: ClassVar[bool] = False  # the view has every attempt
 
     mem_fraction: Fraction = 0.95
     """Share of the measured budget to use, in (0, 1]: the one safety margin."""
@@ -367,7 +385,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     """What a routing policy sees: the replicas, the request, and how many requests were routed before it.
 
-    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache.
+    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache. `state` is what the policy
+    remembers, to be changed in place.
     """
 
     replicas: Sequence[ReplicaView]
@@ -375,6 +394,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
+    state: Any = None
 
 
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
@@ -403,10 +423,11 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
-    """The running requests, oldest first, when KV blocks ran out."""
+    """The running requests, oldest first, when KV blocks ran out; `state` is what the policy remembers."""
 
     now_ns: int
     running: Sequence[RunningView]
+    state: Any = None
 
 
 class PreemptionPolicy(Policy, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from vsched.errors import RecordError
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.policy import (
     Admission,
     AdmissionPolicy,
@@ -32,16 +33,6 @@ from vsched.policy import (
 Key = TypeVar("Key", bound=Hashable)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
-NOTICES_MAX = 100
-"""Most notices per policy: one that raises in every step must not flood the log, and is then only counted."""
-
-
-class PolicyFaultsState(msgspec.Struct):
-    """The state of `PolicyFaults`."""
-
-    counts: dict[str, int]
-    notices: list[str]
-    reported: int
 
 
 class OrderState(msgspec.Struct):
@@ -52,42 +43,10 @@ class OrderState(msgspec.Struct):
     policy: msgspec.Raw
 
 
-class PolicyFaults:
-    """Counts policy failures and keeps notices of them until the scheduler takes them."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.notices: list[str] = []
-        self._reported = 0
-
-    def report(self, policy: object, error: Exception, shown: object) -> None:
-        """Count a failure, and word a notice with the policy's input."""
-        name = type(policy).__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
-        if self._reported < NOTICES_MAX:
-            self._reported += 1
-            self.notices.append(
-                f"policy {name} failed ({type(error).__name__}: {error}); the default decided. Input: {shown!r:.500}"
-            )
-
-    def take_notices(self) -> list[str]:
-        """Return the notices since this was last asked."""
-        notices, self.notices = self.notices, []
-        return notices
-
-    def state(self) -> PolicyFaultsState:
-        """Return the state."""
-        return PolicyFaultsState(self.counts, self.notices, self._reported)
-
-    def restore(self, state: PolicyFaultsState) -> None:
-        """Take over a state."""
-        self.counts, self.notices, self._reported = state.counts, state.notices, state.reported
-
-
-def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFaults) -> Admission:
+def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
     try:
-        answer = policy.admit(view)
+        answer = seat.policy.admit(view)
         indices = [whole(index) for index in answer.indices]
         if len(set(indices)) != len(indices):
             raise ValueError(f"indices repeat: {indices}")
@@ -97,8 +56,9 @@ def ask_admission(policy: AdmissionPolicy, view: AdmissionView, faults: PolicyFa
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
         if answer.hold_until_ns is not None:
             _check_hold(indices, answer.hold_until_ns, view)
+        seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        faults.report(policy, error, view)
+        seat.fail(error, view)
         return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
     return Admission(indices, answer.hold_until_ns)
 
@@ -113,7 +73,7 @@ def _check_hold(indices: list[int], until_ns: int, view: AdmissionView) -> None:
         raise ValueError(f"an entry is held for over {HOLD_MAX_NS // 1_000_000_000} s")
 
 
-def ask_encoding(policy: EncodingPolicy, view: EncodingView, faults: PolicyFaults) -> list[int]:
+def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[int]:
     """Return indices of the items to encode now: those the chunk needs, and what the policy adds."""
     needed = [
         index
@@ -121,35 +81,38 @@ def ask_encoding(policy: EncodingPolicy, view: EncodingView, faults: PolicyFault
         if item.start < view.chunk_stop and item.stop > view.chunk_start
     ]
     try:
-        chosen = [whole(index) for index in policy.select(view)]
+        chosen = [whole(index) for index in seat.policy.select(view)]
         if any(not 0 <= index < len(view.items) for index in chosen):
             raise ValueError(f"an index is outside 0 to {len(view.items) - 1}: {chosen}")
+        seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        faults.report(policy, error, view)
+        seat.fail(error, view)
         return needed
     return sorted({*needed, *chosen})
 
 
-def ask_preemption(policy: PreemptionPolicy, view: PreemptionView, faults: PolicyFaults) -> int:
+def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> int:
     """Return the index of the victim, or the youngest where the policy fails."""
     try:
-        index = whole(policy.victim(view))
+        index = whole(seat.policy.victim(view))
         if not 0 <= index < len(view.running):
             raise ValueError(f"index {index} is outside 0 to {len(view.running) - 1}")
+        seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        faults.report(policy, error, view)
+        seat.fail(error, view)
         return len(view.running) - 1
     return index
 
 
-def ask_routing(policy: RoutingPolicy, view: RoutingView, faults: PolicyFaults) -> int:
+def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
     """Return the index of a replica; where the policy fails, of the least loaded that is healthy."""
     try:
-        index = whole(policy.choose(view))
+        index = whole(seat.policy.choose(view))
         if not 0 <= index < len(view.replicas):
             raise ValueError(f"index {index} is outside 0 to {len(view.replicas) - 1}")
+        seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        faults.report(policy, error, view)
+        seat.fail(error, view)
         return min(view.replicas, key=lambda one: (not one.healthy, one.load_tokens)).index
     return index
 

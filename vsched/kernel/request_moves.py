@@ -18,7 +18,8 @@ from vsched.kernel.events import FurtherAnswer, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import PolicyFaults, ask_encoding
+from vsched.kernel.policy_calls import ask_encoding
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.prefix_hashes import answers_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
@@ -49,15 +50,14 @@ class RequestMoves:
         table: RequestTable,
         cache: EmbeddingCache,
         groups: Sequence[GenerateGroup],
-        faults: PolicyFaults,
+        seats: PolicySeats,
     ) -> None:
         self._limits = limits
-        self._encoding = policies.encoding
+        self._encoding = seats.place("encode.encoding", policies.encoding)
         self._table = table
         self._cache = cache
         self._groups = groups
-        self._faults = faults
-        self._router = Router(policies.routing, limits, faults)
+        self._router = Router(seats.place("routing", policies.routing), limits)
         self._given_up = ""
         self.ended_answers: list[RequestState] = []
 
@@ -88,7 +88,7 @@ class RequestMoves:
                 each,
                 event.stop_token_ids,
                 now_ns,
-                scope=self._encoding.scope,
+                scope=self._encoding.policy.scope,
                 root=root,
                 first=first,
                 answers=answers,
@@ -106,7 +106,7 @@ class RequestMoves:
     def _refuse(self, request: Request, requests: Sequence[Request]) -> Refuse | None:
         if self._given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
-        refusal = refuse_impossible(request, self._limits, scope=self._encoding.scope)
+        refusal = refuse_impossible(request, self._limits, scope=self._encoding.policy.scope)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))
@@ -194,8 +194,9 @@ class RequestMoves:
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
+            state=self._encoding.state,
         )
-        for index in ask_encoding(self._encoding, view, self._faults):
+        for index in ask_encoding(self._encoding, view):
             item = state.items[index]
             if index in state.wanted or item.end <= start:
                 continue

@@ -8,7 +8,8 @@ import msgspec
 
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import PolicyFaults, ask_routing
+from vsched.kernel.policy_calls import ask_routing
+from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
@@ -26,12 +27,9 @@ class RouterState(msgspec.Struct):
 class Router:
     """Finds groups for requests."""
 
-    def __init__(
-        self, policy: RoutingPolicy, limits: SchedulerLimits, faults: PolicyFaults
-    ) -> None:
-        self._policy = policy
+    def __init__(self, seat: PolicySeat[RoutingPolicy], limits: SchedulerLimits) -> None:
+        self._seat = seat
         self._limits = limits
-        self._faults = faults
         self._routed = 0
         self._sent: dict[bytes, int] = {}
 
@@ -76,8 +74,9 @@ class Router:
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            state=self._seat.state,
         )
-        chosen = groups[ask_routing(self._policy, view, self._faults)]
+        chosen = groups[ask_routing(self._seat, view)]
         if chosen in usable:
             return chosen
         return min(usable, key=lambda group: group.load_tokens)  # the first of equals

@@ -41,7 +41,7 @@ from vsched.kernel.generate.group import GenerateGroup, GenerateGroupState
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import PolicyFaults, PolicyFaultsState
+from vsched.kernel.policy_seats import PolicyFaultsState, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
@@ -67,6 +67,7 @@ class SchedulerState(msgspec.Struct):
     generators: list[GenerateGroupState]
     moves: RequestMovesState
     faults: PolicyFaultsState
+    policies: dict[str, bytes]
     draining: list[str]
     timer_ns: int | None
     now_ns: int
@@ -80,16 +81,18 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.limits = limits
-        self._faults = faults = PolicyFaults()
+        self._seats = seats = PolicySeats()
+        self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
-        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, faults)
-        self.encode = EncodeStage(limits, policies.encode_admission, self.embeddings, faults)
+        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, seats.faults)
+        admission = seats.place("encode.admission", policies.encode_admission)
+        self.encode = EncodeStage(limits, admission, self.embeddings)
         self.generators = [
-            GenerateGroup(name, limits, policies, self.embeddings, self._table.live, faults)
+            GenerateGroup(name, limits, policies, self.embeddings, self._table.live, seats)
             for name in group_names("generate", limits.generators)
         ]
         self._moves = RequestMoves(
-            limits, policies, self._table, self.embeddings, self.generators, faults
+            limits, policies, self._table, self.embeddings, self.generators, seats
         )
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.groups, *self.generators)
@@ -414,6 +417,7 @@ class Scheduler:
             generators=[group.state() for group in self.generators],
             moves=self._moves.state(),
             faults=self._faults.state(),
+            policies=self._seats.states(),
             draining=[group.name for group in self._draining],
             timer_ns=self._timer_ns,
             now_ns=self._now_ns,
@@ -423,7 +427,7 @@ class Scheduler:
         """Take over the state of a scheduler with the same limits and policies; this one is fresh.
 
         Raises:
-            RecordError: When an eviction order cannot take over its state.
+            RecordError: When an eviction order or a policy cannot take over its state.
         """
         self._table.restore(state.table)
         self.embeddings.restore(state.embeddings)
@@ -432,10 +436,15 @@ class Scheduler:
             group.restore(one, self._moves.requests_of(group))
         self._moves.restore(state.moves)
         self._faults.restore(state.faults)
+        self._seats.restore(state.policies)
         self._draining = [self._groups[name] for name in state.draining]
         self._timer_ns, self._now_ns = state.timer_ns, state.now_ns
 
     # --- questions ---
+
+    def policy_states(self) -> dict[str, bytes]:
+        """Return what every policy with a state remembers, by where it is asked."""
+        return self._seats.states()
 
     def phase(self, request_id: str) -> Phase | None:
         """Return where a request is; None when it is not here."""
@@ -465,6 +474,7 @@ class Scheduler:
             "finished": dict(self._table.finished),
             "refused": dict(self._table.refused),
             "policy_faults": dict(self._faults.counts),
+            "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
             "generate": generate,
         }

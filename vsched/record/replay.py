@@ -206,6 +206,12 @@ class _Replay:
             raise RecordError(
                 f"the state before event {header.number} is not the one that was replayed: {begins}, and not {ended}"
             )
+        remembered, recorded = self._kernel.policy_states(), kernel.policy_states()
+        for name in sorted({*remembered, *recorded}):
+            if remembered.get(name) != recorded.get(name):
+                raise RecordError(
+                    f"before event {header.number}, the policy asked as {name} remembers something else than recorded"
+                )
 
     def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return what it does otherwise than recorded, if anything."""

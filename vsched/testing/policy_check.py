@@ -27,6 +27,7 @@ from vsched.policy import (
 from vsched.testing.defaults import default_policies
 from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.model_ranks.kv_sizing import load_view, negotiate, random_group
+from vsched.testing.policy_purity import asked_twice, check_growth
 from vsched.testing.schedules.random_runs import run_random
 
 PLACES = {
@@ -38,8 +39,10 @@ PLACES = {
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50
-"""The first seeds run twice: the same run must yield the same commands. A policy that remembers shows it in one of
-four, those in which its answers matter at all."""
+"""The first seeds run twice: the same run must yield the same commands. A policy that remembers beside its state shows
+it in one of four, those in which its answers matter at all."""
+GROWTH_RUNS = 2
+"""How many long runs show whether a state grows."""
 ROUTED = 20
 """Random views that a routing policy is asked about, for each seed."""
 
@@ -49,9 +52,13 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
 
     The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
     are checked after every event, everything that is computed is checked against what it must be, and at the end every
-    request must have been served, with the right tokens, or refused. A policy for memory sizes KV caches on simulated
-    devices, some with failures, leaks and peers that come. One for routing also gets random views, each twice and in
-    another order: with replicas down, idle or alone, and all that they may know of a request.
+    request must have been served, with the right tokens, or refused. Every question is asked twice, the second time
+    with an equal view and a copy of the same state: the answers must be equal, and so must what is left in the states.
+    A state must not grow for as long as requests come.
+
+    A policy for memory sizes KV caches on simulated devices, some with failures, leaks and peers that come. One for
+    routing also gets random views, each twice and in another order: with replicas down, idle or alone, and all that
+    they may know of a request.
 
     Args:
         policy: A class whose fields all have defaults, or an instance.
@@ -67,11 +74,14 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
     check_contract(cls, CONTRACTS[kind])
     name = f"{cls.__module__}.{cls.__qualname__}"
     made = _make(policy, name)
+    twice = asked_twice(made) if kind in PLACES and kind != "eviction" else made
     for count, seed in enumerate(seeds):
         try:
-            first = _check(made, seed)
+            first = _check(twice, seed)
             repeated = _check(made, seed) if count < REPEATS else first
             assert first == repeated, "the same run a second time went another way"
+            if made.state_type is not None and count < GROWTH_RUNS:
+                check_growth(default_policies(**dict.fromkeys(PLACES[kind], made)), seed)
         except Exception as error:
             raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
 
@@ -213,11 +223,13 @@ def _routing_view(rng: random.Random) -> RoutingView:
 
 def _route(policy: RoutingPolicy, view: RoutingView) -> int:
     count = len(view.replicas)
-    before = msgspec.msgpack.encode(view)
+    if policy.state_type is not None:
+        view = msgspec.structs.replace(view, state=policy.state_type())
+    before = msgspec.msgpack.encode(view.replicas)
     chosen = policy.choose(view)
     assert isinstance(chosen, int), f"not an index: {chosen!r}"
     assert 0 <= chosen < count, f"index {chosen} is outside 0 to {count - 1}"
-    assert msgspec.msgpack.encode(view) == before, f"it changed what it was shown: {view}"
+    assert msgspec.msgpack.encode(view.replicas) == before, f"it changed what it was shown: {view}"
     healthy = [replica.index for replica in view.replicas if replica.healthy]
     assert chosen in healthy or not healthy, (
         f"replica {chosen} is down, and {healthy} are not: {view}"

@@ -6,6 +6,12 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from tests.unit.kernel.remembering import (
+    TalliedAdmission,
+    TalliedEncoding,
+    TalliedPreemption,
+    TalliedRouting,
+)
 from vsched.kernel import KernelPolicies
 from vsched.policy import (
     Admission,
@@ -221,6 +227,7 @@ def random_admission(rng: random.Random) -> AdmissionPolicy:
         HoldingForEver,
         lambda: HoldingBack(both=rng.random() < 0.3),
         lambda: Shuffling(wrong=rng.choice(WRONG)),
+        lambda: TalliedAdmission(fails=rng.choice([0, 2, 5])),
     ]
     return rng.choice(makers)()
 
@@ -233,6 +240,7 @@ def random_encoding(rng: random.Random) -> EncodingPolicy:
         Combined,
         lambda: Scattered(wrong=rng.choice(WRONG)),
         FromTheEnd,
+        lambda: TalliedEncoding(fails=rng.choice([0, 2, 5])),
     ]
     return rng.choice(makers)()
 
@@ -251,6 +259,7 @@ def random_preemption(rng: random.Random) -> PreemptionPolicy:
     makers: list[Callable[[], PreemptionPolicy]] = [
         Youngest,
         Oldest,
+        lambda: TalliedPreemption(fails=rng.choice([0, 2, 5])),
         lambda: AnyVictim(wrong=rng.choice(WRONG)),
     ]
     return rng.choice(makers)()
@@ -270,6 +279,7 @@ class AnyReplica(RoutingPolicy, frozen=True, kw_only=True):
 def random_routing(rng: random.Random) -> RoutingPolicy:
     makers: list[Callable[[], RoutingPolicy]] = [
         RoundRobin,
+        lambda: TalliedRouting(fails=rng.choice([0, 2, 5])),
         AnyReplica,
         lambda: AnyReplica(wrong=rng.choice(WRONG)),
     ]

@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
+from tests.unit.kernel.remembering import TalliedRouting
 from vsched.errors import PolicyError, limit_message
 from vsched.policy import (
     AcceptBuild,
@@ -65,7 +67,7 @@ class HoldsForEver(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
-    """Keeps state, which no policy may."""
+    """Remembers beside its state, which no policy may."""
 
     calls: ClassVar[list[int]] = []
 
@@ -73,6 +75,53 @@ class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
         self.calls.append(1)
         some = len(self.calls) % 3 or len(view.waiting)
         return Admission(range(min(some, len(view.waiting), view.entries_free)))
+
+
+class Rates(msgspec.Struct):
+    """What the policies below remember."""
+
+    calls: int = 0
+    sizes: list[int] = []
+    text: str = ""
+
+
+class Learns(AdmissionPolicy, frozen=True, kw_only=True):
+    """Remembers as it should."""
+
+    state_type = Rates
+
+    def admit(self, view: AdmissionView) -> Admission:
+        rates: Rates = view.state
+        rates.calls += 1
+        rates.sizes = [*rates.sizes, len(view.waiting)][-8:]
+        return Admission(range(min(1 + rates.calls % 3, len(view.waiting), view.entries_free)))
+
+
+class Hoards(Learns, frozen=True, kw_only=True):
+    """Remembers every call."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        view.state.sizes.append(len(view.waiting))
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class Overflows(Learns, frozen=True, kw_only=True):
+    """Remembers more than can be kept."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        view.state.text = "x" * (1 << 15)
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class LeavesOther(Learns, frozen=True, kw_only=True):
+    """Answers the same, and leaves something else in its state each time."""
+
+    calls: ClassVar[list[int]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.calls.append(1)
+        view.state.calls = len(self.calls)
+        return Admission(range(min(len(view.waiting), view.entries_free)))
 
 
 class TooFar(EncodingPolicy, frozen=True, kw_only=True):
@@ -159,7 +208,16 @@ class Misses(AdmissionPolicy, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize(
     "policy",
-    [Shortest, Shortest(most=1), Misses(need=2), RoundRobin, Pinned(tokens=64), AutoProfile],
+    [
+        Shortest,
+        Shortest(most=1),
+        Misses(need=2),
+        Learns,
+        TalliedRouting,
+        RoundRobin,
+        Pinned(tokens=64),
+        AutoProfile,
+    ],
     ids=repr,
 )
 def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
@@ -172,14 +230,17 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (RaisesRarely, "three are too many"),
         (AdmitsNobody, "nothing is admitted"),
         (HoldsForEver, "held for over 60 s"),
-        (Remembers, "went another way"),
+        (Remembers, "asked again, it answers"),
+        (Hoards, "its state grows"),
+        (Overflows, "its state is too large"),
+        (LeavesOther, "asked again, it leaves"),
         (TooFar, "outside 0 to"),
         (NoOrder, "policy NoOrder failed"),
         (Nobody, "index -1 is outside"),
         (FirstReplica, "replica 0 is down"),
         (PastTheLast, "outside 0 to"),
         (Sorts, "it changed what it was shown"),
-        (Counts, "and asked again replica"),
+        (Counts, "asked again, it answers"),
         (Greedy, "does not fit on an empty device"),
         (Endless, "it comes to no end"),
         (Hasty, "accepts what does not stand"),

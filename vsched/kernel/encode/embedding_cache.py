@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, OrderState, PolicyFaults
+from vsched.kernel.policy_calls import GuardedOrder, OrderState
+from vsched.kernel.policy_seats import PolicyFaults
 from vsched.kernel.request import RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import EvictionPolicy

@@ -16,7 +16,8 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import PolicyFaults, ask_admission
+from vsched.kernel.policy_calls import ask_admission
+from vsched.kernel.policy_seats import PolicySeat
 from vsched.policy import AdmissionPolicy, AdmissionView
 from vsched.probes import probe
 from vsched.types import group_names
@@ -113,13 +114,11 @@ class EncodeStage:
     def __init__(
         self,
         limits: SchedulerLimits,
-        admission: AdmissionPolicy,
+        admission: PolicySeat[AdmissionPolicy],
         cache: EmbeddingCache,
-        faults: PolicyFaults,
     ) -> None:
         self._limits = limits
         self._admission = admission
-        self._faults = faults
         self._cache = cache
         self._queue = cache.queue
         self._retry_batches = 0
@@ -152,8 +151,9 @@ class EncodeStage:
             running=self.in_flight,
             divisible=False,
             default_tokens=self._limits.batch_tokens,
+            state=self._admission.state,
         )
-        admission = ask_admission(self._admission, view, self._faults)
+        admission = ask_admission(self._admission, view)
         self._queue.hold_until_ns = admission.hold_until_ns
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen)

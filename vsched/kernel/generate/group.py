@@ -34,10 +34,18 @@ from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet, RunningSetState, order_of
 from vsched.kernel.generate.snapshots import StateSnapshots, StateSnapshotsState
-from vsched.kernel.generate.step_budget import StepBudget, StepPlan, StepTimeModel, StepTimeState
+from vsched.kernel.generate.step_budget import (
+    NOTHING_PLANNED,
+    PlannedStep,
+    StepBudget,
+    StepPlan,
+    StepTimeModel,
+    StepTimeState,
+)
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, PolicyFaults, ask_admission, ask_preemption
+from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
@@ -61,23 +69,6 @@ class GenerateGroupState(msgspec.Struct):
     hold_until_ns: int | None
 
 
-class PlannedStep(msgspec.Struct, frozen=True):
-    """What came of planning a step.
-
-    Attributes:
-        decision: The step; None when there is nothing to run, or enough is in flight.
-        requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
-        prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
-    """
-
-    decision: GenerateDecision | None = None
-    requeued: Sequence[RequestState] = ()
-    prefilled: Sequence[RequestState] = ()
-
-
-NOTHING_PLANNED = PlannedStep()
-
-
 class GenerateGroup(Group):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot.
 
@@ -91,14 +82,16 @@ class GenerateGroup(Group):
         policies: KernelPolicies,
         cache: EmbeddingCache,
         requests: Mapping[int, RequestState],
-        faults: PolicyFaults,
+        seats: PolicySeats,
     ) -> None:
         super().__init__(name)
         self._limits = limits
-        self._policies = policies
+        self._prefix_eviction = policies.prefix_eviction
+        self._admission = seats.place(f"{name}.admission", policies.generate_admission)
+        self._preemption = seats.place(f"{name}.preemption", policies.preemption)
         self._cache = cache
         self._requests = requests
-        self._faults = faults
+        self._faults = seats.faults
         self.step_times = StepTimeModel(
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
@@ -111,7 +104,7 @@ class GenerateGroup(Group):
 
     def _reset(self) -> None:
         """Start with an empty group: no slot, block or step."""
-        order = partial(GuardedOrder[bytes], self._policies.prefix_eviction, self._faults)
+        order = partial(GuardedOrder[bytes], self._prefix_eviction, self._faults)
         self._pool = BlockPool(self._limits.blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
         self._running = RunningSet(self._limits, self._pool)
@@ -257,8 +250,8 @@ class GenerateGroup(Group):
         while self._pool.available == 0:
             running = self._running.in_order()
             views = [self._running.view(other, self._in_flight.planned) for other in running]
-            view = PreemptionView(now_ns=now_ns, running=views)
-            victim = running[ask_preemption(self._policies.preemption, view, self._faults)]
+            view = PreemptionView(now_ns=now_ns, running=views, state=self._preemption.state)
+            victim = running[ask_preemption(self._preemption, view)]
             if victim.order < state.order:
                 victim = state  # the older goes on, whatever the policy says: this is what ensures progress
             self._preempt(victim)
@@ -313,10 +306,11 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
+            state=self._admission.state,
         )
         admission = Admission((0,))
         if not self._front_first:
-            admission = ask_admission(self._policies.generate_admission, view, self._faults)
+            admission = ask_admission(self._admission, view)
         queue.hold_until_ns = admission.hold_until_ns
         for state in [waiting[index].state for index in admission.indices]:
             if plan.budget.spent or not running.slots_free:

@@ -14,11 +14,12 @@ The times come in with events, so the kernel stays a function of its events.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from vsched.kernel.decisions import ChunkPlan, Join
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.request import RequestState
 
 FORGET = 0.9
@@ -180,3 +181,20 @@ class StepPlan:
     joined: list[Join] = field(default_factory=list)
     chunks: list[ChunkPlan] = field(default_factory=list)
     prefilled: list[RequestState] = field(default_factory=list)
+
+
+class PlannedStep(msgspec.Struct, frozen=True):
+    """What came of planning a step.
+
+    Attributes:
+        decision: The step; None when there is nothing to run, or enough is in flight.
+        requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
+        prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
+    """
+
+    decision: GenerateDecision | None = None
+    requeued: Sequence[RequestState] = ()
+    prefilled: Sequence[RequestState] = ()
+
+
+NOTHING_PLANNED = PlannedStep()

@@ -12,7 +12,7 @@ from tests.unit.kernel.setups import (
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.policy_calls import PolicyFaults
+from vsched.kernel.policy_seats import PolicyFaults
 from vsched.kernel.request import RequestState
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.testing import ModelCluster, default_policies

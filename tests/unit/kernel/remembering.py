@@ -1,0 +1,107 @@
+"""Policies with a state, on which every answer depends; some break off with their state half changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    EncodingPolicy,
+    EncodingView,
+    PreemptionPolicy,
+    PreemptionView,
+    RoutingPolicy,
+    RoutingView,
+)
+
+
+class Recent(msgspec.Struct):
+    """What the last calls were about."""
+
+    sizes: list[int] = []
+    place: tuple[int, str] = (0, "")
+
+
+class Tally(msgspec.Struct):
+    """What the policies here remember: something of every kind that can be kept."""
+
+    calls: int = 0
+    share: float = 0.0
+    note: str | None = None
+    seen: dict[str, int] = {}
+    recent: Recent = msgspec.field(default_factory=Recent)
+
+    def count(self, what: str, size: int) -> int:
+        """Remember a call; return a number that depends on all that came before."""
+        self.calls += 1
+        self.share += (size - self.share) / 4
+        self.note = what if self.calls % 2 else None
+        self.seen.pop(what, None)
+        self.seen[what] = self.seen.get(what, 0) + size  # it becomes the last
+        self.recent.sizes = [*self.recent.sizes[-3:], size]
+        self.recent.place = (size, what)
+        return self.calls + int(self.share) + next(iter(self.seen.values()))
+
+    def fail_at(self, every: int) -> None:
+        """Break off in every so many calls, 0 for never."""
+        if every and self.calls % every == 0:
+            raise RuntimeError("a bug in the policy")
+
+
+class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
+    """Admits as many as its state says, from the front or from the back."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def admit(self, view: AdmissionView) -> Admission:
+        state: Tally = view.state
+        number = state.count(view.stage, len(view.waiting))
+        state.fail_at(self.fails)
+        order = range(len(view.waiting))
+        chosen = order if number % 3 else order[::-1]
+        return Admission(list(chosen)[: 1 + number % max(view.entries_free, 1)])
+
+
+class TalliedEncoding(EncodingPolicy, frozen=True, kw_only=True):
+    """Encodes ahead as far as its state says."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        state: Tally = view.state
+        number = state.count(str(view.arriving), view.prompt_tokens)
+        state.fail_at(self.fails)
+        return [index for index, item in enumerate(view.items) if not item.ready][: number % 3]
+
+
+class TalliedPreemption(PreemptionPolicy, frozen=True, kw_only=True):
+    """The victim follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def victim(self, view: PreemptionView) -> int:
+        state: Tally = view.state
+        number = state.count("victim", len(view.running))
+        state.fail_at(self.fails)
+        return number % len(view.running)
+
+
+class TalliedRouting(RoutingPolicy, frozen=True, kw_only=True):
+    """A healthy replica that follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def choose(self, view: RoutingView) -> int:
+        state: Tally = view.state
+        number = state.count(str(len(view.item_keys)), view.prompt_tokens)
+        state.fail_at(self.fails)
+        healthy = [replica.index for replica in view.replicas if replica.healthy]
+        return healthy[number % len(healthy)] if healthy else 0

@@ -1,0 +1,302 @@
+"""What a policy remembers: kept when its answer is accepted, and else as it was; by place, in bytes, plain values."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.remembering import TalliedAdmission, TalliedRouting, Tally
+from tests.unit.kernel.setups import make_limits, words
+from vsched.errors import PolicyError, RecordError
+from vsched.kernel.policy_seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
+from vsched.plugins import check_contract
+from vsched.policy import (
+    Admission,
+    AdmissionPolicy,
+    AdmissionView,
+    EvictionPolicy,
+    MemoryPolicy,
+    Policy,
+)
+from vsched.record.snapshot import encode_state, restore_scheduler
+from vsched.testing import ModelCluster, default_policies, make_request
+
+
+class Wish(msgspec.Struct):
+    """Says what the next call is to do."""
+
+    calls: int = 0
+    limits: tuple[int, ...] = ()
+    wish: Any = None
+
+
+class Doing(AdmissionPolicy, frozen=True, kw_only=True):
+    """Counts its calls, and then does what the test wants."""
+
+    class State(msgspec.Struct):
+        calls: int = 0
+        sizes: tuple[int, ...] = ()
+        text: str = ""
+
+    state_type = State
+
+    def admit(self, view: AdmissionView) -> Admission:
+        view.state.calls += 1
+        return ACTS.pop(0)(view) if ACTS else Admission([0])
+
+
+ACTS: list[Any] = []
+
+
+def raises(view: AdmissionView) -> Admission:
+    raise RuntimeError("a bug in the policy")
+
+
+def answers_nonsense(view: AdmissionView) -> Admission:
+    return Admission([99])
+
+
+def remembers_too_much(view: AdmissionView) -> Admission:
+    view.state.text = "x" * STATE_BYTES_MAX
+    return Admission([0])
+
+
+def remembers_another_type(view: AdmissionView) -> Admission:
+    view.state.sizes = "many"
+    return Admission([0])
+
+
+def remembers_an_object(view: AdmissionView) -> Admission:
+    view.state.text = object()
+    return Admission([0])
+
+
+def remembers_a_huge_number(view: AdmissionView) -> Admission:
+    view.state.calls = 1 << 70
+    return Admission([0])
+
+
+def serve(cluster: ModelCluster, count: int) -> None:
+    for index in range(count):
+        cluster.submit(
+            make_request(f"r{len(cluster.requests)}", words(4, start=10 * index), max_tokens=1)
+        )
+        cluster.drain()
+
+
+def calls_of(cluster: ModelCluster, seat: str = "generate.admission") -> int:
+    return int(msgspec.msgpack.decode(cluster.kernel.policy_states()[seat])["calls"])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        raises,
+        answers_nonsense,
+        remembers_too_much,
+        remembers_another_type,
+        remembers_an_object,
+        remembers_a_huge_number,
+    ],
+)
+def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
+    """And the next call finds it so: it is not only the record that is right."""
+    seen: list[int] = []
+
+    def look(view: AdmissionView) -> Admission:
+        seen.append(view.state.calls)
+        return Admission([0])
+
+    ACTS[:] = [look, act, look]
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    serve(cluster, 3)
+    assert seen == [1, 2], "the second call failed, so the third is the second that counts"
+    assert calls_of(cluster) == 2
+    assert cluster.kernel.statistics()["policy_faults"] == {"Doing": 1}
+    assert len(cluster.notices) == 1
+    assert sorted(cluster.ended) == ["r0", "r1", "r2"], "the default served it"
+
+
+def test_state_that_is_too_large_is_told_with_the_limit() -> None:
+    ACTS[:] = [remembers_too_much]
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    serve(cluster, 1)
+    assert "its state is too large: value 16," in cluster.notices[0]
+    assert "limit 16,384" in cluster.notices[0]
+
+
+def test_state_is_another_object_in_every_call() -> None:
+    """Who keeps a hold of it cannot change what the next call finds."""
+    held: list[Any] = []
+
+    def hold(view: AdmissionView) -> Admission:
+        held.append(view.state)
+        return Admission([0])
+
+    def meddle(view: AdmissionView) -> Admission:
+        held[0].calls = 100
+        return Admission([0])
+
+    ACTS[:] = [hold, meddle]
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    serve(cluster, 2)
+    assert calls_of(cluster) == 2
+
+
+def test_state_has_the_declared_types_in_the_next_call() -> None:
+    """As it will have after a restart: a list that was left for a tuple is a tuple."""
+
+    def leave_list(view: AdmissionView) -> Admission:
+        view.state.sizes = [1, 2]
+        return Admission([0])
+
+    def find_tuple(view: AdmissionView) -> Admission:
+        assert view.state.sizes == (1, 2)
+        return Admission([0])
+
+    ACTS[:] = [leave_list, find_tuple]
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    serve(cluster, 2)
+    assert cluster.notices == []
+
+
+def test_states_are_kept_by_place_and_replica() -> None:
+    limits = msgspec.structs.replace(make_limits(), generators=2)
+    policies = default_policies(
+        encode_admission=TalliedAdmission(),
+        generate_admission=TalliedAdmission(),
+        routing=TalliedRouting(),
+    )
+    cluster = ModelCluster(limits, policies)
+    serve(cluster, 6)
+    seats = ["encode.admission", "generate-0.admission", "generate-1.admission", "routing"]
+    assert sorted(cluster.kernel.policy_states()) == seats
+    calls = [calls_of(cluster, seat) for seat in seats]
+    assert calls[0] == 0
+    assert calls[1] + calls[2] >= calls[3] == 6
+    assert min(calls[1:]) > 0
+    assert list(cluster.kernel.statistics()["policy_state_bytes"]) == [
+        "encode.admission",
+        "generate-0.admission",
+        "generate-1.admission",
+        "routing",
+    ]
+
+
+def test_state_costs_nothing_where_there_is_none() -> None:
+    cluster = ModelCluster(make_limits(), default_policies())
+    serve(cluster, 1)
+    assert cluster.kernel.policy_states() == {}
+    assert cluster.kernel.statistics()["policy_state_bytes"] == {}
+
+
+def test_snapshot_refuses_the_state_of_another_policy() -> None:
+    limits = make_limits()
+    cluster = ModelCluster(limits, default_policies(generate_admission=Doing()))
+    data = encode_state(cluster.kernel)
+    with pytest.raises(RecordError, match="Fifo has no state, and one was recorded"):
+        restore_scheduler(data, limits, default_policies())
+    seat = PolicySeat(TalliedRouting(), PolicyFaults())
+    with pytest.raises(RecordError, match="TalliedRouting: its state cannot be kept"):
+        seat.restore(b"\xc0")
+
+
+def test_seat_begins_with_the_defaults() -> None:
+    assert PolicySeat(TalliedRouting(), PolicyFaults()).state == Tally()
+
+
+class Colour(enum.Enum):
+    """A plain value, too."""
+
+    RED = "red"
+
+
+class Node(msgspec.Struct):
+    """A struct of structs of its own kind."""
+
+    children: list[Node] = []
+    colour: Colour = Colour.RED
+    pair: tuple[int, float] | None = None
+
+
+class WithSet(msgspec.Struct):
+    seen: set[str] = set()
+
+
+class DeepSet(msgspec.Struct):
+    by_name: dict[str, list[frozenset[int]]] = {}
+
+
+class WithObject(msgspec.Struct):
+    lock: complex = 0j
+
+
+class Needs(msgspec.Struct):
+    rate: float
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    rate: float = 0.0
+
+
+class Mistyped(msgspec.Struct):
+    rate: float = "fast"  # type: ignore[assignment]
+
+
+def admission_with(state_type: Any) -> type[Policy]:
+    """Return a policy class with such a state."""
+
+    class Made(AdmissionPolicy, frozen=True, kw_only=True):
+        def admit(self, view: AdmissionView) -> Admission:
+            return Admission([0])
+
+    Made.state_type = state_type
+    return Made
+
+
+@pytest.mark.parametrize(
+    ("state_type", "words"),
+    [
+        (WithSet, "the state WithSet.seen is a set, whose order differs"),
+        (DeepSet, "the state DeepSet.by_name is a set"),
+        (WithObject, "the state WithObject.lock is no plain value"),
+        (Wish, "the state Wish.wish has no type of its own"),
+        (Needs, "must have a default for every field"),
+        (Frozen, "is frozen, and a policy changes it in place"),
+        (Mistyped, "has defaults that cannot be kept"),
+        (dict, "must be a msgspec.Struct"),
+        (Tally(), "must be a msgspec.Struct"),
+    ],
+)
+def test_contract_refuses_a_state_that_cannot_be_kept(state_type: Any, words: str) -> None:
+    with pytest.raises(PolicyError, match=words) as caught:
+        check_contract(admission_with(state_type), AdmissionPolicy)
+    assert "Made: " in str(caught.value)
+
+
+@pytest.mark.parametrize("state_type", [None, Tally, Node])
+def test_contract_takes_a_state_of_plain_values(state_type: Any) -> None:
+    check_contract(admission_with(state_type), AdmissionPolicy)
+
+
+class Order(EvictionPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def build_order(self) -> Any:
+        return None
+
+
+class Plan(MemoryPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def plan(self, view: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("cls", "base"), [(Order, EvictionPolicy), (Plan, MemoryPolicy)])
+def test_contract_refuses_a_state_where_none_is_kept(cls: type[Policy], base: type[Policy]) -> None:
+    with pytest.raises(PolicyError, match=f"of the kind {base.kind} has no state"):
+        check_contract(cls, base)

@@ -1,0 +1,82 @@
+"""Records of policies that remember: replayed byte for byte, from any segment on, and told where they do not agree."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.remembering import (
+    TalliedAdmission,
+    TalliedEncoding,
+    TalliedPreemption,
+    TalliedRouting,
+)
+from tests.unit.record.recorded import record_run
+from tests.unit.record.test_snapshot import RestoredCluster, noting
+from vsched.errors import RecordError
+from vsched.kernel import KernelPolicies
+from vsched.record import frames, replay
+from vsched.record.entries import decode_header, encode_header
+from vsched.record.segments import find_segments
+from vsched.testing import ModelCluster, default_policies, run_random
+
+
+def remembering(fails: int) -> KernelPolicies:
+    admission = TalliedAdmission(fails=fails)
+    return default_policies(
+        encode_admission=admission,
+        generate_admission=admission,
+        encoding=TalliedEncoding(fails=fails),
+        preemption=TalliedPreemption(fails=fails),
+        routing=TalliedRouting(fails=fails),
+    )
+
+
+@pytest.mark.parametrize("fails", [0, 3])
+def test_replay_lends_policies_what_they_were_lent(tmp_path: Path, fails: int) -> None:
+    """Also where a part of the record is gone, and it begins with what they remembered there."""
+    path = tmp_path / "record"
+    record_run(path, 3, policies=remembering(fails), events=200, segment_bytes=16384, segments=99)
+    segments = find_segments(path)
+    assert len(segments) > 2
+    assert replay(path).difference is None
+    segments[0].unlink()
+    report = replay(path)
+    assert report.difference is None
+    assert report.first_event > 0
+
+
+def test_replay_finds_a_state_that_differs(tmp_path: Path) -> None:
+    """One state is spoilt in the record, in a way that the decisions need not show."""
+    path = tmp_path / "record"
+    record_run(path, 3, policies=remembering(0), events=200, segment_bytes=16384, segments=99)
+    second = find_segments(path)[1]
+    data = second.read_bytes()
+    start = len(frames.FORMAT + frames.VERSION)
+    reader = frames.FrameReader(second, newest=False)
+    bodies = [body for _, body in reader.bodies()]
+    header = decode_header(bodies[0])
+    state = msgspec.msgpack.decode(header.state)
+    tally = msgspec.msgpack.decode(state["policies"]["encode.encoding"])
+    tally["recent"]["place"][0] += 1
+    state["policies"]["encode.encoding"] = msgspec.msgpack.encode(tally)
+    spoilt = msgspec.structs.replace(header, state=msgspec.msgpack.encode(state))
+    second.write_bytes(
+        data[:start] + frames.frame(encode_header(spoilt)) + b"".join(map(frames.frame, bodies[1:]))
+    )
+    with pytest.raises(RecordError, match=r"asked as encode\.encoding remembers something else"):
+        replay(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_snapshot_and_restart_go_on_alike(seed: int) -> None:
+    """A run that is restored before every event decides as one that lives on, failing calls included."""
+    decided: list[list[str]] = []
+    for make in (ModelCluster, RestoredCluster):
+        commands: list[str] = []
+        run_random(random.Random(seed), remembering(4), make=noting(make, commands))
+        decided.append(commands)
+    assert decided[0] == decided[1]

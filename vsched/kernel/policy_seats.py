@@ -1,0 +1,251 @@
+"""Where the kernel asks a policy, and what the policy remembers there.
+
+A policy is a function: of its view, and of the state in it. The kernel keeps the state as bytes. Each call gets the
+struct that they stand for, and changes it in place; if its answer is accepted, the changed struct becomes the bytes,
+and the next call gets what *they* stand for, an object that no earlier call has seen. So nothing is shared between
+calls, a call that fails leaves no trace, a snapshot holds the bytes as they are, and what a replay lends to a policy is
+what the policy was lent when it was recorded. This costs encoding and decoding a small struct per call, only for
+policies with a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from vsched.errors import PolicyError, RecordError, limit_message
+from vsched.policy import Policy
+
+STATE_BYTES_MAX = 16 << 10
+"""Most bytes of one state: enough for some hundred names with numbers. It is written and read again in every call."""
+NOTICES_MAX = 100
+"""Most notices per policy: one that raises in every step must not flood the log, and is then only counted."""
+
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+
+_PLAIN = (
+    msgspec.inspect.NoneType,
+    msgspec.inspect.BoolType,
+    msgspec.inspect.IntType,
+    msgspec.inspect.FloatType,
+    msgspec.inspect.StrType,
+    msgspec.inspect.BytesType,
+    msgspec.inspect.EnumType,
+    msgspec.inspect.LiteralType,
+)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PolicyFaultsState(msgspec.Struct):
+    """The state of `PolicyFaults`."""
+
+    counts: dict[str, int]
+    notices: list[str]
+    reported: int
+
+
+class PolicyFaults:
+    """Counts policy failures and keeps notices of them until the scheduler takes them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.notices: list[str] = []
+        self._reported = 0
+
+    def report(self, policy: object, error: Exception, shown: object) -> None:
+        """Count a failure, and word a notice with the policy's input."""
+        name = type(policy).__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        if self._reported < NOTICES_MAX:
+            self._reported += 1
+            self.notices.append(
+                f"policy {name} failed ({type(error).__name__}: {error}); the default decided. Input: {shown!r:.500}"
+            )
+
+    def take_notices(self) -> list[str]:
+        """Return the notices since this was last asked."""
+        notices, self.notices = self.notices, []
+        return notices
+
+    def state(self) -> PolicyFaultsState:
+        """Return the state."""
+        return PolicyFaultsState(self.counts, self.notices, self._reported)
+
+    def restore(self, state: PolicyFaultsState) -> None:
+        """Take over a state."""
+        self.counts, self.notices, self._reported = state.counts, state.notices, state.reported
+
+
+class PolicySeat(Generic[AnyPolicy]):
+    """One place where the kernel asks a policy.
+
+    Attributes:
+        policy: Whom it asks.
+        state: What the next call is lent; None for a policy without a state.
+        kept: The bytes of it; empty for such a policy.
+    """
+
+    def __init__(self, policy: AnyPolicy, faults: PolicyFaults) -> None:
+        self.policy = policy
+        self.state: Any = None
+        self.kept = b""
+        self._faults = faults
+        self._decoder: msgspec.msgpack.Decoder[msgspec.Struct] | None = None
+        if policy.state_type is not None:
+            self._decoder = msgspec.msgpack.Decoder(policy.state_type)
+            self._keep(_encode(policy.state_type()))
+
+    def accept(self) -> None:
+        """Keep what the call left in its state: its answer is good.
+
+        Raises:
+            PolicyError: When the state is too large, or holds what cannot be kept; it is then not kept.
+        """
+        if self._decoder is None:
+            return
+        try:
+            data = _encode(self.state)
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise PolicyError(f"its state cannot be kept: {error}") from error
+        self._keep(data)
+
+    def fail(self, error: Exception, view: object) -> None:
+        """Report a call that failed, and take back what it did to its state."""
+        self._faults.report(self.policy, error, view)
+        if self._decoder is not None:
+            self.state = self._decoder.decode(self.kept)
+
+    def _keep(self, data: bytes) -> None:
+        assert self._decoder is not None
+        if len(data) > STATE_BYTES_MAX:
+            raise PolicyError(
+                limit_message(
+                    "its state is too large",
+                    value=f"{len(data):,} bytes",
+                    limit=f"{STATE_BYTES_MAX:,}",
+                    remedy="remember less: sums instead of lists, and entries that are dropped again",
+                )
+            )
+        try:
+            state = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise PolicyError(f"its state cannot be kept: {error}") from error
+        self.kept, self.state = data, state
+
+    def restore(self, data: bytes) -> None:
+        """Take over a state.
+
+        Raises:
+            RecordError: When it is not that of such a policy.
+        """
+        name = type(self.policy).__qualname__
+        if self._decoder is None:
+            raise RecordError(f"{name} has no state, and one was recorded")
+        try:
+            self._keep(data)
+        except PolicyError as error:
+            raise RecordError(f"{name}: {error}") from error
+
+
+class PolicySeats:
+    """The seats of a scheduler by name, such as `generate-0.admission`, and what failed in them."""
+
+    def __init__(self) -> None:
+        self.faults = PolicyFaults()
+        self._seats: dict[str, PolicySeat[Any]] = {}
+
+    def place(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
+        """Return a new seat."""
+        assert name not in self._seats, f"two policies are asked as {name}"
+        seat = PolicySeat(policy, self.faults)
+        self._seats[name] = seat
+        return seat
+
+    def states(self) -> dict[str, bytes]:
+        """Return what every policy with a state remembers, by the name of its seat."""
+        return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
+
+    def restore(self, states: Mapping[str, bytes]) -> None:
+        """Take over states; a policy of which there is none remembers nothing yet.
+
+        Raises:
+            RecordError: When one is of no seat here, or of another policy.
+        """
+        for name, data in states.items():
+            if name not in self._seats:
+                raise RecordError(f"the state of {name} was recorded, and no policy is asked there")
+            self._seats[name].restore(data)
+
+
+def check_state_type(policy: type[Policy]) -> None:
+    """Check that what a policy class wants remembered can be.
+
+    Raises:
+        PolicyError: Says what is wrong with its `state_type`, without naming the policy.
+    """
+    state_type: Any = policy.state_type
+    if state_type is None:
+        return
+    if not policy.remembers:
+        raise PolicyError(f"a policy of the kind {policy.kind} has no state; leave state_type out")
+    if not (isinstance(state_type, type) and issubclass(state_type, msgspec.Struct)):
+        raise PolicyError(f"state_type is {state_type!r}, must be a msgspec.Struct")
+    name = state_type.__qualname__
+    if state_type.__struct_config__.frozen:
+        raise PolicyError(f"the state {name} is frozen, and a policy changes it in place")
+    for path, reason in _unfit(msgspec.inspect.type_info(state_type), name, ()):
+        raise PolicyError(f"the state {path} {reason}")
+    try:
+        state = state_type()
+    except TypeError as error:
+        raise PolicyError(
+            f"the state {name} must have a default for every field: {error}"
+        ) from error
+    try:
+        same = msgspec.msgpack.decode(_encode(state), type=state_type) == state
+    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+        raise PolicyError(f"the state {name} has defaults that cannot be kept: {error}") from error
+    if not same:
+        raise PolicyError(f"the state {name} has defaults of other types than it declares")
+
+
+def _unfit(kind: Any, path: str, above: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    """Yield where a type of a state holds what is not kept as it is, and why."""
+    inspect = msgspec.inspect
+    match kind:
+        case inspect.StructType():
+            if kind.cls not in above:
+                for field in kind.fields:
+                    yield from _unfit(field.type, f"{path}.{field.name}", (*above, kind.cls))
+        case _ if parts := _parts(kind):
+            for one in parts:
+                yield from _unfit(one, path, above)
+        case inspect.SetType() | inspect.FrozenSetType():
+            yield path, "is a set, whose order differs between processes; use a list or a dict"
+        case inspect.AnyType():
+            yield path, "has no type of its own; say what it holds"
+        case _ if not isinstance(kind, _PLAIN):
+            yield (
+                path,
+                f"is no plain value ({type(kind).__name__}); use numbers, text, lists and dicts",
+            )
+
+
+def _parts(kind: Any) -> Sequence[Any]:
+    """Return the types that a type of values in values is made of; nothing for others."""
+    inspect = msgspec.inspect
+    match kind:
+        case inspect.ListType() | inspect.VarTupleType():
+            return (kind.item_type,)
+        case inspect.TupleType():
+            return kind.item_types
+        case inspect.UnionType():
+            return kind.types
+        case inspect.DictType():
+            return kind.key_type, kind.value_type
+        case inspect.Metadata():
+            return (kind.type,)
+        case _:
+            return ()
