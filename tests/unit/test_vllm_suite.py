@@ -1,57 +1,85 @@
-"""The pure parts of what runs vLLM's tests against vsched: reports, reasons and tables."""
+"""The pure parts of what runs vLLM's tests against vsched: reports, reasons, tables, and settings from arguments."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.vllm_suite import reasons, shim, table
 
-REPORT = """<testsuites><testsuite>
-<testcase name="test_good"/>
-<testcase name="test_bad"><failure message="AssertionError: 400 | is&#10;not 200">text</failure></testcase>
-<testcase name="test_broken"><error message="failed on setup">RuntimeError: did not start</error></testcase>
-<testcase name="test_far"><error message="failed">OSError: couldn't connect to 'https://hub'</error></testcase>
-<testcase name="test_ours"><skipped message="not applicable: audio"/></testcase>
-<testcase name="test_theirs"><skipped message=""/></testcase>
-</testsuite></testsuites>"""
+REPORTS = [
+    {"test": "test_good", "outcome": "passed"},
+    {"test": "test_bad", "outcome": "failed", "message": "AssertionError: 400 | is\nnot 200"},
+    {"test": "test_far", "outcome": "failed", "text": "OSError: couldn't connect to 'https://hub'"},
+    {"test": "test_ours", "outcome": "skipped", "message": "Skipped: not applicable: audio"},
+    {"test": "test_theirs", "outcome": "skipped", "message": "Skipped: no GPU"},
+]
 
 
-def test_read_tells_what_became_of_each_test() -> None:
-    """Failures and errors have their first line; what needs a download or was skipped has its reason."""
-    assert [(o.test, o.kind, o.why) for o in table.read(REPORT)] == [
+def outcomes() -> list[table.Outcome]:
+    lines = [json.dumps({"file": "a.py", "outcomes": many}) for many in (REPORTS[:1], REPORTS)]
+    return [table.judge("a.py", report) for report in table.read(lines)["a.py"]]
+
+
+def test_judge_tells_what_became_of_each_test_of_the_last_run() -> None:
+    """Failures have their first line; what needs a download or was skipped has its reason."""
+    assert [(o.test, o.kind, o.why) for o in outcomes()] == [
         ("test_good", "passed", ""),
         ("test_bad", "failed", "AssertionError: 400 | is"),
-        ("test_broken", "failed", "failed on setup"),
         ("test_far", "not applicable", "a download"),
         ("test_ours", "not applicable", "audio"),
-        ("test_theirs", "not applicable", "skipped by vLLM"),
+        ("test_theirs", "not applicable", "no GPU"),
     ]
+
+
+def test_answers_of_a_larger_model_are_excused_by_name_and_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another error of the same test is a failure."""
+    monkeypatch.setattr(reasons, "ANSWERS", (("test_sum", r"assert '[^']*' == '2'"),))
+    assert reasons.by_failure("a.py::test_sum", "assert '3' == '2'") == reasons.OF_A_LARGER_MODEL
+    assert reasons.by_failure("a.py::test_sum", "Error code: 500") is None
+    assert reasons.by_failure("a.py::test_other", "assert '3' == '2'") is None
 
 
 def test_write_counts_by_file_and_reason_and_names_what_failed() -> None:
     """A file of which nothing applies is in the total alone; bars in errors do not break the table."""
     skipped = [table.Outcome("all", "not applicable", "audio")]
-    lines = table.write({"a.py": table.read(REPORT), "b.py": skipped}).splitlines()
-    assert "| a.py | 1 | 3 | 2 |" in lines
-    assert "| all 2 files | 1 | 4 | 2 |" in lines
+    lines = table.write({"a.py": outcomes(), "b.py": skipped}).splitlines()
+    assert "| a.py | 1 | 3 | 1 |" in lines
+    assert "| all 2 files | 1 | 4 | 1 |" in lines
     assert "| audio | 2 |" in lines
     assert "| a.py: test_bad | AssertionError: 400 \\| is |" in lines
     assert not any(line.startswith("| b.py") for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("model", "arguments", "reason"),
     [
-        (["--enable-lora"], "LoRA adapters"),
-        (["--load-format=tensorizer"], "a loader of vLLM's"),
-        (["--max-model-len", "8192", "--enforce-eager"], None),
+        ("some/model", ["--uds", "/tmp/x"], "Unix sockets"),
+        ("openai/gpt-oss-20b", [], "GPT-OSS"),
+        ("some/model", ["--max_model_len", "8192", "--enforce-eager", "--enable-lora"], None),
     ],
 )
 def test_servers_with_what_vsched_lacks_are_not_started(
-    arguments: list[str], reason: str | None
+    model: str, arguments: list[str], reason: str | None
 ) -> None:
-    """A flag counts in both forms; flags that are vLLM's own affair are ignored."""
-    assert reasons.by_flags(arguments) == reason
+    """A flag counts where it changes the interface; those that are vLLM's own affair are ignored."""
+    assert reasons.by_server(model, shim.flags(arguments)) == reason
+
+
+def test_flags_are_read_in_all_their_forms() -> None:
+    """With a blank, with an equals sign, with underscores, and as a switch."""
+    assert shim.flags(["--a-b", "1", "--c=2", "--d_e", "3", "--switch", "--last"]) == {
+        "--a-b": "1",
+        "--c": "2",
+        "--d-e": "3",
+        "--switch": "",
+        "--last": "",
+    }
 
 
 def test_files_without_a_server_test_vllm_itself() -> None:
@@ -62,15 +90,61 @@ def test_files_without_a_server_test_vllm_itself() -> None:
     assert not reasons.starts_server("async def test_a(client): ...", "")
 
 
-def test_arguments_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What the runner hands to the shim."""
+    found = {"context": 2048, "vocabulary": 99, "template": "tools.jinja"}
+    found |= {"text": str(tmp_path / "text"), "vision": str(tmp_path / "vision")}
+    monkeypatch.setattr(shim, "SETTINGS", found)
+    return found
+
+
+def test_arguments_become_settings(given: dict[str, Any]) -> None:
     """The context goes no further than the checkpoint's, and -1 log-probabilities are the whole vocabulary."""
-    monkeypatch.setattr(shim, "SETTINGS", {"context": 2048, "vocabulary": 99})
-    words = shim.settings(
-        "some/model", ["--max-model-len=8192", "--max-num-seqs", "4", "--max-logprobs", "-1"]
-    )
-    assert set(words[1::2]) == {
+    arguments = ["--max-model-len=8192", "--max-num-seqs", "4", "--max-logprobs", "-1"]
+    assert set(shim.settings("some/model", arguments, {})[1::2]) == {
         "model.name=some/model",
         "generate.context_tokens=2048",
         "generate.slots=4",
         "server.logprobs_max=99",
     }
+
+
+def test_keys_parsers_and_names_become_settings(given: dict[str, Any]) -> None:
+    """Tools and reasoning need a template that shows them; a checkpoint with eyes fetches the tests' pictures."""
+    arguments = ["--tool-call-parser", "hermes", "--served-model-name", "mine"]
+    words = shim.settings("Qwen/Qwen2.5-VL-3B", arguments, {"VLLM_API_KEY": "secret"})
+    assert {
+        "model.name=mine",
+        "model.chat_template=tools.jinja",
+        "server.api_key_variable=VLLM_API_KEY",
+        'media.hosts=["127.0.0.1:0"]',
+    } < set(words[1::2])
+
+
+def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
+    """The server recognises its forms, and a conversation with a call is rendered whole."""
+    import jinja2
+
+    from vsched.api.tools.formats import (
+        CALL_FORMATS,
+        REASONING_FORMATS,
+        call_format,
+        reasoning_format,
+    )
+
+    text = (Path(shim.__file__).parent / "tools.jinja").read_text()
+    form, reasoning = call_format("auto", text), reasoning_format("auto", text)
+    assert form is CALL_FORMATS["hermes"]
+    assert reasoning is REASONING_FORMATS["think"]
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+    ]
+    told = jinja2.Template(text).render(
+        messages=messages, tools=[{"x": 1}], add_generation_prompt=True
+    )
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n' in told
+    assert told.endswith("42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")

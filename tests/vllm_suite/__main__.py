@@ -1,4 +1,4 @@
-"""The command line: fetch, run file by file, write the table."""
+"""The command line: fetch, run the files that ask a server, write the table."""
 
 from __future__ import annotations
 
@@ -6,51 +6,63 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from tests.vllm_suite import reasons, source, table
+from tests.vllm_suite import reasons, shim, source, table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDERS = ("openai", "serve", "anthropic", "multimodal/openai")
+CONTEXT = 16384
+"""The context that tests may ask for, whatever the checkpoint was trained with."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the options."""
     options = argparse.ArgumentParser(prog="python -m tests.vllm_suite", description=__doc__)
-    options.add_argument(
-        "--python", type=Path, required=True, help="Python of an environment with vLLM"
-    )
-    options.add_argument("--text", type=Path, required=True, help="checkpoint for tests of text")
-    options.add_argument(
-        "--vision", type=Path, required=True, help="checkpoint for tests with images"
-    )
-    options.add_argument(
-        "--cache", type=Path, default=Path("vllm-suite"), help="folder for sources and results"
-    )
-    options.add_argument("--version", default="0.32.0", help="version of vLLM whose tests are run")
-    options.add_argument(
-        "--files", default="", help="only files whose path contains one of these, by commas"
-    )
-    options.add_argument("--limit", type=float, default=300.0, help="seconds a file may take")
-    options.add_argument("--again", action="store_true", help="run files that have results again")
-    options.add_argument(
-        "--report-only", action="store_true", help="write the table of the results there are"
-    )
+    add = options.add_argument
+    add("--text", type=Path, required=True, help="checkpoint for tests of text: SmolLM2")
+    add("--vision", type=Path, required=True, help="checkpoint for tests with images")
+    add("--cache", type=Path, default=Path("vllm-suite"), help="folder for sources and results")
+    add("--version", default="0.32.0", help="version of vLLM whose tests are run")
+    add("--files", default="", help="only files whose path contains one of these, by commas")
+    add("--test-limit", type=float, default=300.0, help="seconds a test may take, with its server")
+    add("--limit", type=float, default=7200.0, help="seconds that all tests may take")
+    add("--again", action="store_true", help="run files that have results again")
+    add("--report-only", action="store_true", help="write the table of the results there are")
     return options
 
 
-def run(file: Path, options: argparse.Namespace, tests: Path, path: Path) -> list[table.Outcome]:
-    """Run one file of tests in a process of its own."""
-    config = json.loads((options.text / "config.json").read_text())
+def wide(checkpoint: Path, cache: Path) -> Path:
+    """Return the checkpoint with a longer context, which tests ask for: its files by links, its `config.json` anew."""
+    folder = cache / "text"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        (folder / file.name).symlink_to(file.absolute())
+    config = json.loads((checkpoint / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
+    """Run files of tests in a process of vLLM's environment; the shim writes what became of each."""
+    cache = options.cache.absolute()
+    python = source.environment(cache, sources)
+    text = wide(options.text, cache)
+    config = json.loads((text / "config.json").read_text())
+    port = shim.free_port()
     settings = {
-        "text": str(options.text.absolute()),
+        "text": str(text),
         "vision": str(options.vision.absolute()),
-        "context": config.get("max_position_embeddings", 2048),
-        "vocabulary": config.get("vocab_size", 1),
+        "context": CONTEXT,
+        "vocabulary": config["vocab_size"],
+        "template": str(HERE / "tools.jinja"),
+        "report": str(cache / "report.jsonl"),
         "command": [sys.executable, "-m", "vsched", "serve"],
         "arguments": [
             word for key in ("generate", "encode") for word in ("--set", f"{key}.threads=1")
@@ -59,72 +71,64 @@ def run(file: Path, options: argparse.Namespace, tests: Path, path: Path) -> lis
             "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
         },
     }
-    report = options.cache.absolute() / "report.xml"
-    report.unlink(missing_ok=True)
+    shutil.copytree(HERE, cache / "shim" / "vllm_suite", dirs_exist_ok=True)
     environment = os.environ | {
         "VSCHED_SUITE": json.dumps(settings),
+        "VSCHED_SUITE_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    paths = [str(path), str(options.cache.absolute() / "shim"), str(tests.parent)]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [
-        str(options.python),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "vllm_suite.shim",
-        f"--junitxml={report}",
-    ]
-    command += ["--timeout=60", "--asyncio-mode=auto", "-p", "no:cacheprovider", str(file)]
-    with (options.cache / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            command, cwd=tests.parent, env=environment, stdout=log, stderr=log
-        )
+    command = [str(python), "-m", "pytest", "-v", "-p", "vllm_suite.shim", "-p", "no:cacheprovider"]
+    command += [f"--timeout={options.test_limit}", "--asyncio-mode=auto", "--tb=short"]
+    command += ["--continue-on-collection-errors", f"--rootdir={sources}", *files]
+    with (cache / "log.txt").open("ab") as log:
+        process = subprocess.Popen(command, cwd=sources, env=environment, stdout=log, stderr=log)
         try:
             process.wait(options.limit)
         except subprocess.TimeoutExpired:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # so that its servers end with it
             process.wait()
-    if not report.exists():
-        return [table.Outcome("all", "failed", f"no report within {options.limit:.0f} s")]
-    return table.read(report.read_text())
 
 
 def main() -> None:
     """Run the suite."""
     options = parser().parse_args()
-    tests = source.fetch(options.cache, options.version).absolute() / "tests"
-    path = source.packages(options.cache, options.python).absolute()
-    shutil.copytree(HERE, options.cache / "shim" / "vllm_suite", dirs_exist_ok=True)
-    where = options.cache / "results.json"
-    results = table.kept(where)
+    sources = source.fetch(options.cache, options.version).resolve()
+    report = options.cache / "report.jsonl"
+    wanted = options.files.split(",")
+    internal: dict[str, list[table.Outcome]] = {}
+    files: list[str] = []
     for folder in FOLDERS:
-        for file in sorted((tests / "entrypoints" / folder).rglob("test_*.py")):
-            name = str(file.relative_to(tests / "entrypoints"))
-            conftest = file.parent / "conftest.py"
-            fixtures = conftest.read_text() if conftest.exists() else ""
-            text = file.read_text()
-            if not reasons.starts_server(text, fixtures):
-                found = [table.Outcome("all", "not applicable", reasons.INTERNALS)] * text.count(
-                    "def test_"
-                )
-            elif reason := reasons.by_test(name):
-                found = [table.Outcome("all", "not applicable", reason)] * text.count("def test_")
-            elif (
-                options.report_only
-                or (name in results and not options.again)
-                or (options.files and not any(part in name for part in options.files.split(",")))
-            ):
-                continue
+        for path in sorted((sources / "tests/entrypoints" / folder).rglob("test_*.py")):
+            name, text = str(path.relative_to(sources)), path.read_text()
+            conftest = path.parent / "conftest.py"
+            if reasons.starts_server(text, conftest.read_text() if conftest.exists() else ""):
+                files.append(name)
             else:
-                begin = time.monotonic()
-                found = run(file, options, tests, path)
-                print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
-            results[name] = found
-            table.keep(where, results)
+                count = text.count("def test_")
+                internal[name] = [table.Outcome("all", "not applicable", reasons.INTERNALS)] * count
+    found = table.read(report.read_text().splitlines()) if report.exists() else {}
+    chosen = [
+        name
+        for name in files
+        if any(part in name for part in wanted) and (options.again or name not in found)
+    ]
+    if chosen and not options.report_only:
+        run(chosen, options, sources)
+        found = table.read(report.read_text().splitlines())
+    judged = {
+        file: [table.judge(file, outcome) for outcome in found[file]]
+        for file in files
+        if file in found
+    }
+    results = {
+        name.removeprefix("tests/entrypoints/"): outcomes
+        for name, outcomes in (internal | judged).items()
+    }
     print(table.write(results))
+    if missing := [name for name in files if name not in found]:
+        print("not run yet:", *missing, file=sys.stderr)
 
 
 if __name__ == "__main__":

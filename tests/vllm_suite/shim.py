@@ -1,53 +1,79 @@
 """A pytest plug-in in the process of vLLM's tests: servers are vsched's, models the checkpoints at hand.
 
 It is copied beside vLLM's tests, whose package is named `tests` as well, so it imports nothing of the repository but
-its neighbour.
+its neighbours.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from . import reasons
+from . import pictures, reasons
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VSCHED_SUITE", "{}"))
-READY_S = 120.0
+READY_S = 240.0
 STOP_S = 20.0
+SERVER = "RemoteOpenAIServer"
+VISION = re.compile(r"VL|[Vv]ision|[Ll]lava")
 
 
 def checkpoint(model: str) -> str:
     """Return the folder that is served for a model's name."""
-    return str(SETTINGS["vision" if "VL" in model or "vision" in model.lower() else "text"])
+    if os.path.isdir(model):
+        return model
+    return str(SETTINGS["vision" if VISION.search(model) else "text"])
 
 
-def settings(model: str, arguments: list[str]) -> list[str]:
-    """Translate the arguments of `vllm serve` that vsched knows into `--set`; others are vLLM's own affair."""
-    found = {"model.name": model}
+def flags(arguments: list[str]) -> dict[str, str]:
+    """Read the arguments of `vllm serve`: the value of each flag, empty for a switch."""
+    words: list[str] = []
+    for argument in arguments:
+        words += argument.split("=", 1) if argument.startswith("--") else [argument]
+    found: dict[str, str] = {}
+    for word, value in itertools.pairwise([*words, "--"]):
+        if word.startswith("--"):
+            found[word.replace("_", "-")] = "" if value.startswith("--") else value
+    return found
+
+
+def settings(model: str, arguments: list[str], environment: dict[str, str]) -> list[str]:
+    """Translate the arguments that vsched knows into `--set`; others are vLLM's own affair."""
+    asked = flags(arguments)
+    found = {"model.name": asked.get("--served-model-name", model)}
     keys = {
         "--max-model-len": "generate.context_tokens",
         "--max-num-seqs": "generate.slots",
         "--max-logprobs": "server.logprobs_max",
-        "--served-model-name": "model.name",
     }
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    for flag, value in itertools.pairwise(words):
-        if flag in keys:
-            found[keys[flag]] = value
+    found |= {key: asked[flag] for flag, key in keys.items() if flag in asked}
     context = int(found.get("generate.context_tokens", 0))
     found["generate.context_tokens"] = str(min(context, SETTINGS["context"]))
     if int(found.get("server.logprobs_max", 1)) < 1:
         found["server.logprobs_max"] = str(SETTINGS["vocabulary"])
+    if "VLLM_API_KEY" in environment:
+        found["server.api_key_variable"] = "VLLM_API_KEY"
+    if "--tool-call-parser" in asked or "--reasoning-parser" in asked:
+        found["model.chat_template"] = str(SETTINGS["template"])
+    if "--no-enable-prefix-caching" in asked:
+        found["generate.prefix_cache"] = "false"
+    if checkpoint(model) == SETTINGS["vision"]:
+        host = json.dumps([f"127.0.0.1:{pictures.PORT}"])
+        found |= {"media.hosts": host, "media.private_hosts": host}
     return [word for key, value in found.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -55,25 +81,28 @@ def make_server(base: type) -> type:
     """Make the class that tests start servers with, from that of vLLM, whose clients it keeps."""
 
     class RemoteOpenAIServer(base):  # type: ignore[misc]
-        def __init__(self, model: str, vllm_serve_args: list[str], **options: object) -> None:
-            arguments = list(vllm_serve_args)
-            if reason := reasons.by_flags(arguments):
+        def __init__(
+            self,
+            model: str,
+            vllm_serve_args: list[str],
+            *,
+            env_dict: dict[str, str] | None = None,
+            **options: object,
+        ) -> None:
+            arguments, environment = list(vllm_serve_args), dict(env_dict or {})
+            asked = flags(arguments)
+            if reason := reasons.by_server(model, asked):
                 pytest.skip(f"not applicable: {reason}")
+            if "--api-key" in asked:
+                environment["VLLM_API_KEY"] = asked["--api-key"]
             self.host, self.uds, self.show_hidden_metrics = "127.0.0.1", None, False
-            with socket.socket() as free:
-                free.bind((self.host, 0))
-                self.port = free.getsockname()[1]
-            command = [
-                *SETTINGS["command"],
-                checkpoint(model),
-                "--port",
-                str(self.port),
-                *SETTINGS["arguments"],
-            ]
+            self.port = free_port()
+            command = [*SETTINGS["command"], checkpoint(model), "--port", str(self.port)]
+            command += [*SETTINGS["arguments"], *settings(model, arguments, environment)]
             self.log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the server
             self.proc = subprocess.Popen(
-                [*command, *settings(model, arguments)],
-                env={**os.environ, **SETTINGS["environment"]},
+                command,
+                env={**os.environ, **environment, **SETTINGS["environment"]},
                 stdout=self.log,
                 stderr=self.log,
             )
@@ -83,9 +112,7 @@ def make_server(base: type) -> type:
             end = time.monotonic() + READY_S
             while self.proc.poll() is None and time.monotonic() < end:
                 try:
-                    urllib.request.urlopen(
-                        f"http://{self.host}:{self.port}/health", timeout=5
-                    ).close()
+                    urllib.request.urlopen(self.url_for("health"), timeout=5).close()
                 except OSError:
                     time.sleep(0.2)
                 else:
@@ -105,8 +132,35 @@ def make_server(base: type) -> type:
     return RemoteOpenAIServer
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Hub:
+    """What vLLM's tests take from the model hub: the checkpoint at hand, whatever it is asked for."""
+
+    def snapshot_download(self, repo_id: str, **_: object) -> str:
+        """Return the folder of a model."""
+        return checkpoint(repo_id)
+
+
+class ModelConfig:
+    """What tests ask vLLM's configuration of a model."""
+
+    def __init__(self, model: str, **_: object) -> None:
+        self.folder = checkpoint(model)
+
+    def get_vocab_size(self) -> int:
+        """Return the number of token ids."""
+        config = json.loads((Path(self.folder) / "config.json").read_text())
+        return int(config["vocab_size"])
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Put vsched in front before the first test file is imported."""
+    """Put vsched and its checkpoints in front before the first test file is imported."""
     if not SETTINGS:
         return
     utilities: Any = importlib.import_module("tests.utils")
@@ -114,15 +168,87 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers = importlib.import_module("transformers")
     known = transformers.AutoTokenizer.from_pretrained
 
-    def from_pretrained(name: str, *positional: object, **options: object) -> object:
-        folder = name if os.path.isdir(name) else checkpoint(str(name))
-        return known(folder, *positional, **options)
+    def tokenizer(name: str = "", tokenizer_name: str = "", **_: object) -> object:
+        return known(checkpoint(str(name or tokenizer_name)))
 
-    transformers.AutoTokenizer.from_pretrained = from_pretrained
+    transformers.AutoTokenizer.from_pretrained = tokenizer
+    for module, name, value in (
+        ("vllm.tokenizers", "get_tokenizer", tokenizer),
+        ("vllm.config", "ModelConfig", ModelConfig),
+        ("vllm.transformers_utils.repo_utils", "hf_api", Hub),
+        (
+            "vllm.model_executor.model_loader.weight_utils",
+            "download_weights_from_hf",
+            lambda name, **_: checkpoint(name),
+        ),
+        ("vllm.assets.image", "get_vllm_public_assets", pictures.draw),
+        ("tests.conftest", "_find_free_port", lambda: pictures.PORT),
+    ):
+        setattr(importlib.import_module(module), name, value)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is about something else."""
     for item in items:
-        if reason := reasons.by_test(item.nodeid.lower()):
+        name = item.nodeid.lower()
+        reason = reasons.by_test(name) or ("" if asks_server(item) else reasons.INTERNALS)
+        if reason:
             item.add_marker(pytest.mark.skip(reason=f"not applicable: {reason}"))
+
+
+def asks_server(item: pytest.Item) -> bool:
+    """Say whether a test, or a fixture that it uses, starts a server."""
+    information: Any = getattr(item, "_fixtureinfo", None)
+    definitions = information.name2fixturedefs.values() if information else ()
+    functions = [
+        getattr(item, "function", None),
+        *(one.func for many in definitions for one in many),
+    ]
+    sources = [inspect.getsource(function) for function in functions if function is not None]
+    return any(f"{SERVER}(" in source or "getfixturevalue(" in source for source in sources)
+
+
+OUTCOMES: list[dict[str, str]] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note what became of a test: of its set-up where that ended it, otherwise of itself."""
+    if report.when == "call" or not report.passed:
+        note(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note a file that could not be imported."""
+    if report.failed:
+        note(report)
+        write(report.nodeid)
+
+
+def note(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Keep an outcome until its file ends."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+    name = report.nodeid.partition("::")[2] or "all"
+    message = crash.message if crash else text[-2000:]
+    outcome = {"test": name, "outcome": report.outcome, "message": message, "text": text[-20000:]}
+    OUTCOMES[:] = [other for other in OUTCOMES if other["test"] != name]
+    OUTCOMES.append(outcome)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Write a file's outcomes once its last test has run, so that a run that is cut off goes on at a file."""
+    result = yield
+    file = item.nodeid.partition("::")[0]
+    if nextitem is None or nextitem.nodeid.partition("::")[0] != file:
+        write(file)
+    return result
+
+
+def write(file: str) -> None:
+    """Append a file's outcomes to the report."""
+    with Path(SETTINGS["report"]).open("a") as report:
+        report.write(json.dumps({"file": file, "outcomes": OUTCOMES}) + "\n")
+    OUTCOMES.clear()

@@ -1,23 +1,24 @@
-"""vLLM's sources, from PyPI's sdist: fetched by pip, which builds nothing of it, and unpacked into the cache."""
+"""vLLM's sources and what its tests import, from PyPI: the sdist, of which nothing is built, and an environment."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
-PACKAGES = (
-    "pytest==9.0.1",
-    "pytest-asyncio==1.5.0",
-    "pytest-timeout==2.4.0",
-    "pluggy",
-    "iniconfig",
-    "cloudpickle",
-    "tblib",
+UNWANTED = re.compile(
+    r"(xgrammar|depyf|compressed.tensors|ninja|lm.format.enforcer|outlines.core|setuptools|six)\b"
 )
-"""What the tests need beside vLLM; without their dependencies, which vLLM's environment has."""
+"""Requirements of vLLM that its server's tests do without, or that would bring CUDA's libraries."""
+
+ALONE = ("xgrammar==0.2.8", "apache-tvm-ffi", "tblib", "cloudpickle")
+"""What the tests import, without what it requires itself."""
+
+TESTING = ("pytest==9.0.1", "pytest-asyncio==1.5.0", "pytest-timeout==2.4.0")
 
 BACKEND = """
 from pathlib import Path
@@ -39,39 +40,44 @@ def fetch(cache: Path, version: str) -> Path:
     folder = cache / f"vllm-{version}"
     if folder.exists():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
     backend = cache / "backend" / "setuptools"
     backend.mkdir(parents=True, exist_ok=True)
     (backend / "__init__.py").write_text("")
     (backend / "build_meta.py").write_text(BACKEND.format(version=version))
-    options = [
-        "--no-deps",
-        "--no-build-isolation",
-        "--use-pep517",
-        "--no-binary",
-        "vllm",
-        "--dest",
-        str(cache),
-    ]
+    options = ["--no-deps", "--no-build-isolation", "--use-pep517", "--no-binary", "vllm"]
+    options += ["--dest", str(cache), f"vllm=={version}"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", *options, f"vllm=={version}"],
+        [sys.executable, "-m", "pip", "download", "--quiet", *options],
         check=True,
         env={**os.environ, "PYTHONPATH": str(backend.parent)},
     )
     unpacking = cache / "unpacking"
+    wanted = re.compile(rf"vllm-{re.escape(version)}/(tests|vllm|requirements/common.txt)")
     with tarfile.open(cache / f"vllm-{version}.tar.gz") as archive:
-        inside = f"vllm-{version}/tests/"
-        archive.extractall(
-            unpacking, [m for m in archive if m.name.startswith(inside)], filter="data"
-        )
+        archive.extractall(unpacking, [m for m in archive if wanted.match(m.name)], filter="data")
     (unpacking / folder.name).rename(folder)
     return folder
 
 
-def packages(cache: Path, python: Path) -> Path:
-    """Return a folder with pytest for an environment that is left as it is."""
-    folder = cache / "packages"
-    if not folder.exists():
-        options = ["--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([str(python), "-m", "pip", "install", *options, *PACKAGES], check=True)
-    return folder
+def environment(cache: Path, sources: Path) -> Path:
+    """Return the Python of an environment in which vLLM's tests can be imported, made unless it is in the cache.
+
+    vLLM is not installed: its Python files are imported as they are. torch is that of vsched's own environment, which
+    stands behind this one.
+    """
+    folder, done = cache / "environment", cache / "environment" / "done"
+    python = folder / "bin" / "python"
+    if done.exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    behind = f"lib/python{sysconfig.get_python_version()}/site-packages/vsched_behind.pth"
+    (folder / behind).write_text(sysconfig.get_path("purelib") + "\n")
+    asked = (sources / "requirements" / "common.txt").read_text().splitlines()
+    chosen = [line for line in asked if not UNWANTED.match(line)]
+    list_ = folder / "requirements.txt"
+    list_.write_text("\n".join([*chosen, *TESTING]))
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "-r", str(list_)], check=True)
+    subprocess.run([*install, "--no-deps", *ALONE], check=True)
+    done.touch()
+    return python

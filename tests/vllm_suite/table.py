@@ -1,11 +1,8 @@
-"""What became of the tests: read from pytest's reports, written as tables."""
+"""What became of the tests: read from the shim's reports, written as tables."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import msgspec
 
@@ -13,6 +10,22 @@ from tests.vllm_suite import reasons
 
 ERROR_LETTERS = 200
 MARK = "not applicable: "
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What pytest said of one test: `message` is its error in short, `text` at length."""
+
+    test: str
+    outcome: str
+    message: str = ""
+    text: str = ""
+
+
+class FileReport(msgspec.Struct, frozen=True):
+    """One line of the shim's: a file of tests."""
+
+    file: str
+    outcomes: list[Report]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -23,31 +36,24 @@ class Outcome(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def read(report: str) -> list[Outcome]:
-    """Read a report in pytest's JUnit form."""
-    found: list[Outcome] = []
-    for case in ET.fromstring(report).iter("testcase"):
-        name = case.get("name") or "?"
-        trouble = case.find("failure")
-        trouble = case.find("error") if trouble is None else trouble
-        skipped = case.find("skipped")
-        if trouble is not None:
-            found.append(_failed(name, trouble.get("message") or "", trouble.text or ""))
-        elif skipped is not None:
-            why = (skipped.get("message") or "").strip()
-            found.append(
-                Outcome(name, "not applicable", why.removeprefix(MARK) or "skipped by vLLM")
-            )
-        else:
-            found.append(Outcome(name, "passed"))
-    return found
+def read(lines: list[str]) -> dict[str, list[Report]]:
+    """Read the shim's lines by file; a later one of the same file counts."""
+    found = [msgspec.json.decode(line, type=FileReport) for line in lines]
+    return {report.file: report.outcomes for report in found}
 
 
-def _failed(name: str, message: str, text: str) -> Outcome:
-    if reason := reasons.by_error(message + text):
-        return Outcome(name, "not applicable", reason)
-    line = next((line for line in message.splitlines() if line.strip()), "no message")
-    return Outcome(name, "failed", line[:ERROR_LETTERS])
+def judge(file: str, report: Report) -> Outcome:
+    """Say what a report means."""
+    if report.outcome == "passed":
+        return Outcome(report.test, "passed")
+    if report.outcome == "skipped":
+        why = report.message.removeprefix("Skipped: ").strip()
+        return Outcome(report.test, "not applicable", why.removeprefix(MARK) or "skipped by vLLM")
+    name = f"{file}::{report.test}".lower()
+    if reason := reasons.by_failure(name, report.message + report.text):
+        return Outcome(report.test, "not applicable", reason)
+    line = next((line for line in report.message.splitlines() if line.strip()), "no message")
+    return Outcome(report.test, "failed", line[:ERROR_LETTERS])
 
 
 def write(results: dict[str, list[Outcome]]) -> str:
@@ -80,17 +86,3 @@ def write(results: dict[str, list[Outcome]]) -> str:
 def _cell(text: str) -> str:
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
     return text.replace("[", "\\[")
-
-
-def keep(path: Path, results: dict[str, list[Outcome]]) -> None:
-    """Write the results, so that a run that was cut off goes on."""
-    path.write_text(json.dumps(msgspec.to_builtins(results), indent=1))
-
-
-def kept(path: Path) -> dict[str, list[Outcome]]:
-    """Read results that were kept, none where there are none."""
-    return (
-        msgspec.json.decode(path.read_bytes(), type=dict[str, list[Outcome]])
-        if path.exists()
-        else {}
-    )

@@ -58,9 +58,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine.
 
     To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
-    tokens are needed for that alone. `echoes` are the texts of prompts that are told, None for one of tokens.
-    `constrained_by` is the parameter that its grammar comes from. `wording` makes what reads an answer with calls.
-    `asked` is what the answer of a dialect repeats of the request.
+    tokens are needed for that alone. `echoes` are the texts of prompts, or of a chat's last message, that are told,
+    None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes what
+    reads an answer with calls. `asked` is what the answer of a dialect repeats of the request.
     """
 
     prompts: Sequence[Prompt]
@@ -218,7 +218,7 @@ class CompletionEndpoint:
         if constraint and thought:
             constraint = behind_thought(constraint, thought)
         refuse_unsupported(request)
-        parameters.refuse_told_streams(request, echo=echo, logprobs=logprobs)
+        parameters.check_stream(request, echo=echo, logprobs=logprobs)
         n, drawn = parameters.answer_count(
             request, self._settings, prompts=len(prompts), best_of=best_of
         )
@@ -433,6 +433,8 @@ class ChatEndpoint(CompletionEndpoint):
             calls=tools.grammar if tools is not None else "",
             thought=reasoning.end if reasoning is not None and thinking else "",
         )
+        if request.echo:
+            job = msgspec.structs.replace(job, echoes=(parameters.echoed_message(request),))
         if parsed:
             parser = partial(self._parser, prompt, arguments, tools)
             return msgspec.structs.replace(job, wording=lambda: AnswerWording(parser()))
@@ -491,7 +493,7 @@ class ChatEndpoint(CompletionEndpoint):
         return prompt.rstrip().endswith(mark)
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        return ChatFormatter(
+        formatter = ChatFormatter(
             generation,
             index=index,
             request_id=job.request_id,
@@ -501,3 +503,6 @@ class ChatEndpoint(CompletionEndpoint):
             options=job.options,
             wording=job.wording() if job.wording is not None else None,
         )
+        if job.echoes:
+            formatter.echo = job.echoes[0] or ""
+        return formatter

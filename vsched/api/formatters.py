@@ -184,7 +184,13 @@ class _Formatting:
 
 
 class ChatFormatter(_Formatting):
-    """Words chat completions."""
+    """Words chat completions.
+
+    Attributes:
+        echo: What the content begins with before the first token: the message that the answer goes on from.
+    """
+
+    echo = ""
 
     def _event(self, text: str) -> ChatChunk:
         choice = ChatChunkChoice(ChatDelta(content=text), None, None, self._index)
@@ -199,6 +205,8 @@ class ChatFormatter(_Formatting):
             reason = reason and self._wording.finish_reason(reason)
         if not self._begun:
             added.role = "assistant"
+            if self.echo:
+                added.content = self.echo + (added.content or "")
         choice = ChatChunkChoice(
             added,
             reason,
@@ -226,6 +234,8 @@ class ChatFormatter(_Formatting):
         if self._wording is not None:
             message = self._wording.message(text)
             reason = self._wording.finish_reason(reason)
+        if self.echo:
+            message.content = self.echo + (message.content or "")
         choice = ChatChoice(
             message,
             reason,

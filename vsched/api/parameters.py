@@ -49,6 +49,8 @@ _KIND_WORDS = {
 _ROLES = "system, developer, user, assistant or tool"
 _PARTS = "text, image_url or image_embeds"
 _TOKEN_DIGITS_MAX = 10
+_NAMED_MAX = 4
+"""So many keys of `logit_bias` that are none are named in an error."""
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 
@@ -210,14 +212,17 @@ def alternatives(
     return count
 
 
-def refuse_told_streams(request: SamplingFields, *, echo: bool, logprobs: int | None) -> None:
-    """Refuse streams of what is told of a prompt where they have no place for it.
+def check_stream(request: SamplingFields, *, echo: bool, logprobs: int | None) -> None:
+    """Refuse what only streams have without one, and streams of what they have no place for.
 
     Raises:
         ParameterRefused: Names the parameter.
     """
     if not request.stream:
-        return
+        if request.stream_options is None:
+            return
+        message = "`stream_options` needs a stream. Remedy: send stream = true, or leave it out."
+        raise ParameterRefused(message, param="stream_options")
     if request.prompt_logprobs is not None:
         message = "`prompt_logprobs` come with whole answers alone. Remedy: send stream = false."
         raise ParameterRefused(message, param="prompt_logprobs")
@@ -240,14 +245,20 @@ def _logit_bias(
             limit=f"{settings.logit_bias_max} tokens",
             remedy="send fewer",
         )
-    for name in biases:
-        if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX):
-            raise out_of_bounds(
-                "logit_bias",
-                value=f"the key {shown(name)}",
-                limit=f"token ids from 0 to {info.vocab_size - 1}",
-                remedy="send token ids of this model as keys",
-            )
+    strange = [
+        name
+        for name in biases
+        if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX)
+    ]
+    if strange:
+        named = ", ".join(map(shown, strange[:_NAMED_MAX]))
+        raise out_of_bounds(
+            "logit_bias",
+            value=f"the key{'s' if len(strange) > 1 else ''} {named}"
+            + (f" and {len(strange) - _NAMED_MAX} more" if len(strange) > _NAMED_MAX else ""),
+            limit=f"token ids from 0 to {info.vocab_size - 1}",
+            remedy="send token ids of this model as keys",
+        )
     pairs = tuple((int(name), float(bias)) for name, bias in biases.items())
     check_vocabulary("logit_bias", [token for token, _ in pairs], info)
     return pairs
@@ -322,15 +333,16 @@ def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> N
     """Refuse token ids that the model does not have.
 
     Raises:
-        ParameterRefused: Names the first such id.
+        ParameterRefused: Names the largest.
     """
     if token_ids and max(token_ids) >= info.vocab_size:
-        raise out_of_bounds(
-            param,
+        message = limit_message(
+            f"a token id of `{param}` is out of vocabulary",
             value=max(token_ids),
             limit=f"below {info.vocab_size}, the size of the vocabulary",
             remedy="send token ids of this model",
         )
+        raise ParameterRefused(message, param=param)
 
 
 def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
@@ -363,6 +375,16 @@ def chat_logprobs(request: ChatRequest) -> int | None:
             "`top_logprobs` needs `logprobs`. Remedy: send logprobs = true.", param="top_logprobs"
         )
     return None
+
+
+def echoed_message(request: ChatRequest) -> str:
+    """Return what an answer that repeats the message before it begins with: the text of an assistant's last message."""
+    last = request.messages[-1]
+    if last.role != "assistant":
+        return ""
+    if isinstance(last.content, list):
+        return "".join(part.text for part in last.content if isinstance(part, TextPart))
+    return last.content or ""
 
 
 def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str | list[int]]:

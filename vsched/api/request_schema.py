@@ -231,7 +231,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool = False
     messages: list[Message]
     best_of: Annotated[Any, neutral(1, remedy="send n, and choose among the answers")] = None
-    echo: Annotated[Any, neutral(False)] = None
+    echo: bool | None = None
     add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None

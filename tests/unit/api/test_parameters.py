@@ -166,10 +166,28 @@ async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -
     assert engine.calls == []
 
 
-async def test_key_that_is_no_token_is_named() -> None:
-    reply = await post(FakeEngine(), CHAT, chat(logit_bias={"twelve": 1}))
+async def test_keys_that_are_no_tokens_are_named_together() -> None:
+    """All of them, as far as they are few."""
+    reply = await post(FakeEngine(), CHAT, chat(logit_bias={"5": 1, "twelve": 1, "two": 1}))
     assert reply.status == 400
-    assert '"twelve"' in reply.error["message"]
+    assert 'value the keys "twelve", "two", limit' in reply.error["message"]
+    reply = await post(FakeEngine(), CHAT, chat(logit_bias=dict.fromkeys("abcdef", 1)))
+    assert '"c", "d" and 2 more, limit' in reply.error["message"]
+
+
+async def test_token_out_of_vocabulary_is_named_with_its_size() -> None:
+    size = FakeEngine().info.vocab_size
+    reply = await post(FakeEngine(), CHAT, chat(logit_bias={str(size): 1}))
+    assert f"out of vocabulary: value {size}, limit below {size}," in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_stream_options_without_a_stream_are_refused(path: str) -> None:
+    """As OpenAI does: whoever waits for the usage of a stream has forgotten to ask for one."""
+    fields = {"stream_options": {"include_usage": True}}
+    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    reply = await post(FakeEngine(), path, body)
+    assert (reply.status, reply.error["param"]) == (400, "stream_options")
 
 
 async def test_number_out_of_bounds_says_value_and_limit() -> None:

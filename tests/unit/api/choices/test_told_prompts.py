@@ -161,3 +161,27 @@ async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", 3)
     reply = await post(telling(), PLAIN, {"prompt": "x", "prompt_logprobs": 1})
     assert reply.json["choices"][0]["prompt_logprobs"] == IN_VLLMS_FORM
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("last", "echoed"),
+    [
+        ({"role": "assistant", "content": "An apple"}, "An apple"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "An apple"}]}, "An apple"),
+        ({"role": "user", "content": "An apple"}, ""),
+    ],
+    ids=["text", "parts", "user"],
+)
+async def test_echo_of_a_chat_tells_the_message_that_goes_on(
+    last: dict[str, Any], echoed: str, stream: bool
+) -> None:
+    """Once, before the answer; what the user said is not repeated."""
+    engine = FakeEngine(OutputDelta(" a", [97]), OutputDelta(" day", [98], None, "stop"))
+    body = chat(echo=True, stream=stream)
+    reply = await post(engine, CHAT, {**body, "messages": [*body["messages"], last]})
+    kind = "delta" if stream else "message"
+    texts = [
+        one["choices"][0][kind]["content"] for one in (reply.events if stream else [reply.json])
+    ]
+    assert texts == ([echoed + " a", " day"] if stream else [echoed + " a day"])

@@ -1,0 +1,31 @@
+"""Pictures in place of those that vLLM's tests download: drawn, of any name, and served by the tests themselves."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+PORT = int(os.environ.get("VSCHED_SUITE_PORT", "0"))
+"""Where vLLM's tests serve pictures; it is known before the servers start, which may fetch from it."""
+SIZE = (160, 112)
+
+
+@cache
+def folder() -> Path:
+    """Return the folder of the pictures that were drawn."""
+    return Path(tempfile.mkdtemp(prefix="vllm-suite-"))
+
+
+def draw(filename: str, s3_prefix: str | None = None) -> Path:
+    """Return a picture of that name, of the mode that the name tells."""
+    from PIL import Image
+
+    path = folder() / filename
+    if not path.exists():
+        mode = "RGBA" if "RGBA" in filename else "L" if "Gray" in filename else "RGB"
+        shade = sum(filename.encode()) % 256
+        plane = Image.linear_gradient("L").resize(SIZE).point(lambda value: (value + shade) % 256)
+        Image.merge(mode, [plane] * len(mode)).save(path)
+    return path
