@@ -65,7 +65,9 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         "report": str(cache / "report.jsonl"),
         "command": [sys.executable, "-m", "vsched", "serve"],
         "arguments": [
-            word for key in ("generate", "encode") for word in ("--set", f"{key}.threads=1")
+            word
+            for key in ("generate.threads=1", "encode.threads=1", "model.dtype=float32")
+            for word in ("--set", key)
         ],
         "environment": {
             "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))

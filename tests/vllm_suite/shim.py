@@ -26,7 +26,7 @@ import pytest
 from . import pictures, reasons
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VSCHED_SUITE", "{}"))
-READY_S = 240.0
+READY_S = 280.0
 STOP_S = 20.0
 SERVER = "RemoteOpenAIServer"
 VISION = re.compile(r"VL|[Vv]ision|[Ll]lava")
