@@ -79,10 +79,19 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         "VSCHED_SUITE_PORT": str(port),
         "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
         "HF_HUB_OFFLINE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # those of vsched's own environment are behind
         "OMP_NUM_THREADS": "1",
     }
-    command = [str(python), "-m", "pytest", "-v", "-p", "vllm_suite.shim", "-p", "no:cacheprovider"]
-    command += [f"--timeout={options.test_limit}", "--asyncio-mode=auto", "--tb=short"]
+    command = [str(python), "-m", "pytest", "-v"]
+    for plugin in ("pytest_asyncio.plugin", "pytest_timeout", "vllm_suite.shim"):
+        command += ["-p", plugin]
+    command += [
+        f"--timeout={options.test_limit}",
+        "--asyncio-mode=auto",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["--continue-on-collection-errors", f"--rootdir={sources}", *files]
     with (cache / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, cwd=sources, env=environment, stdout=log, stderr=log)
@@ -118,7 +127,7 @@ def main() -> None:
     ]
     if chosen and not options.report_only:
         run(chosen, options, sources)
-        found = table.read(report.read_text().splitlines())
+        found = table.read(report.read_text().splitlines()) if report.exists() else {}
     judged = {
         file: [table.judge(file, outcome) for outcome in found[file]]
         for file in files
