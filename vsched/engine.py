@@ -362,8 +362,11 @@ class Engine:
     def _default_sampling(self) -> SamplingParams:
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, within all its limits.
+    async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
+        """Return the token ids of a prompt, those of its images among them, within all its limits.
+
+        Images are fetched and prepared as for an answer, for their tokens depend on their sizes; a request with the
+        same images that follows finds them.
 
         Blocks: up to `media.prepare_s`.
 
@@ -371,7 +374,9 @@ class Engine:
             RequestRefused: When `generate` would not take it.
         """
         parts = self._serving()
-        prepared = await parts.shell.preparations.run("tokenize", parts.media.prepare(prompt, ()))
+        prepared = await parts.shell.preparations.run(
+            "tokenize", parts.media.prepare(prompt, images)
+        )
         prepared.lease.release()
         return prepared.token_ids
 

@@ -269,6 +269,16 @@ async def test_operations_answer(server: RunningServer, engine: Engine) -> None:
     assert tokens["tokens"] == engine.preprocessor.tokenize("What is it?")
 
 
+async def test_tokenize_counts_images_as_a_prompt_does(
+    server: RunningServer, engine: Engine
+) -> None:
+    """Every placeholder stands for as many tokens as its image has; nothing is held afterwards."""
+    ask = Ask(TEXTS[1], [drawn_image(6700, (112, 84)), drawn_image(6701)])
+    async with httpx.AsyncClient(base_url=server.url) as plain:
+        reply = (await plain.post("/tokenize", json={"messages": ask.messages})).json()
+    assert reply["tokens"] == ask.prompt(engine.preprocessor)
+
+
 async def test_server_is_unavailable_until_the_engine_is_ready(
     configure: Callable[..., Config],
 ) -> None:

@@ -93,7 +93,7 @@ def test_files_without_a_server_test_vllm_itself() -> None:
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What the runner hands to the shim."""
-    found = {"context": 2048, "vocabulary": 99, "template": "tools.jinja"}
+    found: dict[str, Any] = {"context": 2048, "vocabulary": 99}
     found |= {"text": str(tmp_path / "text"), "vision": str(tmp_path / "vision")}
     monkeypatch.setattr(shim, "SETTINGS", found)
     return found
@@ -110,13 +110,13 @@ def test_arguments_become_settings(given: dict[str, Any]) -> None:
     }
 
 
-def test_keys_parsers_and_names_become_settings(given: dict[str, Any]) -> None:
-    """Tools and reasoning need a template that shows them; a checkpoint with eyes fetches the tests' pictures."""
-    arguments = ["--tool-call-parser", "hermes", "--served-model-name", "mine"]
+def test_keys_and_names_become_settings(given: dict[str, Any]) -> None:
+    """A checkpoint with eyes fetches the pictures that the tests serve."""
+    arguments = ["--no-enable-prefix-caching", "--served-model-name", "mine"]
     words = shim.settings("Qwen/Qwen2.5-VL-3B", arguments, {"VLLM_API_KEY": "secret"})
     assert {
         "model.name=mine",
-        "model.chat_template=tools.jinja",
+        "generate.prefix_cache=false",
         "server.api_key_variable=VLLM_API_KEY",
         'media.hosts=["127.0.0.1:0"]',
     } < set(words[1::2])

@@ -36,16 +36,21 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def wide(checkpoint: Path, cache: Path) -> Path:
-    """Return the checkpoint with a longer context, which tests ask for: its files by links, its `config.json` anew."""
+def prepared(checkpoint: Path, cache: Path) -> Path:
+    """Return the checkpoint as tests ask for it: with a longer context, and a template that shows tools.
+
+    Its other files are links.
+    """
     folder = cache / "text"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in checkpoint.iterdir():
-        (folder / file.name).symlink_to(file.absolute())
+        if file.name not in {"config.json", "chat_template.jinja"}:
+            (folder / file.name).symlink_to(file.absolute())
+    shutil.copy(HERE / "tools.jinja", folder / "chat_template.jinja")
     config = json.loads((checkpoint / "config.json").read_text())
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    config.get("text_config", config)["max_position_embeddings"] = CONTEXT
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -53,15 +58,14 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     """Run files of tests in a process of vLLM's environment; the shim writes what became of each."""
     cache = options.cache.absolute()
     python = source.environment(cache, sources)
-    text = wide(options.text, cache)
+    text = prepared(options.text, cache)
     config = json.loads((text / "config.json").read_text())
     port = shim.free_port()
     settings = {
         "text": str(text),
         "vision": str(options.vision.absolute()),
         "context": CONTEXT,
-        "vocabulary": config["vocab_size"],
-        "template": str(HERE / "tools.jinja"),
+        "vocabulary": config.get("text_config", config)["vocab_size"],
         "report": str(cache / "report.jsonl"),
         "command": [sys.executable, "-m", "vsched", "serve"],
         "arguments": [

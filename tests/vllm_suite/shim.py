@@ -67,8 +67,6 @@ def settings(model: str, arguments: list[str], environment: dict[str, str]) -> l
         found["server.logprobs_max"] = str(SETTINGS["vocabulary"])
     if "VLLM_API_KEY" in environment:
         found["server.api_key_variable"] = "VLLM_API_KEY"
-    if "--tool-call-parser" in asked or "--reasoning-parser" in asked:
-        found["model.chat_template"] = str(SETTINGS["template"])
     if "--no-enable-prefix-caching" in asked:
         found["generate.prefix_cache"] = "false"
     if checkpoint(model) == SETTINGS["vision"]:
@@ -156,7 +154,7 @@ class ModelConfig:
     def get_vocab_size(self) -> int:
         """Return the number of token ids."""
         config = json.loads((Path(self.folder) / "config.json").read_text())
-        return int(config["vocab_size"])
+        return int(config.get("text_config", config)["vocab_size"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -154,8 +154,8 @@ class EngineContract(Protocol):
         """
         ...
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a text that could be a prompt.
+    async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
+        """Return the token ids of a text that could be a prompt, those of its images among them.
 
         Raises:
             RequestRefused: When `generate_answers` would not take it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -15,7 +16,7 @@ from vsched.api import parameters
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
-from vsched.api.errors import ParameterRefused, envelope, out_of_bounds, shown, unsupported
+from vsched.api.errors import ParameterRefused, envelope, out_of_bounds
 from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
@@ -30,7 +31,8 @@ from vsched.api.responses import (
     Tokens,
     Version,
 )
-from vsched.media import Prompt
+from vsched.api.tools.choice import shown_tools
+from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.worker.contract import Preprocessor
 
 ACTIONS = ("drain", "restart", "resume")
@@ -123,33 +125,30 @@ class TokenizeEndpoint:
         limit = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
-        token_ids = await self._engine.tokenize(self._prompt(request))
+        refuse_unsupported(request)
+        token_ids = await self._engine.tokenize(*self._prompt(request))
+        added = request.messages is None
+        if request.add_special_tokens not in {None, added}:
+            first = self._engine.preprocessor.tokenize("")
+            token_ids = token_ids[len(first) :] if added else first + token_ids
         strings: list[str] | None = None
         if request.return_token_strs:
             strings = await asyncio.to_thread(_texts, self._engine.preprocessor, token_ids)
         return Tokens(len(token_ids), limit, token_ids, strings)
 
-    def _prompt(self, request: TokenizeRequest) -> Prompt:
-        refuse_unsupported(request)
-        added = request.messages is None
-        if request.add_special_tokens not in {None, added}:
-            raise out_of_bounds(
-                "add_special_tokens",
-                value=shown(request.add_special_tokens),
-                limit=f"{shown(added)} for {'a prompt' if added else 'messages'}, as for completions",
-                remedy="leave it out",
-            )
+    def _prompt(self, request: TokenizeRequest) -> tuple[Prompt, Sequence[ImageReference]]:
+        """Return the prompt of a request, and its images."""
         match request.prompt, request.messages:
             case str(prompt), None:
-                return prompt
+                return prompt, ()
             case None, list(sent):
                 messages, images = parameters.split_messages(sent, self._settings)
                 if images:
-                    # Their tokens depend on their sizes; counting them means reading them within all the limits.
-                    remedy = "send no images; a completion's usage counts them"
-                    raise unsupported("messages", remedy=remedy)
+                    refuse_images(self._engine.info)
                 arguments = parameters.template_arguments(request, self._settings)
-                return rendered(self._engine, messages, arguments)
+                if request.tools:
+                    arguments["tools"] = shown_tools(request.tools, self._settings)
+                return rendered(self._engine, messages, arguments), images
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")
 

@@ -278,7 +278,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of /tokenize: a prompt or messages.
 
-    Special tokens are added as they are for a completion: to a prompt, and not to what the template made of messages.
+    Special tokens are added as they are for a completion, to a prompt, and not to what the template made of messages,
+    unless `add_special_tokens` says otherwise.
     """
 
     model: str | None = None
@@ -292,7 +293,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: TemplateArguments | None = None
     media_io_kwargs: Annotated[Any, neutral({})] = None
     mm_processor_kwargs: Annotated[Any, neutral({})] = None
-    tools: Annotated[Any, neutral([], remedy="describe the tools in the prompt")] = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

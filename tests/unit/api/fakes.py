@@ -17,12 +17,14 @@ from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
 from vsched.config import Config, ServerConfig
-from vsched.media import Prompt
+from vsched.media import ImageReference, Prompt
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import ModelInfo, SamplingParams
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
+IMAGE_TOKENS = 16
+"""Tokens of every image, where its size matters to nothing."""
 
 
 class FakeGeneration:
@@ -141,11 +143,12 @@ class FakeEngine:
         self.generations += generations
         return generations
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
         if self.refusal is not None:
             raise self.refusal
         assert not isinstance(prompt, list)
-        return self.preprocessor.tokenize(prompt if isinstance(prompt, str) else prompt())
+        text = prompt if isinstance(prompt, str) else prompt()
+        return [0] * IMAGE_TOKENS * len(images) + self.preprocessor.tokenize(text)
 
     def statistics(self) -> dict[str, Any]:
         return self.numbers

@@ -47,9 +47,3 @@ async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> No
 async def test_unknown_part_names_the_three_that_are_known() -> None:
     reply = await post(FakeEngine(), CHAT, user({"type": "video_url", "video_url": "x"}))
     assert "text, image_url or image_embeds" in reply.error["message"]
-
-
-async def test_tokenize_takes_no_embeddings() -> None:
-    body = user({"type": "image_embeds", "image_embeds": {"data": "one"}})
-    reply = await post(FakeEngine(), "/tokenize", body)
-    assert reply.error["code"] == "unsupported_parameter"

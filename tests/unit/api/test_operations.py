@@ -3,10 +3,11 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
-from tests.unit.api.fakes import Client, FakeEngine, Reply
+from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
@@ -58,6 +59,40 @@ async def test_tokenize_prompt_and_messages() -> None:
     }
     reply = await call(FakeEngine(), "POST", "/tokenize", CHAT)
     assert reply.json["count"] == len("user:hi")
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"prompt": "a", "add_special_tokens": True}, [1, 97]),
+        ({"prompt": "a", "add_special_tokens": False}, [97]),
+        ({**CHAT, "add_special_tokens": False}, list(b"user:hi")),
+        ({**CHAT, "add_special_tokens": True}, [1, *b"user:hi"]),
+    ],
+)
+async def test_tokenize_adds_special_tokens_as_asked(
+    body: dict[str, Any], tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt begins with them by itself, messages do not: their template writes its own."""
+    engine = FakeEngine()
+    plain = engine.preprocessor.tokenize
+
+    def tokenize(text: str, *, images: bool = True) -> list[int]:
+        return plain(text) if text.startswith("user") else [1, *plain(text)]
+
+    monkeypatch.setattr(engine.preprocessor, "tokenize", tokenize)
+    assert (await call(engine, "POST", "/tokenize", body)).json["tokens"] == tokens
+
+
+async def test_tokenize_shows_tools_to_the_template_and_counts_images() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    alone = (await call(FakeEngine(), "POST", "/tokenize", CHAT)).json["count"]
+    shown = (await call(FakeEngine(), "POST", "/tokenize", {**CHAT, "tools": [tool]})).json
+    assert shown["count"] > alone
+    content = [{"type": "image_url", "image_url": "data:x"}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    reply = await call(FakeEngine(), "POST", "/tokenize", body)
+    assert reply.json["count"] > IMAGE_TOKENS
 
 
 async def test_tokenize_tells_the_text_of_each_token() -> None:
@@ -123,10 +158,8 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
         {"prompt": 5},
         {"prompt": "x", "model": "other"},
         {"messages": []},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
         {"prompt": "x", "nonsense": 1},
-        {"prompt": "x", "add_special_tokens": False},
-        {**CHAT, "add_special_tokens": True},
+        {**CHAT, "tools": [{"type": "function"}]},
         {**CHAT, "chat_template": "x"},
         {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
     ],

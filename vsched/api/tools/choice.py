@@ -63,16 +63,7 @@ def tool_use(
         ParameterRefused: When a tool or the choice is none, or it is not known how the model writes calls.
     """
     choice = request.tool_choice
-    tools = request.tools or []
-    if len(tools) > settings.tools_max:
-        raise out_of_bounds(
-            "tools",
-            value=f"{len(tools)} tools",
-            limit=f"{settings.tools_max} tools",
-            remedy="send fewer",
-        )
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    _check_names([function.name for function in functions])
+    functions = _functions(request.tools or [], settings)
     if choice == "none" or (not functions and choice in (None, "auto")):
         return None
     if not functions:
@@ -93,6 +84,28 @@ def tool_use(
         forced=forced,
         single=isinstance(mode, NamedTool) or request.parallel_tool_calls is False,
     )
+
+
+def shown_tools(tools: Sequence[Tool], settings: ApiSettings) -> list[dict[str, Any]]:
+    """Return tools as templates read them.
+
+    Raises:
+        ParameterRefused: When one is none.
+    """
+    return [_shown(each) for each in _functions(tools, settings)]
+
+
+def _functions(tools: Sequence[Tool], settings: ApiSettings) -> list[FunctionTool]:
+    if len(tools) > settings.tools_max:
+        raise out_of_bounds(
+            "tools",
+            value=f"{len(tools)} tools",
+            limit=f"{settings.tools_max} tools",
+            remedy="send fewer",
+        )
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    _check_names([function.name for function in functions])
+    return functions
 
 
 def _function(tool: Tool, where: str) -> FunctionTool:

@@ -56,7 +56,11 @@ async def test_known_fields_pass_strictness_wherever_they_are() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "x", "tool_call_id": "1"},
     ]
-    fields = {"metadata": {"any": {"thing": 1}}, "stream_options": {"include_usage": True}}
+    fields = {
+        "metadata": {"any": {"thing": 1}},
+        "stream_options": {"include_usage": True},
+        "stream": True,
+    }
     body = chat(messages=messages, **fields)
     reply = await post(FakeEngine(), CHAT, body, ApiSettings(strict_fields=True))
     assert reply.status == 200, reply.body

@@ -11,7 +11,6 @@ from vsched.api.dialects.messages.answer import CountedTokens, MessagesFormatter
 from vsched.api.dialects.messages.request import NAMES, chat_request
 from vsched.api.dialects.messages.schema import MessagesRequest
 from vsched.api.dialects.naming import named_as
-from vsched.api.errors import unsupported
 from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import Formatter
 from vsched.api.http_exchange import HttpExchange
@@ -57,8 +56,4 @@ class CountTokensEndpoint:
     async def _count(self, exchange: HttpExchange) -> CountedTokens:
         check_ready(self._engine)
         job = await self._messages.read(exchange, "")
-        if job.images:
-            # Their tokens depend on their sizes; counting them means reading them within all the limits.
-            remedy = "send no images; the usage of an answer counts them"
-            raise unsupported("messages", remedy=remedy)
-        return CountedTokens(len(await self._engine.tokenize(job.prompts[0])))
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
