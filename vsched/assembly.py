@@ -244,6 +244,7 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
             device=device,
             threads=config.threads("encode"),
             deterministic=config.model.deterministic,
+            promises=config.generate.kv_pages == "on_use",
         ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
@@ -264,6 +265,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             slots=section.slots,
             state_snapshots=state_snapshots(config, info),
             deterministic=config.model.deterministic,
+            promises=section.kv_pages == "on_use",
         ),
         limits=StepLimits(
             slots=section.slots,

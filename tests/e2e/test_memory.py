@@ -21,6 +21,8 @@ from vsched.bench.memory.measure import measure_memory
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import DeviceOutOfMemory
+from vsched.types import SamplingParams
+from vsched.worker.memory import status_bytes
 
 pytestmark = pytest.mark.slow
 on_one_loop = pytest.mark.asyncio(loop_scope="package")
@@ -95,6 +97,32 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     assert "unclaimed" in message
     assert engine.state == "stopped"
     assert engine.rank_pids == []
+
+
+@on_one_loop
+@pytest.mark.parametrize("pages", ["on_use", "at_start"])
+@pytest.mark.usefixtures("own_fork_server")
+async def test_kv_pages_come_when_the_configuration_says(
+    pages: str, checkpoints: Callable[[str], Path]
+) -> None:
+    """The sizes are those of the limit either way; what is resident differs by the cache."""
+    sets = [
+        f"model.path={checkpoints('nano25')}",
+        "generate.memory_limit=1536MiB",
+        f"generate.kv_pages={pages}",
+        "generate.context_tokens=2048",
+        "generate.max_batch_tokens=512",
+    ]
+    async with Engine(load_config(None, sets=sets, environ={}).config) as engine:
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        stream = engine.stream(prompt="Hello", request_id="one", sampling=sampling)
+        assert [text async for text in stream]
+        (group,) = [group for group in engine.groups() if group["stage"] == "generate"]
+        (rank,) = group["ranks"]
+        kv_bytes = rank["memory"]["kv"]
+        assert kv_bytes > 512 << 20
+        resident = status_bytes("RssAnon", Path(f"/proc/{rank['pid']}/status"))
+        assert resident > kv_bytes if pages == "at_start" else resident < kv_bytes / 2
 
 
 @on_one_loop

@@ -370,6 +370,14 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "and 0 only on request of a rank."
         ),
     ] = None
+    kv_pages: Annotated[
+        Literal["on_use", "at_start"],
+        Meta(
+            description="When the host gives the pages of the KV cache on a CPU: as blocks are used, where the limit "
+            "on the process counts what is reserved and the host tells what it has free, or all of them at start; "
+            "see docs/memory.md."
+        ),
+    ] = "on_use"
     prefix_cache: Annotated[
         bool,
         Meta(description="Whether KV blocks of finished requests are kept for later prompts."),

@@ -491,6 +491,8 @@ class WorkerSettings:
             that cannot do so refuses with a `ConfigError`.
         adapters: How many adapters there may be at a time, and `adapter_rank_max` of which rank; 0 for none. Their
             memory is taken when the model is loaded. A worker that cannot serve any refuses with a `ConfigError`.
+        promises: Whether the memory of a KV cache may be reserved, and given by the host as it is used, where the host
+            lets that be relied on.
     """
 
     device: str = "cpu"
@@ -505,6 +507,7 @@ class WorkerSettings:
     deterministic: bool = False
     adapters: int = 0
     adapter_rank_max: int = 0
+    promises: bool = False
 
 
 class WorkerPlugin(Protocol):

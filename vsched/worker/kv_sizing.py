@@ -109,6 +109,10 @@ class KvSizing:
         self._abort()
         return Sized(outcome="out_of_memory", message=message, memory=self._attempted(released))
 
+    def settle(self) -> None:
+        """The KV cache that stands is accepted."""
+        self._memory.settle()
+
     def _abort(self) -> None:
         """Have the steps of peers fail, too: they may wait for this rank in one."""
         if isinstance(self._worker, CollectiveWorker):

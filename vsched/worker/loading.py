@@ -64,6 +64,7 @@ class KvCacheOrders(Generic[Link]):
                     raise RankDesync(
                         f"{blocks} KV blocks are accepted, {sizing.blocks} stand on this rank"
                     )
+                sizing.settle()
                 self._on_accepted(blocks)
             case Heartbeat():
                 pass

@@ -13,14 +13,15 @@ import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.policy import RankMemory
 
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
-_GROUP_MEMORY = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 SPARE_BYTES = 4 << 20
 KV_REMEDY = "raise generate.memory_limit, or make the KV cache smaller (generate.memory)"
 """What helps once a generate rank has loaded."""
@@ -76,8 +77,12 @@ class DeviceMemory(Protocol):
         """Give back what the allocator caches."""
         ...
 
+    def settle(self) -> None:
+        """Take notice that sizes are known: what is sure to be had again when it is needed may go back until then."""
+        ...
+
     def hold(self, size: int) -> AbstractContextManager[None]:
-        """Allocate and touch `size` bytes until the context ends.
+        """Allocate `size` bytes until the context ends, so that nobody else can have them.
 
         Raises:
             DeviceOutOfMemory: When they cannot be had.
@@ -162,28 +167,76 @@ def process_limit() -> int | None:
 
 
 def host_total() -> int:
-    """Return the memory of the host, or of the control group where that is smaller, in bytes."""
-    host, group = status_bytes("MemTotal", _HOST_MEMORY), _group_bytes("max", "limit_in_bytes")
-    return host if group is None else min(host, group)
+    """Return the memory of the host, or of a control group where that is smaller, in bytes."""
+    host = status_bytes("MemTotal", _HOST_MEMORY)
+    return min([host, *(group.limit_bytes for group in _control_groups())])
 
 
 def host_available() -> int:
-    """Return what the host or the control group can still give, in bytes."""
+    """Return what the host or the control groups can still give, in bytes."""
     host = status_bytes("MemAvailable", _HOST_MEMORY)
-    limit, used = _group_bytes("max", "limit_in_bytes"), _group_bytes("current", "usage_in_bytes")
-    return host if limit is None or used is None else max(0, min(host, limit - used))
+    free = [max(0, group.limit_bytes - group.used_bytes) for group in _control_groups()]
+    return min([host, *free])
 
 
-def _group_bytes(name: str, older_name: str) -> int | None:
-    """Return a value of the control group, by its name in version 2 or 1; None without one."""
-    for path in (f"memory.{name}", f"memory/memory.{older_name}"):
-        try:
-            text = (_GROUP_MEMORY / path).read_text(encoding="ascii").strip()
-        except OSError:
+def tells_what_is_free() -> bool:
+    """Return whether `host_available` is to be relied on: the host tells, and limits of control groups can be seen."""
+    seen = any((_GROUPS / name).exists() for name in ("cgroup.controllers", "unified", "memory"))
+    return seen and status_bytes("MemAvailable", _HOST_MEMORY) > 0
+
+
+class _ControlGroup(NamedTuple):
+    """A limit on this process and others, and what they use, file pages that can be dropped at once not counted."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def _control_groups() -> Iterator[_ControlGroup]:
+    """Yield the control groups with a limit that this process is in, those above its own included."""
+    for folder, limit, used, dropped in _group_folders():
+        limit_bytes, used_bytes = _number(folder / limit), _number(folder / used)
+        if limit_bytes is not None and used_bytes is not None:
+            yield _ControlGroup(limit_bytes, used_bytes - _of_statistics(folder, dropped))
+
+
+def _group_folders() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield folders of control groups of version 2 and 1, and what is called there limit, use and droppable pages."""
+    newer = ("memory.max", "memory.current", "inactive_file")
+    older = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        lines = _OWN_GROUPS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = ["0::/", "0:memory:/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-        if text.isdigit():
-            return int(text)
-    return None
+        base, names = (_GROUPS / "memory", older) if controllers else (_GROUPS, newer)
+        own = base / path.strip("/")
+        # In a container the path may be that outside of it; then only the base is there.
+        for folder in (own, *own.parents):
+            yield folder, *names
+            if folder == base:
+                break
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is no file, or no number but `max`."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _of_statistics(folder: Path, name: str) -> int:
+    """Return a value of a control group's statistics, in bytes; 0 where there is none."""
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def status_bytes(field: str, path: Path = PROCESS_STATUS) -> int:

@@ -93,6 +93,7 @@ def reserve_encoder(
     except DeviceOutOfMemory as error:
         summary = _ledger(loaded, memory.peak()).summary()
         raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
+    memory.settle()
     held = memory.reserved() - loaded.reserved_bytes >= growth > 0
     return loaded, Reservation(
         rank=rank,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from vsched.errors import DeviceOutOfMemory
+from vsched.worker import memory
 from vsched.worker.memory import (
     host_available,
     host_total,
@@ -19,7 +20,10 @@ from vsched.worker.memory import (
     memory_errors,
     process_limit,
     status_bytes,
+    tells_what_is_free,
 )
+
+GIB = 1 << 30
 
 
 def in_process(script: str) -> str:
@@ -123,6 +127,74 @@ except OSError:
 
 def test_host_memory_is_read_from_the_kernel() -> None:
     assert 0 < host_available() <= host_total()
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host of 8 GiB with 6 free, and an empty folder in place of that of control groups."""
+    host = tmp_path / "meminfo"
+    host.write_text(f"MemTotal: {8 << 20} kB\nMemAvailable: {6 << 20} kB\n")
+    monkeypatch.setattr(memory, "_HOST_MEMORY", host)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup"
+
+
+def limit_group(
+    folder: Path, limit: str, used: int, droppable: int = 0, *, older: bool = False
+) -> None:
+    """Write what the kernel tells of a control group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.limit_in_bytes" if older else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if older else "memory.current")).write_text(f"{used}\n")
+    total = "total_" * older
+    (folder / "memory.stat").write_text(f"anon {used}\n{total}inactive_file {droppable}\n")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("own", "above", "total", "free"),
+    [
+        (("max", 1), ("max", 1), 8 * GIB, 6 * GIB),
+        ((str(4 * GIB), GIB), ("max", GIB), 4 * GIB, 3 * GIB),
+        ((str(4 * GIB), GIB, GIB // 2), ("max", GIB), 4 * GIB, 3 * GIB + GIB // 2),
+        (("max", GIB), (str(3 * GIB), 2 * GIB), 3 * GIB, GIB),
+        ((str(4 * GIB), GIB), (str(5 * GIB), 4 * GIB), 4 * GIB, GIB),
+        ((str(2 * GIB), 3 * GIB), ("max", GIB), 2 * GIB, 0),
+        ((str(64 * GIB), 3 * GIB), ("max", GIB), 8 * GIB, 6 * GIB),
+    ],
+)
+def test_host_memory_is_the_least_of_the_host_and_all_groups(
+    groups: Path,
+    older: bool,
+    own: tuple[str, int],
+    above: tuple[str, int],
+    total: int,
+    free: int,
+) -> None:
+    """A service may have no limit of its own and lie in a slice that has one."""
+    base = groups / "memory" if older else groups
+    (groups.parent / "own").write_text("4:memory:/slice/own\n" if older else "0::/slice/own\n")
+    limit_group(base / "slice" / "own", *own, older=older)
+    limit_group(base / "slice", *above, older=older)
+    assert (host_total(), host_available()) == (total, free)
+
+
+def test_host_memory_of_a_container_is_that_of_the_group_at_the_base(groups: Path) -> None:
+    """The path of its group may be that outside of it, which is not there."""
+    (groups.parent / "own").write_text("1:cpu:/\n0::/docker/abc\n")
+    limit_group(groups, str(2 * GIB), GIB)
+    assert (host_total(), host_available()) == (2 * GIB, GIB)
+
+
+def test_what_is_free_is_not_told_without_a_view_of_control_groups(groups: Path) -> None:
+    """A limit that cannot be seen may be lower than what the host has."""
+    assert not tells_what_is_free()
+    (groups / "cgroup.controllers").touch()
+    assert tells_what_is_free()
+    (groups.parent / "meminfo").write_text("MemTotal: 8 kB\n")
+    assert not tells_what_is_free()
 
 
 def test_status_bytes_reads_kibibytes(tmp_path: Path) -> None:

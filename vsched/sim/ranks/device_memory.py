@@ -108,6 +108,9 @@ class SimulatedMemory:
         """Give every segment back that is wholly free."""
         self._segments = [segment for segment in self._segments if not segment.is_free]
 
+    def settle(self) -> None:
+        """Keep what is cached."""
+
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
         """Take memory for a while.

@@ -349,6 +349,7 @@ class _AgreedMemory:
         self.peak = memory.peak
         self.reset_peak = memory.reset_peak
         self.release = memory.release
+        self.settle = memory.settle
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:

@@ -96,6 +96,55 @@ def test_host_memory_counts_what_the_limit_counts() -> None:
     assert done.stdout.split() == ["refused", "typed", "typed", "typed"]
 
 
+PROMISES = """
+import sys
+import torch
+from vsched.worker import memory
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.reference import host_memory
+from vsched_workers.backends.reference.backend import ReferenceBackend
+MIB = 1 << 20
+case = sys.argv[1]
+if case != "no limit":
+    memory.limit_process_memory(2 << 30, keys="generate.memory_limit")
+host_memory.tells_what_is_free = lambda: case != "host does not tell"
+backend = ReferenceBackend(WorkerSettings(promises=case != "at start"), torch.float32)
+reserved, resident = backend.memory.reserved(), memory.status_bytes("RssAnon")
+cache = backend.zeros((64, MIB), torch.float32, touch=True)
+there = memory.status_bytes("RssAnon") - resident
+with backend.memory.hold(128 * MIB):
+    held = memory.status_bytes("RssAnon") - resident - there
+    print(there >= 250 * MIB, held >= 120 * MIB, backend.memory.reserved() - reserved >= 384 * MIB)
+assert not cache[::8, ::100].any()
+heap = [torch.ones(MIB) for _ in range(64)]
+keep = torch.ones(16)
+del heap
+resident = memory.status_bytes("RssAnon")
+backend.memory.settle()
+print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "touched"),
+    [("on use", False), ("at start", True), ("no limit", True), ("host does not tell", True)],
+)
+def test_host_memory_promises_where_that_can_be_relied_on(case: str, touched: bool) -> None:
+    """What is reserved counts at once; its pages come with use, and the heap's go back when sizes are known."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROMISES, case],
+        env=rank_environment(1, oversubscribed=True),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    cache, headroom, reserved, given_back = (each == "True" for each in done.stdout.split())
+    assert (cache, headroom, given_back) == (touched, touched, not touched)
+    assert reserved
+
+
 LITTER_AND_PIECES = """
 import torch
 from vsched.worker.memory import limit_process_memory

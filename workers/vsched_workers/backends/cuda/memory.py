@@ -49,6 +49,9 @@ class CudaMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
+    def settle(self) -> None:
+        """Keep what the allocator caches: another process could take it."""
+
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
         """Allocate `size` bytes; once freed, the allocator keeps them for this process until `release`."""

@@ -50,7 +50,7 @@ class ReferenceBackend(Backend):
     _make_product: MakeCustom | None = None
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
-        memory = HostMemory(settings.device)
+        self._host = memory = HostMemory(settings.device, promises=settings.promises)
         super().__init__(settings, dtype, memory=memory, collectives=GlooCollectives())
         self.compiles = self._packs = packs(dtype)
 
@@ -118,7 +118,8 @@ class ReferenceBackend(Backend):
         return mapped_pieces()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
-        pages = zeroed_pages(math.prod(shape) * dtype.itemsize, touch=touch)
+        size = math.prod(shape) * dtype.itemsize
+        pages = zeroed_pages(size, touch=touch and not self._host.promises)
         return torch.from_numpy(pages).view(dtype).reshape(shape)
 
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:

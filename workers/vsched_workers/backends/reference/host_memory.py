@@ -13,7 +13,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vsched.worker.memory import host_available, host_total, process_limit, status_bytes
+from vsched.worker.memory import (
+    host_available,
+    host_total,
+    process_limit,
+    status_bytes,
+    tells_what_is_free,
+)
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 DRIFT_BYTES = 4 << 20
@@ -43,14 +49,25 @@ class HostMemory:
     Without a limit the host's or the control group's memory is the bound, and what counts is what is resident.
     """
 
-    def __init__(self, name: str = "cpu") -> None:
+    def __init__(self, name: str = "cpu", *, promises: bool = False) -> None:
+        """Measure; with `promises`, what is reserved need not be there yet, where that can be relied on."""
         self.name = name
+        self._may_promise = promises
         self._ballast: mmap.mmap | None = None
         self._other_bytes = 0
 
     @property
     def pool(self) -> str:
         return "cpu" if self._limit() is None else f"cpu limit of {os.getpid()}"
+
+    @property
+    def promises(self) -> bool:
+        """Whether what is reserved is given by the host as it is used.
+
+        Only where reserving is what is counted, by the limit on the process: then the sizes are proved without a page
+        of them. And only where the host tells what it has free: the limits of all ranks were chosen within that.
+        """
+        return self._may_promise and self._limit() is not None and tells_what_is_free()
 
     def total(self) -> int:
         host = host_total()
@@ -104,9 +121,14 @@ class HostMemory:
         if trim is not None:
             trim(0)
 
+    def settle(self) -> None:
+        """Give back what the hardest steps left in the heap, where memory is promised."""
+        if self.promises:
+            self.release()
+
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Map `size` bytes and touch each page of them."""
+        """Map `size` bytes, and touch each page of them unless memory is promised."""
         if not size:
             yield
             return
@@ -114,6 +136,9 @@ class HostMemory:
         with typed_out_of_memory("holding memory back"):
             held = map_private(size, access=mmap.PROT_READ | mmap.PROT_WRITE)
         with held:
+            if self.promises:
+                yield
+                return
             np.frombuffer(held, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
             yield
 
