@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, runtime
 
 import msgspec
 
+from vsched.measured import NOTHING_MEASURED, Measured
+
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
@@ -74,6 +76,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Entries already in progress in this stage.
         divisible: Whether an entry may join with a part of its tokens (chunked prefill).
         default_tokens: The stage's default token budget, derived from the generate stage's batch budget.
+        measured: Times of the latest steps and requests: of this replica, or of all in the encode stage.
         state: What the policy remembers, to be changed in place; None for a policy without a state.
     """
 
@@ -86,6 +89,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 
@@ -129,7 +133,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     """What an encoding policy sees of one request.
 
     `[chunk_start, chunk_stop)` is the prefill chunk that comes next; `arriving` is True when the request is new.
-    `state` is what the policy remembers, to be changed in place.
+    `measured` is of the request's replica, and `state` what the policy remembers, to be changed in place.
     """
 
     items: Sequence[ItemSpan]
@@ -138,6 +142,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
+    measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 
@@ -373,6 +378,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         healthy: Whether it takes requests: up, and not draining.
         prefix_tokens: Tokens at the front of the request's prompt that its KV cache holds.
         items_seen: Items of the request that were last sent to this replica, as far as that is remembered.
+        measured: What was measured there.
     """
 
     index: int
@@ -380,13 +386,14 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool
     prefix_tokens: int = 0
     items_seen: int = 0
+    measured: Measured = NOTHING_MEASURED
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     """What a routing policy sees: the replicas, the request, and how many requests were routed before it.
 
-    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache. `state` is what the policy
-    remembers, to be changed in place.
+    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache. `measured` is of all
+    replicas together, and `state` what the policy remembers, to be changed in place.
     """
 
     replicas: Sequence[ReplicaView]
@@ -394,6 +401,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
+    measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 
@@ -423,10 +431,14 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
-    """The running requests, oldest first, when KV blocks ran out; `state` is what the policy remembers."""
+    """The running requests, oldest first, when KV blocks ran out.
+
+    `measured` is of this replica, and `state` what the policy remembers, to be changed in place.
+    """
 
     now_ns: int
     running: Sequence[RunningView]
+    measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 

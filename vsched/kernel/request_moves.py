@@ -24,6 +24,7 @@ from vsched.kernel.prefix_hashes import answers_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router, RouterState
+from vsched.measured import Measured
 from vsched.policy import EncodingView, ItemSpan
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
@@ -51,13 +52,14 @@ class RequestMoves:
         cache: EmbeddingCache,
         groups: Sequence[GenerateGroup],
         seats: PolicySeats,
+        measured: Measured,
     ) -> None:
         self._limits = limits
         self._encoding = seats.place("encode.encoding", policies.encoding)
         self._table = table
         self._cache = cache
         self._groups = groups
-        self._router = Router(seats.place("routing", policies.routing), limits)
+        self._router = Router(seats.place("routing", policies.routing), limits, measured)
         self._given_up = ""
         self.ended_answers: list[RequestState] = []
 
@@ -194,6 +196,7 @@ class RequestMoves:
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
+            measured=self.group_of(state).measured,
             state=self._encoding.state,
         )
         for index in ask_encoding(self._encoding, view):
@@ -310,7 +313,9 @@ class RequestMoves:
         code: str = "",
     ) -> Finish:
         """Free all that a request holds, and return its one terminal command."""
-        self.group_of(state).remove(state)
+        group = self.group_of(state)
+        group.remove(state)
+        group.measures.note_end(state, reason, now_ns)
         self.drop_claims(state)
         self._table.remove(state, reason)
         if state.answers > 1:

@@ -11,6 +11,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_routing
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.measured import Measured
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
 ITEMS_MAX = 8192
@@ -27,8 +28,11 @@ class RouterState(msgspec.Struct):
 class Router:
     """Finds groups for requests."""
 
-    def __init__(self, seat: PolicySeat[RoutingPolicy], limits: SchedulerLimits) -> None:
+    def __init__(
+        self, seat: PolicySeat[RoutingPolicy], limits: SchedulerLimits, measured: Measured
+    ) -> None:
         self._seat = seat
+        self._measured = measured
         self._limits = limits
         self._routed = 0
         self._sent: dict[bytes, int] = {}
@@ -67,6 +71,7 @@ class Router:
                     healthy=group.open,
                     prefix_tokens=group.cached_tokens(state),
                     items_seen=sum(self._sent.get(key) == index for key in keys),
+                    measured=group.measured,
                 )
                 for index, group in enumerate(groups)
             ],
@@ -74,6 +79,7 @@ class Router:
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            measured=self._measured,
             state=self._seat.state,
         )
         chosen = groups[ask_routing(self._seat, view)]

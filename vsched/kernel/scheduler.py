@@ -37,7 +37,9 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
-from vsched.kernel.generate.group import GenerateGroup, GenerateGroupState
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.generate.group_state import GenerateGroupState
+from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
@@ -91,8 +93,11 @@ class Scheduler:
             GenerateGroup(name, limits, policies, self.embeddings, self._table.live, seats)
             for name in group_names("generate", limits.generators)
         ]
+        self.encode.measured = measured = MeasuredGroups(self.generators, self.encode)
+        for group in self.generators:
+            group.measured = MeasuredGroups([group], self.encode)
         self._moves = RequestMoves(
-            limits, policies, self._table, self.embeddings, self.generators, seats
+            limits, policies, self._table, self.embeddings, self.generators, seats, measured
         )
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.groups, *self.generators)
@@ -121,7 +126,7 @@ class Scheduler:
             case Submitted():
                 commands = moves.submit(event, now_ns)
             case Encoded(step, group):
-                numbers = self.encode.complete(self._encoder(group), step)
+                numbers = self.encode.complete(self._encoder(group), step, now_ns)
                 commands = moves.items_ready(numbers, now_ns)
             case Aborted():
                 commands = self._on_aborted(event, now_ns)
@@ -340,7 +345,7 @@ class Scheduler:
         if planned is None:
             return False
         group, batch = planned
-        decision = group.send(batch, time_slice_ns=self._time_slice_ns(group))
+        decision = group.send(batch, now_ns, time_slice_ns=self._time_slice_ns(group))
         commands.append(Decide(group.name, decision))
         return True
 
@@ -395,12 +400,14 @@ class Scheduler:
         return holds
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:
-        due, expiry_ns = self._holds(now_ns), self._table.next_expiry_ns
-        if expiry_ns is not None:
-            due.append(expiry_ns)
-        if due and (self._timer_ns is None or min(due) < self._timer_ns):
-            self._timer_ns = min(due)
-            commands.append(SetTimer(self._timer_ns))
+        due_ns = self._table.next_expiry_ns
+        for queue in self._queues:
+            until_ns = queue.hold_until_ns
+            if until_ns is not None and until_ns > now_ns and (due_ns is None or until_ns < due_ns):
+                due_ns = until_ns
+        if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
+            self._timer_ns = due_ns
+            commands.append(SetTimer(due_ns))
 
     # --- snapshots ---
 

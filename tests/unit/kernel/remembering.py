@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import msgspec
 
+from vsched.measured import Measured
 from vsched.policy import (
     Admission,
     AdmissionPolicy,
@@ -52,6 +54,24 @@ class Tally(msgspec.Struct):
             raise RuntimeError("a bug in the policy")
 
 
+def digest(measured: Measured) -> int:
+    """Return a small number to which everything that was measured contributes."""
+    told = [
+        list(map(msgspec.structs.astuple, window))
+        for window in (measured.steps, measured.encodes, measured.first_tokens, measured.ends)
+    ]
+    counts = [
+        measured.blocks_total,
+        measured.blocks_held,
+        measured.blocks_cached,
+        measured.tokens_prefilled,
+        measured.tokens_cached,
+        measured.embedding_hits,
+        measured.embedding_misses,
+    ]
+    return crc32(msgspec.msgpack.encode([told, counts])) % 1000
+
+
 class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
     """Admits as many as its state says, from the front or from the back."""
 
@@ -60,7 +80,7 @@ class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
 
     def admit(self, view: AdmissionView) -> Admission:
         state: Tally = view.state
-        number = state.count(view.stage, len(view.waiting))
+        number = state.count(view.stage, len(view.waiting) + digest(view.measured))
         state.fail_at(self.fails)
         order = range(len(view.waiting))
         chosen = order if number % 3 else order[::-1]
@@ -75,7 +95,7 @@ class TalliedEncoding(EncodingPolicy, frozen=True, kw_only=True):
 
     def select(self, view: EncodingView) -> Sequence[int]:
         state: Tally = view.state
-        number = state.count(str(view.arriving), view.prompt_tokens)
+        number = state.count(str(view.arriving), view.prompt_tokens + digest(view.measured))
         state.fail_at(self.fails)
         return [index for index, item in enumerate(view.items) if not item.ready][: number % 3]
 
@@ -88,7 +108,7 @@ class TalliedPreemption(PreemptionPolicy, frozen=True, kw_only=True):
 
     def victim(self, view: PreemptionView) -> int:
         state: Tally = view.state
-        number = state.count("victim", len(view.running))
+        number = state.count("victim", len(view.running) + digest(view.measured))
         state.fail_at(self.fails)
         return number % len(view.running)
 
@@ -101,7 +121,8 @@ class TalliedRouting(RoutingPolicy, frozen=True, kw_only=True):
 
     def choose(self, view: RoutingView) -> int:
         state: Tally = view.state
-        number = state.count(str(len(view.item_keys)), view.prompt_tokens)
+        all_measured = [view.measured, *(replica.measured for replica in view.replicas)]
+        number = state.count(str(len(view.item_keys)), sum(map(digest, all_measured)))
         state.fail_at(self.fails)
         healthy = [replica.index for replica in view.replicas if replica.healthy]
         return healthy[number % len(healthy)] if healthy else 0

@@ -7,6 +7,7 @@ by item, for a loss costs a restart.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_admission
 from vsched.kernel.policy_seats import PolicySeat
+from vsched.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
 from vsched.policy import AdmissionPolicy, AdmissionView
 from vsched.probes import probe
 from vsched.types import group_names
@@ -33,6 +35,7 @@ class EncodeGroupState(msgspec.Struct):
     batch: list[bytes]
     orphaned: list[int]
     step: int
+    sent_ns: int
 
 
 class EncodeStageState(msgspec.Struct):
@@ -43,6 +46,7 @@ class EncodeStageState(msgspec.Struct):
     items_encoded: int
     items_copied: int
     tokens_encoded: int
+    encodes: list[EncodeTime]
 
 
 class EncodeGroup(Group):
@@ -52,6 +56,7 @@ class EncodeGroup(Group):
         batch: What it encodes.
         orphaned: Pages of the batch that it had when it was lost. Its ranks may still be there, and write to them: no
             other batch gets these pages until the group is back or retired, for then they are gone.
+        sent_ns: When its latest batch was decided.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,16 +64,20 @@ class EncodeGroup(Group):
         self.batch: list[EmbeddingEntry] = []
         self.orphaned: list[int] = []
         self.step = 0
+        self.sent_ns = 0
 
     @property
     def idle(self) -> bool:
         """Whether it encodes nothing."""
         return not self.batch
 
-    def send(self, batch: list[EmbeddingEntry], *, time_slice_ns: int) -> EncodeDecision:
+    def send(
+        self, batch: list[EmbeddingEntry], now_ns: int, *, time_slice_ns: int
+    ) -> EncodeDecision:
         """Take a batch, and return the decision that sends it to the ranks."""
         self.batch = batch
         self.step += 1
+        self.sent_ns = now_ns
         return EncodeDecision(
             self.step, [_task(entry) for entry in batch], time_slice_ns=time_slice_ns
         )
@@ -91,13 +100,13 @@ class EncodeGroup(Group):
     def state(self) -> EncodeGroupState:
         """Return the state."""
         keys = [entry.item.key for entry in self.batch]
-        return EncodeGroupState(self.status, keys, self.orphaned, self.step)
+        return EncodeGroupState(self.status, keys, self.orphaned, self.step, self.sent_ns)
 
     def restore(self, state: EncodeGroupState, cache: EmbeddingCache) -> None:
         """Take over a state; `cache` has its own already."""
         self.set_status(state.status)
         self.batch = cache.get_all(state.batch)
-        self.orphaned, self.step = state.orphaned, state.step
+        self.orphaned, self.step, self.sent_ns = state.orphaned, state.step, state.sent_ns
 
     def statistics(self) -> dict[str, str | int]:
         """Return its state, what it works on, and how often it did."""
@@ -109,7 +118,12 @@ class EncodeGroup(Group):
 
 
 class EncodeStage:
-    """The encode groups of a scheduler."""
+    """The encode groups of a scheduler.
+
+    Attributes:
+        encodes: The times of the latest steps.
+        measured: What the admission policy can know of times, which the scheduler sets once all groups are there.
+    """
 
     def __init__(
         self,
@@ -126,6 +140,8 @@ class EncodeStage:
         self._items_encoded = 0
         self._items_copied = 0
         self._tokens_encoded = 0
+        self.encodes: deque[EncodeTime] = deque(maxlen=WINDOW)
+        self.measured: Measured = NOTHING_MEASURED
 
     # --- batches ---
 
@@ -151,6 +167,7 @@ class EncodeStage:
             running=self.in_flight,
             divisible=False,
             default_tokens=self._limits.batch_tokens,
+            measured=self.measured,
             state=self._admission.state,
         )
         admission = ask_admission(self._admission, view)
@@ -176,10 +193,15 @@ class EncodeStage:
             batch.append(entry)
         return batch
 
-    def complete(self, group: EncodeGroup, step: int) -> list[int]:
+    def complete(self, group: EncodeGroup, step: int, now_ns: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         waiting: set[int] = set()
-        for entry in group.complete(step):
+        batch = group.complete(step)
+        encoded = [entry.item.tokens for entry in batch if not entry.item.encoded]
+        if encoded:
+            took_ns = now_ns - group.sent_ns
+            self.encodes.append(EncodeTime(now_ns, took_ns, len(encoded), sum(encoded)))
+        for entry in batch:
             if not self._cache.finish_encoding(entry):
                 continue
             if entry.item.encoded:
@@ -253,6 +275,10 @@ class EncodeStage:
         """Items that are being encoded."""
         return sum(len(group.batch) for group in self.groups)
 
+    def counts(self) -> dict[str, int]:
+        """Return counters and sizes of the embedding cache."""
+        return self._cache.statistics()
+
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes of the stage, and of each group."""
         return {
@@ -261,7 +287,7 @@ class EncodeStage:
             "items_encoded": self._items_encoded,
             "items_copied": self._items_copied,
             "tokens_encoded": self._tokens_encoded,
-            **self._cache.statistics(),
+            **self.counts(),
             "pages_orphaned": len(self.orphaned),
             "groups": {group.name: group.statistics() for group in self.groups},
         }
@@ -274,6 +300,7 @@ class EncodeStage:
             items_encoded=self._items_encoded,
             items_copied=self._items_copied,
             tokens_encoded=self._tokens_encoded,
+            encodes=list(self.encodes),
         )
 
     def restore(self, state: EncodeStageState) -> None:
@@ -281,6 +308,7 @@ class EncodeStage:
         for group, one in zip(self.groups, state.groups, strict=True):
             group.restore(one, self._cache)
         self._retry_batches = state.retry_batches
+        self.encodes.extend(state.encodes)
         self._items_encoded, self._items_copied = state.items_encoded, state.items_copied
         self._tokens_encoded = state.tokens_encoded
 

@@ -22,57 +22,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import msgspec
-
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool, BlockPoolState
+from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
-from vsched.kernel.generate.in_flight import ChunkRead, InFlightState, InFlightSteps
+from vsched.kernel.generate.group_state import GenerateGroupState
+from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
+from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
-from vsched.kernel.generate.running import RunningSet, RunningSetState, order_of
-from vsched.kernel.generate.snapshots import StateSnapshots, StateSnapshotsState
+from vsched.kernel.generate.running import RunningSet, order_of
+from vsched.kernel.generate.snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlannedStep,
     StepBudget,
     StepPlan,
     StepTimeModel,
-    StepTimeState,
 )
-from vsched.kernel.groups import Group, Status
+from vsched.kernel.groups import Group
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
+from vsched.measured import NOTHING_MEASURED, Measured
 from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
 
 COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
 
 
-class GenerateGroupState(msgspec.Struct):
-    """The state of a `GenerateGroup`; its requests know by themselves that they are its own, and which ones wait."""
-
-    status: Status
-    in_flight: InFlightState
-    running: RunningSetState
-    pool: BlockPoolState
-    snapshots: StateSnapshotsState | None
-    step_times: StepTimeState
-    counts: dict[str, int]
-    quarantined: int
-    front_first: bool
-    blocked: bool
-    hold_until_ns: int | None
-
-
 class GenerateGroup(Group):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot.
 
     `requests` are all live ones of the scheduler, by number.
+
+    Attributes:
+        measured: What its policies can know of the times here, which the scheduler sets once all groups are there.
     """
 
     def __init__(
@@ -98,7 +85,9 @@ class GenerateGroup(Group):
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = 0
         self._quarantine = Quarantine(requests)
-        self._in_flight = InFlightSteps(0, requests)
+        self.measures = Measures()
+        self.measured: Measured = NOTHING_MEASURED
+        self._in_flight = InFlightSteps(0, requests, self.measures)
         self.queue = RequestQueue(limits.block_size)
         self._reset()
 
@@ -108,7 +97,7 @@ class GenerateGroup(Group):
         self._pool = BlockPool(self._limits.blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
         self._running = RunningSet(self._limits, self._pool)
-        self._in_flight = InFlightSteps(self._in_flight.planned, self._requests)
+        self._in_flight = InFlightSteps(self._in_flight.planned, self._requests, self.measures)
         self.queue.blocked = False
         self._front_first = False
         self._requeued: list[RequestState] = []
@@ -174,12 +163,15 @@ class GenerateGroup(Group):
     def plan(self, now_ns: int) -> PlannedStep:
         """Form the next step."""
         in_flight = self._in_flight
-        if not self.ready or in_flight.planned - in_flight.done >= self._limits.generate_depth:
+        out = in_flight.planned - in_flight.done
+        if not self.ready or out >= self._limits.generate_depth:
             return NOTHING_PLANNED
         running, entries = self._running, self.queue.entries
         if not (running.decoding or running.prefilling or entries or self._requeued):
             return NOTHING_PLANNED
         step = in_flight.planned + 1
+        if not out:
+            self.measures.since_ns = now_ns
         grown = self._grow(step, now_ns)
         if not (running.prefilling or entries):
             # The steady case: nothing but decodes, and no budget to share out.
@@ -250,7 +242,12 @@ class GenerateGroup(Group):
         while self._pool.available == 0:
             running = self._running.in_order()
             views = [self._running.view(other, self._in_flight.planned) for other in running]
-            view = PreemptionView(now_ns=now_ns, running=views, state=self._preemption.state)
+            view = PreemptionView(
+                now_ns=now_ns,
+                running=views,
+                measured=self.measured,
+                state=self._preemption.state,
+            )
             victim = running[ask_preemption(self._preemption, view)]
             if victim.order < state.order:
                 victim = state  # the older goes on, whatever the policy says: this is what ensures progress
@@ -306,6 +303,7 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
+            measured=self.measured,
             state=self._admission.state,
         )
         admission = Admission((0,))
@@ -369,7 +367,10 @@ class GenerateGroup(Group):
 
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
-        self.step_times.learn(event.step, event.busy_ns)
+        measures, busy_ns = self.measures, event.busy_ns
+        composition = self.step_times.learn(event.step, busy_ns)
+        measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition))
+        measures.since_ns = now_ns
         for read in self._in_flight.complete(event.step, event.tokens, now_ns):
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)
@@ -533,6 +534,10 @@ class GenerateGroup(Group):
             case Phase.PREEMPTED | Phase.PROMPT:
                 return str(state.phase)
 
+    def counts(self) -> dict[str, int]:
+        """Return the counters, and the sizes of the KV cache."""
+        return {**self._counts, **self._pool.statistics()}
+
     def statistics(self) -> dict[str, int]:
         """Return counters and gauges of the group."""
         return {
@@ -543,8 +548,7 @@ class GenerateGroup(Group):
             "preempted": self._in_flight.preempted,
             "steps": self._in_flight.done,
             "steps_in_flight": self._in_flight.count,
-            **self._counts,
-            **self._pool.statistics(),
+            **self.counts(),
             "slots_total": self._limits.slots,
         }
 
@@ -558,6 +562,7 @@ class GenerateGroup(Group):
             pool=self._pool.state(),
             snapshots=self._snapshots.state(),
             step_times=self.step_times.state(),
+            measures=self.measures.state(),
             counts=self._counts,
             quarantined=self._quarantine.number,
             front_first=self._front_first,
@@ -573,6 +578,7 @@ class GenerateGroup(Group):
         self._pool.restore(state.pool, (one.blocks for one in self.running))
         self._snapshots.restore(state.snapshots)
         self.step_times.restore(state.step_times)
+        self.measures.restore(state.measures)
         self._counts = state.counts
         self._known_tokens = sum(one.counted for one in own)
         self._quarantine.number = state.quarantined

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from vsched.kernel.generate.measures import Measures
 from vsched.kernel.request import Int32Array, RequestState
 
 
@@ -41,10 +42,13 @@ class InFlightSteps:
     Requests are known by number; `requests` finds those that are live.
     """
 
-    def __init__(self, planned: int, requests: Mapping[int, RequestState]) -> None:
+    def __init__(
+        self, planned: int, requests: Mapping[int, RequestState], measures: Measures
+    ) -> None:
         self.planned = planned
         self.done = planned
         self._requests = requests
+        self._measures = measures
         self._log = TokenLog()
         self._reads: dict[int, list[ChunkRead]] = {}
         self._firsts: dict[int, list[int]] = {}
@@ -84,6 +88,7 @@ class InFlightSteps:
                 state = self._requests.get(number)
                 if state is not None and not state.first_token_ns:
                     state.first_token_ns = now_ns
+                    self._measures.note_first_token(state)
         return self._reads.pop(step, []) if self._reads else []
 
     def lost_reads(self) -> list[ChunkRead]:

@@ -66,18 +66,19 @@ class StepTimeModel:
 
     def note(self, step: int, budget: StepBudget | None, *, decodes: int) -> None:
         """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""
-        if not self._target_ns:
-            return
         if budget is None:
             self._planned[step] = (decodes, 0, 0.0)
         else:
             self._planned[step] = (decodes, budget.prefilled, budget.pairs)
 
-    def learn(self, step: int, busy_ns: int) -> None:
-        """Take the time that a step took on the ranks; 0 where it was not measured."""
-        decodes, tokens, pairs = self._planned.pop(step, _UNPLANNED)
-        if busy_ns <= 0:
-            return
+    def learn(self, step: int, busy_ns: int) -> tuple[int, int, float]:
+        """Take the time that a step took on the ranks, 0 where it was not measured; return what it consisted of."""
+        composition = self._planned.pop(step, _UNPLANNED)
+        if busy_ns > 0 and self._target_ns:
+            self._fit(busy_ns, *composition)
+        return composition
+
+    def _fit(self, busy_ns: int, decodes: int, tokens: int, pairs: float) -> None:
         if not tokens:
             if decodes:
                 part = (1 - FORGET) if self._known_ns else 1

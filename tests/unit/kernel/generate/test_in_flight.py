@@ -18,6 +18,7 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel.events import Cleared
 from vsched.kernel.generate.in_flight import InFlightSteps
+from vsched.kernel.generate.measures import Measures
 from vsched.probes import observed
 from vsched.testing import ModelCluster, make_request
 
@@ -102,7 +103,7 @@ def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
         number: SimpleNamespace(number=number, order=(number, 0), first_step=first)
         for number, first in first_steps.items()
     }
-    return InFlightSteps(0, requests)
+    return InFlightSteps(0, requests, Measures())
 
 
 def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:

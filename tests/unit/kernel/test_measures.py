@@ -1,0 +1,249 @@
+"""What policies can know of time: what events told, in nanoseconds, of the latest steps and requests."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.setups import image_request, make_limits, words
+from vsched.failures import Simulated
+from vsched.kernel import Scheduler
+from vsched.kernel.events import (
+    Aborted,
+    Encoded,
+    Event,
+    Finished,
+    GroupLost,
+    GroupReady,
+    Stepped,
+    Submitted,
+)
+from vsched.measured import (
+    NOTHING_MEASURED,
+    WINDOW,
+    EncodeTime,
+    EndTime,
+    FirstTokenTime,
+    Measurements,
+    StepTime,
+)
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.record.snapshot import encode_state, restore_scheduler
+from vsched.testing import default_policies, make_request
+from vsched.types import FinishReason, Request
+
+LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
+
+
+class Told:
+    """A scheduler that hears events at given times."""
+
+    def __init__(self, **changes: Any) -> None:
+        limits = msgspec.structs.replace(LIMITS, **changes)
+        self.kernel = Scheduler(limits, default_policies())
+        for group in self.kernel._groups:
+            self.hear(0, GroupReady(group))
+
+    def hear(self, now_ns: int, event: Event) -> None:
+        self.kernel.handle(event, now_ns)
+        self.kernel.check_invariants()
+
+    def submit(self, now_ns: int, request: Request) -> None:
+        self.hear(now_ns, Submitted(request))
+
+    def step(
+        self, now_ns: int, step: int, *ended: int, busy_ns: int = 0, group: str = "generate"
+    ) -> None:
+        """Let a step end; `ended` are numbers of requests, each in the slot of its number less one."""
+        finished = [Finished(number - 1, number, FinishReason.LENGTH) for number in ended]
+        tokens = array("i", [7] * LIMITS.slots)
+        self.hear(now_ns, Stepped(step, tokens, finished, busy_ns=busy_ns, group=group))
+
+    @property
+    def measured(self) -> Any:
+        return self.kernel.generators[0].measured
+
+
+def text(name: str, tokens: int, start: int = 0, **fields: Any) -> Request:
+    request = make_request(name, words(tokens, start=start), max_tokens=8)
+    return msgspec.structs.replace(request, **fields)
+
+
+def test_steps_are_told_with_their_composition() -> None:
+    told = Told()
+    told.submit(1_000, text("a", 6))
+    told.step(1_500, 1, busy_ns=400)
+    told.submit(1_600, text("b", 4, start=50))
+    told.step(2_000, 2, busy_ns=300)
+    told.step(2_600, 3, busy_ns=550)
+    assert told.measured.steps == (
+        StepTime(1_500, 400, gap_ns=500, decodes=0, prefill_tokens=6, pairs=18.0),
+        StepTime(2_000, 300, gap_ns=500, decodes=1, prefill_tokens=0, pairs=0.0),
+        StepTime(2_600, 550, gap_ns=600, decodes=1, prefill_tokens=4, pairs=8.0),
+    )
+
+
+def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
+    """Nobody waited for a token while nothing ran."""
+    told = Told()
+    told.submit(0, text("a", 4))
+    told.step(100, 1, 1)
+    told.submit(1_000_000, text("b", 4, start=50))
+    told.step(1_000_200, 2)
+    assert [one.gap_ns for one in told.measured.steps] == [100, 200]
+
+
+def test_gap_counts_from_the_result_before_where_steps_overlap() -> None:
+    told = Told(generate_depth=2)
+    told.submit(0, text("a", 4))
+    told.step(100, 1)
+    told.step(250, 2)
+    told.step(450, 3)
+    assert [one.gap_ns for one in told.measured.steps] == [100, 150, 200]
+
+
+def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> None:
+    told = Told()
+    told.submit(1_000, text("a", 6, priority=3, ttft_target_ms=2))
+    told.step(4_000, 1)
+    assert told.measured.first_tokens == (
+        FirstTokenTime(
+            ended_ns=4_000,
+            ttft_ns=3_000,
+            items_ns=0,
+            queued_ns=0,
+            prompt_tokens=6,
+            priority=3,
+            target_ns=2_001_000,
+        ),
+    )
+    assert told.measured.ends == ()
+    told.step(5_000, 2)
+    told.step(6_000, 3, 1)
+    assert told.measured.ends == (
+        EndTime(ended_ns=6_000, total_ns=5_000, prompt_tokens=6, output_tokens=3),
+    )
+
+
+def test_waiting_is_told_apart() -> None:
+    """A request with an image waits for its embedding, then for the slot that another one holds."""
+    told = Told(slots=1)
+    told.submit(0, text("a", 6))
+    told.submit(100, image_request("b", (b"one", 4), max_tokens=4))
+    told.hear(700, Encoded(1))
+    told.step(1_000, 1)
+    told.step(1_500, 2, 1)
+    told.hear(2_500, Stepped(3, array("i", [7] * LIMITS.slots)))
+    first = told.measured.first_tokens[-1]
+    assert first.items_ns == 600
+    assert first.queued_ns == 800
+    assert first.ttft_ns == 2_400
+    assert first.items == 1
+    assert told.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
+    assert told.measured.encodes[0].ns_per_token == 150
+
+
+def test_requests_that_broke_off_are_no_ends() -> None:
+    told = Told()
+    told.submit(0, text("a", 4))
+    told.step(100, 1)
+    told.hear(200, Aborted("a"))
+    assert told.measured.ends == ()
+
+
+def test_occupancy_and_hits_are_those_of_now() -> None:
+    told = Told()
+    size = LIMITS.block_size
+    told.submit(0, text("a", 2 * size + 1))
+    assert told.measured.blocks_held == 3
+    told.step(100, 1, 1)
+    assert told.measured.blocks_held == 0
+    assert told.measured.blocks_cached == 2
+    told.submit(200, text("b", 2 * size + 1))
+    assert told.measured.tokens_cached == 2 * size
+    assert told.measured.tokens_prefilled == 2 * size + 2
+    assert told.measured.blocks_total == LIMITS.blocks
+    told.submit(300, image_request("c", (b"one", 4), max_tokens=4))
+    told.hear(400, Encoded(1))
+    told.submit(500, image_request("d", (b"one", 4), max_tokens=4))
+    assert (told.measured.embedding_hits, told.measured.embedding_misses) == (1, 1)
+
+
+def test_windows_are_bounded() -> None:
+    told = Told()
+    told.submit(0, text("a", 4))
+    for step in range(1, WINDOW + 11):
+        told.step(step * 100, step)
+    assert len(told.measured.steps) == WINDOW
+    assert told.measured.steps[0].ended_ns == 1_100
+    assert told.measured.steps[-1].ended_ns == (WINDOW + 10) * 100
+
+
+def test_replicas_are_told_apart_and_the_encode_stage_has_all() -> None:
+    told = Told(generators=2)
+    told.submit(0, text("a", 4))
+    told.submit(0, text("b", 5, start=50))
+    told.step(200, 1, group="generate-1")
+    told.step(300, 1, group="generate-0")
+    first, second = (group.measured.steps for group in told.kernel.generators)
+    assert [one.prefill_tokens for one in first] == [4]
+    assert [one.prefill_tokens for one in second] == [5]
+    assert told.kernel.encode.measured.steps == (*second, *first), "in order of time"
+    assert told.kernel.encode.measured.blocks_total == 2 * LIMITS.blocks
+
+
+def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
+    told = Told()
+    told.submit(0, text("a", 4))
+    told.step(100, 1)
+    told.submit(150, image_request("c", (b"one", 4), max_tokens=4))
+    before = told.measured
+    restored = restore_scheduler(encode_state(told.kernel), told.kernel.limits, default_policies())
+    after: Any = restored.generators[0].measured
+    assert (after.steps, after.first_tokens) == (before.steps, before.first_tokens)
+    told.kernel = restored
+    told.hear(200, Encoded(1))
+    assert told.measured.encodes[0].took_ns == 50, "also of what was under way"
+    told.hear(300, GroupLost("generate", Simulated(("gone",))))
+    assert len(told.measured.steps) == 1
+
+
+class Looks(AdmissionPolicy, frozen=True, kw_only=True):
+    """Notes what it was shown."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        SHOWN.append((view.stage, view.measured))
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+SHOWN: list[Any] = []
+
+
+def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
+    SHOWN.clear()
+    policies = default_policies(encode_admission=Looks(), generate_admission=Looks())
+    kernel = Scheduler(LIMITS, policies)
+    for group in ("encode", "generate"):
+        kernel.handle(GroupReady(group), 0)
+    kernel.handle(Submitted(image_request("c", (b"one", 4), max_tokens=4)), 0)
+    kernel.handle(Encoded(1), 50)
+    shown = dict(SHOWN)
+    assert shown["encode"] is kernel.encode.measured
+    assert shown["generate"] is kernel.generators[0].measured
+    assert "1 encode steps" in repr(shown["generate"])
+    for name in Measurements.__struct_fields__:
+        assert hasattr(shown["generate"], name)
+        assert not getattr(NOTHING_MEASURED, name)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_time_is_never_that_of_the_future(depth: int) -> None:
+    """Every entry is from an event that was heard, and the latest is the last."""
+    told = Told(generate_depth=depth)
+    told.submit(0, text("a", 4))
+    for step in range(1, 5):
+        told.step(step * 100, step)
+        assert told.measured.steps[-1].ended_ns == step * 100

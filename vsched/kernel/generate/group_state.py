@@ -1,0 +1,30 @@
+"""What a snapshot holds of a generate group."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.kernel.generate.blocks import BlockPoolState
+from vsched.kernel.generate.in_flight import InFlightState
+from vsched.kernel.generate.measures import MeasuresState
+from vsched.kernel.generate.running import RunningSetState
+from vsched.kernel.generate.snapshots import StateSnapshotsState
+from vsched.kernel.generate.step_budget import StepTimeState
+from vsched.kernel.groups import Status
+
+
+class GenerateGroupState(msgspec.Struct):
+    """The state of a `GenerateGroup`; its requests know by themselves that they are its own, and which ones wait."""
+
+    status: Status
+    in_flight: InFlightState
+    running: RunningSetState
+    pool: BlockPoolState
+    snapshots: StateSnapshotsState | None
+    step_times: StepTimeState
+    measures: MeasuresState
+    counts: dict[str, int]
+    quarantined: int
+    front_first: bool
+    blocked: bool
+    hold_until_ns: int | None

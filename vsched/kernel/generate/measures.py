@@ -1,0 +1,191 @@
+"""What the kernel keeps of the times that events tell, for policies to look at.
+
+Something is noted for each step, so a note is a tuple at the end of a bounded list. What a policy asks for is put
+together then, from these lists and the counters of the groups.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from vsched.kernel.request import RequestState
+from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime
+from vsched.types import FinishReason
+
+NotedStep = tuple[int, int, int, tuple[int, int, float]]
+"""The first fields of a `StepTime`, and its composition: decodes, prefill tokens and pairs."""
+
+
+class MeasuresState(msgspec.Struct):
+    """The state of `Measures`."""
+
+    steps: list[NotedStep]
+    first_tokens: list[FirstTokenTime]
+    ends: list[EndTime]
+    since_ns: int
+
+
+class Measures:
+    """The times of one generate group, which notes its steps here by itself.
+
+    Attributes:
+        since_ns: When its latest result came, or a step was decided with nothing else in flight.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[NotedStep] = deque(maxlen=WINDOW)
+        self.first_tokens: deque[FirstTokenTime] = deque(maxlen=WINDOW)
+        self.ends: deque[EndTime] = deque(maxlen=WINDOW)
+        self.since_ns = 0
+
+    def note_first_token(self, state: RequestState) -> None:
+        """A request has got its first token."""
+        arrived_ns, request = state.submitted_ns, state.request
+        target_ms = request.ttft_target_ms
+        self.first_tokens.append(
+            FirstTokenTime(
+                ended_ns=state.first_token_ns,
+                ttft_ns=state.first_token_ns - arrived_ns,
+                items_ns=state.items_ready_ns - arrived_ns,
+                queued_ns=state.admitted_ns - state.items_ready_ns,
+                prompt_tokens=state.prompt_length,
+                cached_tokens=state.cached_tokens,
+                items=len(state.items),
+                priority=request.priority,
+                target_ns=None if target_ms is None else arrived_ns + target_ms * 1_000_000,
+            )
+        )
+
+    def note_end(self, state: RequestState, reason: FinishReason, now_ns: int) -> None:
+        """A request has ended, with all its outputs among its tokens."""
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.ends.append(
+                EndTime(
+                    ended_ns=now_ns,
+                    total_ns=now_ns - state.submitted_ns,
+                    prompt_tokens=state.prompt_length,
+                    output_tokens=len(state.tokens) - state.prompt_length,
+                    preemptions=state.preemptions,
+                )
+            )
+
+    def state(self) -> MeasuresState:
+        """Return the state."""
+        return MeasuresState(
+            list(self.steps), list(self.first_tokens), list(self.ends), self.since_ns
+        )
+
+    def restore(self, state: MeasuresState) -> None:
+        """Take over a state."""
+        self.steps.extend(state.steps)
+        self.first_tokens.extend(state.first_tokens)
+        self.ends.extend(state.ends)
+        self.since_ns = state.since_ns
+
+
+class _Generates(Protocol):
+    measures: Measures
+
+    def counts(self) -> Mapping[str, int]: ...
+
+
+class _Encodes(Protocol):
+    encodes: deque[EncodeTime]
+
+    def counts(self) -> Mapping[str, int]: ...
+
+
+class MeasuredGroups:
+    """`vsched.measured.Measured` over some generate groups and the encode stage; what it tells is never older."""
+
+    def __init__(self, groups: Sequence[_Generates], stage: _Encodes) -> None:
+        self._groups = groups
+        self._stage = stage
+
+    def __repr__(self) -> str:
+        return f"<{len(self.steps)} steps, {len(self.encodes)} encode steps, {len(self.ends)} ends>"
+
+    @property
+    def steps(self) -> Sequence[StepTime]:
+        """The latest generate steps."""
+        noted = (group.measures.steps for group in self._groups)
+        return _latest(
+            [StepTime(ended_ns, busy_ns, gap_ns, *of) for ended_ns, busy_ns, gap_ns, of in steps]
+            for steps in noted
+        )
+
+    @property
+    def encodes(self) -> Sequence[EncodeTime]:
+        """The latest encode steps."""
+        return tuple(self._stage.encodes)
+
+    @property
+    def first_tokens(self) -> Sequence[FirstTokenTime]:
+        """The requests that got their first token last."""
+        return _latest(group.measures.first_tokens for group in self._groups)
+
+    @property
+    def ends(self) -> Sequence[EndTime]:
+        """The requests that ended last."""
+        return _latest(group.measures.ends for group in self._groups)
+
+    def _sum(self, name: str) -> int:
+        return sum(group.counts()[name] for group in self._groups)
+
+    @property
+    def blocks_total(self) -> int:
+        """KV blocks."""
+        return self._sum("blocks_total")
+
+    @property
+    def blocks_held(self) -> int:
+        """KV blocks that running requests hold."""
+        return self._sum("blocks_held")
+
+    @property
+    def blocks_cached(self) -> int:
+        """KV blocks that only the prefix cache holds."""
+        return self._sum("blocks_cached")
+
+    @property
+    def tokens_prefilled(self) -> int:
+        """Prompt tokens computed since the start."""
+        return self._sum("tokens_prefilled")
+
+    @property
+    def tokens_cached(self) -> int:
+        """Prompt tokens that the prefix cache had, since the start."""
+        return self._sum("tokens_cached")
+
+    @property
+    def embedding_hits(self) -> int:
+        """Embeddings that the cache had when they were needed, since the start."""
+        return self._stage.counts()["cache_hits"]
+
+    @property
+    def embedding_misses(self) -> int:
+        """Embeddings that it had not."""
+        return self._stage.counts()["cache_misses"]
+
+
+class _Ended(Protocol):
+    @property
+    def ended_ns(self) -> int: ...
+
+
+AnyTime = TypeVar("AnyTime", bound=_Ended)
+
+
+def _latest(windows: Iterable[Iterable[AnyTime]]) -> Sequence[AnyTime]:
+    """Return the latest of all entries, the oldest first."""
+    merged = [one for window in windows for one in window]
+    merged.sort(key=_ended)
+    return tuple(merged[-WINDOW:])
+
+
+def _ended(one: _Ended) -> int:
+    return one.ended_ns
