@@ -79,6 +79,8 @@ async def test_messages_answer_as_the_chat_does(client: Any, engine: Engine) -> 
     assert usage["output_tokens"] == ASK.count
     prompt = len(ASK.prompt(engine.preprocessor))
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+    counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
+    assert counted == {"input_tokens": prompt}
     events = await events_of(client, "/v1/messages", body)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert len(deltas) > 3

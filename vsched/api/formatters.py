@@ -102,6 +102,28 @@ class _Form:
         return msgspec.Raw(self._before + _ENCODER.encode(text) + self._after)
 
 
+def token_text(token_id: int, preprocessor: Preprocessor, *, as_id: bool = False) -> str:
+    """Return how a token is named."""
+    if as_id:
+        return f"token_id:{token_id}"
+    return preprocessor.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def chat_logprob(
+    token: TokenLogprob, preprocessor: Preprocessor, *, as_id: bool = False
+) -> ChatLogprob:
+    """Return the log-probability of a token and of its alternatives, as chats word it."""
+
+    def alternative(token_id: int, logprob: float) -> TopLogprob:
+        content = list(preprocessor.token_bytes(token_id))
+        text = token_text(token_id, preprocessor, as_id=as_id)
+        return TopLogprob(text, max(logprob, _LOGPROB_MIN), content)
+
+    own = alternative(token.token_id, token.logprob)
+    top = [alternative(token_id, logprob) for token_id, logprob in token.top]
+    return ChatLogprob(own.token, own.logprob, own.bytes, top)
+
+
 def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
     return (deltas[-1].finish_reason if deltas else None) or "stop"
 
@@ -178,9 +200,7 @@ class _Formatting:
         return PromptLogprob(max(logprob, _LOGPROB_MIN), rank, self._token_text(token_id))
 
     def _token_text(self, token_id: int) -> str:
-        if self.options.tokens_as_ids:
-            return f"token_id:{token_id}"
-        return self._preprocessor.token_bytes(token_id).decode("utf-8", "replace")
+        return token_text(token_id, self._preprocessor, as_id=self.options.tokens_as_ids)
 
 
 class ChatFormatter(_Formatting):
@@ -256,18 +276,9 @@ class ChatFormatter(_Formatting):
     def _logprobs(self, deltas: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if all(delta.logprobs is None for delta in deltas):
             return None
-        return ChatLogprobs(
-            [self._token(token) for delta in deltas for token in delta.logprobs or ()]
-        )
-
-    def _token(self, token: TokenLogprob) -> ChatLogprob:
-        top = [self._alternative(token_id, logprob) for token_id, logprob in token.top]
-        own = self._alternative(token.token_id, token.logprob)
-        return ChatLogprob(own.token, own.logprob, own.bytes, top)
-
-    def _alternative(self, token_id: int, logprob: float) -> TopLogprob:
-        content = self._preprocessor.token_bytes(token_id)
-        return TopLogprob(self._token_text(token_id), max(logprob, _LOGPROB_MIN), list(content))
+        tokens = [token for delta in deltas for token in delta.logprobs or ()]
+        as_ids = self.options.tokens_as_ids
+        return ChatLogprobs([chat_logprob(one, self._preprocessor, as_id=as_ids) for one in tokens])
 
 
 class CompletionFormatter(_Formatting):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.responses import ChatDelta
 from vsched.api.tools.wording import AnswerWording
 
@@ -20,13 +20,18 @@ class BlockKind(Enum):
 
 
 class AnswerBlock:
-    """A piece of an answer; `text` is what it holds, the arguments of a call included."""
+    """A piece of an answer; `text` is what it holds, the arguments of a call included.
+
+    Attributes:
+        logprobs: Those of the tokens of a text, where they were asked for.
+    """
 
     def __init__(self, index: int, kind: BlockKind, *, call_id: str = "", name: str = "") -> None:
         self.index = index
         self.kind = kind
         self.call_id = call_id
         self.name = name
+        self.logprobs: list[TokenLogprob] = []
         self._pieces: list[str] = []
 
     @property
@@ -45,10 +50,11 @@ class BlockBegins(NamedTuple):
 
 
 class BlockGrows(NamedTuple):
-    """What comes to a block."""
+    """What comes to a block; a text has its tokens, too, where log-probabilities were asked for."""
 
     block: AnswerBlock
     text: str
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class BlockEnds(NamedTuple):
@@ -70,13 +76,16 @@ class AnswerBlocks:
         stop_string: At which the answer ended.
     """
 
-    def __init__(self, wording: AnswerWording | None) -> None:
+    def __init__(self, wording: AnswerWording | None, *, logprobs: bool = False) -> None:
+        """Take what reads an answer; with `logprobs`, texts have those of their tokens."""
         self.blocks: list[AnswerBlock] = []
         self.reasoning_tokens = 0
         self.finish_reason = ""
         self.stop_string: str | None = None
         self._wording = wording
         self._open: AnswerBlock | None = None
+        self._tells_logprobs = logprobs
+        self._untold: list[TokenLogprob] = []
 
     def take(self, delta: OutputDelta) -> list[BlockStep]:
         """Return what the next delta does; the last one ends the answer, which has one block at least."""
@@ -88,12 +97,29 @@ class AnswerBlocks:
         if added.reasoning_content and not added.content and not added.tool_calls:
             self.reasoning_tokens += len(delta.token_ids)
         steps = list(self._added(added))
+        if self._tells_logprobs:
+            self._untold += delta.logprobs or ()
         if reason is not None:
             self.finish_reason, self.stop_string = reason, delta.stop_string
             if not self.blocks:
                 steps += self._begin(BlockKind.TEXT)
+            if self._untold and self._open is not None:
+                steps.append(BlockGrows(self._open, ""))
             steps += self._end()
-        return steps
+        return self._with_tokens(steps) if self._untold else steps
+
+    def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
+        """Give the tokens that came until now to the text that grew last; those of other blocks are not told."""
+        grown = [step for step in steps if isinstance(step, BlockGrows)]
+        texts = [step for step in grown if step.block.kind is BlockKind.TEXT]
+        if not grown:
+            return steps  # half a character, or what may begin a call
+        tokens, self._untold = self._untold, []
+        if not texts:
+            return steps
+        last = texts[-1]
+        last.block.logprobs += tokens
+        return [last._replace(logprobs=tokens) if step is last else step for step in steps]
 
     def _added(self, added: ChatDelta) -> Iterator[BlockStep]:
         for kind, text in (

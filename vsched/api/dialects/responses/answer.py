@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.contract import Generation
 from vsched.api.dialects.blocks import (
     AnswerBlock,
@@ -19,14 +19,14 @@ from vsched.api.dialects.blocks import (
 )
 from vsched.api.dialects.responses import events as made
 from vsched.api.dialects.responses.schema import ResponsesFormat, ResponsesRequest, TextOptions
-from vsched.api.responses import Usage
+from vsched.api.responses import ChatLogprob, Usage
 from vsched.api.wire_forms import NumberedEvent
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 
 
 class ResponsesFormatter:
-    """Words one answer; `asked` is the request, of which it repeats the settings."""
+    """Words one answer; `asked` is the request, of which it repeats the settings, `told` words a token's logprob."""
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class ResponsesFormatter:
         model: str,
         blocks: AnswerBlocks,
         asked: ResponsesRequest,
+        told: Callable[[TokenLogprob], ChatLogprob],
     ) -> None:
         self._generation = generation
         self._created = created
         self._model = model
         self._blocks = blocks
         self._asked = asked
+        self._told = told
         self._begun = False
 
     def chunk(self, delta: OutputDelta) -> list[NumberedEvent]:
@@ -88,15 +90,18 @@ class ResponsesFormatter:
                 yield made.OutputItemAdded(output_index=index, item=item)
                 if not is_call:
                     yield made.ContentPartAdded(
-                        item_id=own, output_index=index, part=_part(block, "")
+                        item_id=own, output_index=index, part=_empty_part(block)
                     )
-            case BlockGrows(text=text):
-                yield made.DELTAS[block.kind](item_id=own, output_index=index, delta=text)
+            case BlockGrows(text=text, logprobs=logprobs):
+                event = made.DELTAS[block.kind](item_id=own, output_index=index, delta=text)
+                if isinstance(event, made.OutputTextDelta):
+                    event.logprobs = list(map(self._told, logprobs))
+                yield event
             case BlockEnds():
                 yield self._done(block)
                 if not is_call:
                     yield made.ContentPartDone(
-                        item_id=own, output_index=index, part=_part(block, block.text)
+                        item_id=own, output_index=index, part=self._part(block)
                     )
                 yield made.OutputItemDone(output_index=index, item=self._ended_item(block))
 
@@ -104,7 +109,10 @@ class ResponsesFormatter:
         own, index, text = self._id(block), block.index, block.text
         match block.kind:
             case BlockKind.TEXT:
-                return made.OutputTextDone(item_id=own, output_index=index, text=text)
+                logprobs = list(map(self._told, block.logprobs))
+                return made.OutputTextDone(
+                    item_id=own, output_index=index, text=text, logprobs=logprobs
+                )
             case BlockKind.REASONING:
                 return made.ReasoningDone(item_id=own, output_index=index, text=text)
             case BlockKind.CALL:
@@ -114,9 +122,7 @@ class ResponsesFormatter:
 
     def _ended_item(self, block: AnswerBlock) -> made.OutputItem:
         cut = self._blocks.finish_reason == "length" and block is self._blocks.blocks[-1]
-        parts: list[made.OutputPart] = (
-            [] if block.kind is BlockKind.CALL else [_part(block, block.text)]
-        )
+        parts: list[made.OutputPart] = [] if block.kind is BlockKind.CALL else [self._part(block)]
         return self._item(block, "incomplete" if cut else "completed", parts)
 
     def _item(
@@ -131,6 +137,11 @@ class ResponsesFormatter:
             case BlockKind.CALL:
                 text = "" if status == "in_progress" else block.text
                 return made.CallItem(own, status, block.call_id, block.name, text)
+
+    def _part(self, block: AnswerBlock) -> made.OutputPart:
+        if block.kind is BlockKind.TEXT:
+            return made.OutputTextPart(block.text, logprobs=list(map(self._told, block.logprobs)))
+        return made.ReasoningPart(block.text)
 
     def _id(self, block: AnswerBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._generation.request_id}_{block.index}"
@@ -162,6 +173,7 @@ class ResponsesFormatter:
             text=_with_format(asked.text),
             tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
             tools=asked.tools or [],
+            top_logprobs=asked.top_logprobs or 0,
             top_p=asked.top_p,
             user=asked.user,
         )
@@ -182,6 +194,6 @@ def _with_format(text: TextOptions | None) -> TextOptions:
     return msgspec.structs.replace(sent, format=sent.format or ResponsesFormat("text"))
 
 
-def _part(block: AnswerBlock, text: str) -> made.OutputPart:
+def _empty_part(block: AnswerBlock) -> made.OutputPart:
     is_text = block.kind is BlockKind.TEXT
-    return made.OutputTextPart(text) if is_text else made.ReasoningPart(text)
+    return made.OutputTextPart("") if is_text else made.ReasoningPart("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -14,7 +15,7 @@ from vsched.api.dialects.responses.answer import ResponsesFormatter
 from vsched.api.dialects.responses.request import NAMES, chat_request
 from vsched.api.dialects.responses.schema import ResponsesRequest
 from vsched.api.fields.neutral import refuse_unsupported
-from vsched.api.formatters import Formatter
+from vsched.api.formatters import Formatter, chat_logprob
 from vsched.api.http_exchange import HttpExchange
 
 
@@ -45,6 +46,10 @@ class ResponsesEndpoint(ChatEndpoint):
             generation,
             created=int(time.time()),
             model=self._engine.model_name,
-            blocks=AnswerBlocks(job.wording() if job.wording is not None else None),
+            blocks=AnswerBlocks(
+                job.wording() if job.wording is not None else None,
+                logprobs=job.sampling.logprobs is not None,
+            ),
             asked=job.asked,
+            told=partial(chat_logprob, preprocessor=self._engine.preprocessor),
         )

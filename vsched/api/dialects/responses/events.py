@@ -12,6 +12,7 @@ from vsched.api.dialects.responses.schema import (
     ResponsesToolChoice,
     TextOptions,
 )
+from vsched.api.responses import ChatLogprob
 from vsched.api.wire_forms import NumberedEvent
 
 
@@ -20,7 +21,7 @@ class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str
     annotations: list[Any] = msgspec.field(default_factory=list)
-    logprobs: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
 
 
 class ReasoningPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -113,6 +114,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     text: TextOptions
     tool_choice: str | ResponsesToolChoice
     tools: list[ResponsesTool]
+    top_logprobs: int
     top_p: float | None
     user: Any
     background: bool = False
@@ -184,7 +186,7 @@ class OutputTextDelta(NumberedEvent, tag="response.output_text.delta"):
     output_index: int
     delta: str
     content_index: int = 0
-    logprobs: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
 
 
 class OutputTextDone(NumberedEvent, tag="response.output_text.done"):
@@ -194,7 +196,7 @@ class OutputTextDone(NumberedEvent, tag="response.output_text.done"):
     output_index: int
     text: str
     content_index: int = 0
-    logprobs: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
 
 
 class ReasoningDelta(NumberedEvent, tag="response.reasoning_text.delta"):

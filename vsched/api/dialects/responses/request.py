@@ -33,9 +33,17 @@ from vsched.api.request_schema import (
     ToolChoice,
 )
 
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
 """What the parameters of a chat are called here."""
-_DIFFERENT = frozenset({"tools", "tool_choice", "stream_options"})
+_DIFFERENT = frozenset({"tools", "tool_choice", "top_logprobs", "stream_options"})
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may ask for; thoughts are told whole, so nothing of them has to be encrypted."""
 _ITEMS = "message, function_call, function_call_output or reasoning"
 
 
@@ -51,8 +59,24 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         tools=[_tool(each) for each in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
         response_format=_format(request),
+        logprobs=_tells_logprobs(request),
+        top_logprobs=request.top_logprobs,
         **shared_fields(request, but=_DIFFERENT),
     )
+
+
+def _tells_logprobs(request: ResponsesRequest) -> bool:
+    """Return whether log-probabilities are asked for, in either way.
+
+    Raises:
+        ParameterRefused: When something else is to be included that is not here.
+    """
+    included = request.include or ()
+    for name in included:
+        if name not in _INCLUDED:
+            limit = " or ".join(_INCLUDED)
+            raise out_of_bounds("include", value=shown(name), limit=limit, remedy="leave it out")
+    return _LOGPROBS in included or bool(request.top_logprobs)
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:

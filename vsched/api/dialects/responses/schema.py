@@ -9,7 +9,7 @@ import msgspec
 
 from vsched.api.dialects.fields import ChatFields
 from vsched.api.fields.neutral import neutral
-from vsched.api.request_schema import JsonSchema, PositiveCount
+from vsched.api.request_schema import Count, JsonSchema, PositiveCount
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -127,16 +127,16 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: PositiveCount | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Count | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
 
     background: Annotated[Any, neutral(False, remedy="stream, or wait for the answer")] = None
     conversation: Annotated[Any, neutral(remedy=_HISTORY)] = None
-    include: Annotated[Any, neutral([], ["reasoning.encrypted_content"])] = None
     previous_response_id: Annotated[Any, neutral(remedy=_HISTORY)] = None
     prompt: Annotated[Any, neutral(remedy="send its text as instructions or input")] = None
     store: Annotated[Any, neutral(False, remedy=f"send store = false, and {_HISTORY}")] = None
-    top_logprobs: Annotated[Any, neutral(0, remedy="ask /v1/chat/completions")] = None
     truncation: Annotated[Any, neutral("disabled", remedy="send an input that fits")] = None
 
     context_management: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.unit.api.dialects.answers import CALLS, named_events, saying
 from tests.unit.api.fakes import Client, FakeEngine, post
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
 
@@ -117,6 +118,62 @@ async def test_thoughts_are_items_and_cut_answers_incomplete(*, stream: bool) ->
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+
+
+def told(*tokens: str) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(ord(token), -0.5, [(ord(token), -0.5), (120, -math.inf)]) for token in tokens
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
+    """A thought's tokens are not told; half a character, and the token that ends it, are with the text."""
+    engine = FakeEngine(
+        OutputDelta("<think>", [60], told("<")),
+        OutputDelta("h</think>", [104, 62], told("h", ">")),
+        OutputDelta("", [97], told("a")),
+        OutputDelta("ab", [98], told("b")),
+        OutputDelta("", [0], told("!"), finish_reason="stop"),
+    )
+    sent = body(stream=stream, include=["message.output_text.logprobs"], top_logprobs=2)
+    reply = await post(engine, RESPONSES, sent, ApiSettings(reasoning_format="think"))
+    assert engine.sampling.logprobs == 2
+    events = named_events(reply) if stream else []
+    response = merged(events) if stream else reply.json
+    assert response["top_logprobs"] == 2
+    found = response["output"][1]["content"][0]["logprobs"]
+    assert [one["token"] for one in found] == ["a", "b", "!"]
+    assert found[0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "x", "logprob": -9999.0, "bytes": [120]},
+        ],
+    }
+    streamed: dict[str, list[Any]] = {"output_text.delta": [], "output_text.done": []}
+    for event in events:
+        streamed.get(event["type"].removeprefix("response."), []).extend(event.get("logprobs", ()))
+    assert all(each == found for each in streamed.values()) or not stream
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"top_logprobs": 3}, 3),
+        ({"top_logprobs": 0}, None),
+    ],
+)
+async def test_logprobs_are_asked_for_in_two_ways(
+    fields: dict[str, Any], wanted: int | None
+) -> None:
+    engine = saying("x")
+    assert (await post(engine, RESPONSES, body(**fields))).status == 200
+    assert engine.sampling.logprobs == wanted
 
 
 async def test_an_answer_repeats_what_was_asked() -> None:

@@ -1,0 +1,134 @@
+"""The command line: serve, install, run each client's checks, write the table."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from tests.clients import environments, table
+from tests.clients.catalogue import CLIENTS, Client
+from vsched.api.server import running_server
+from vsched.bench.accuracy.exam import user_message
+from vsched.config import load_config
+from vsched.worker.capabilities import Examiner
+from vsched.worker.registry import load_worker
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONTEXT_TOKENS = 2048
+SETTINGS = (
+    f"generate.context_tokens={CONTEXT_TOKENS}",
+    'generate.memory={use="pinned", tokens=16384}',
+    "server.port=0",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the options."""
+    options = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    options.add_argument(
+        "checkpoint", type=Path, help="what `vsched make-checkpoint --smollm2` has written"
+    )
+    options.add_argument(
+        "--cache", type=Path, default=Path("clients"), help="folder for environments and logs"
+    )
+    options.add_argument("--only", default="", help="names, or parts of names, by commas")
+    options.add_argument("--set", action="append", default=[], help="a setting of both servers")
+    options.add_argument("--pip-arguments", default="", help="further ones for pip, in one text")
+    return options
+
+
+@contextlib.asynccontextmanager
+async def serving(*settings: str) -> AsyncIterator[str]:
+    """Serve a checkpoint; yield the address."""
+    config = load_config(None, sets=[*SETTINGS, *settings], environ={}).config
+    async with running_server(config) as server:
+        yield f"{server.url}/v1"
+
+
+def picture(file: Path) -> dict[str, str]:
+    """Write a picture that the demo model has not seen; return what scripts are told of it."""
+    plugin = load_worker("transformers")
+    assert isinstance(plugin, Examiner)
+    (turn,) = plugin.exam(plugin.exam_tasks()[0], 1)[0][:1]
+    file.write_bytes(turn.images[0])
+    (image, *_) = user_message(turn)["content"]
+    return {
+        "VSCHED_PICTURE": str(file),
+        "VSCHED_PICTURE_QUESTION": turn.question,
+        "VSCHED_PICTURE_ANSWER": turn.answer,
+        "VSCHED_PICTURE_URL": image["image_url"]["url"],
+    }
+
+
+async def run(clients: Sequence[Client], options: argparse.Namespace) -> list[table.Tried]:
+    """Try clients one after the other, beside servers of both checkpoints."""
+    tools = HERE / "smollm2-tools.jinja"
+    text = (
+        f"model.path={options.checkpoint}",
+        "model.name=smollm2",
+        f"model.chat_template={tools}",
+    )
+    vision = (f"model.path={ROOT / 'workers' / 'demo-model'}", "model.name=demo")
+    with tempfile.TemporaryDirectory(prefix="vsched-clients-") as folder:
+        given = picture(Path(folder) / "picture.png")
+        async with (
+            serving(*text, *options.set) as text_url,
+            serving(*vision, *options.set) as vision_url,
+        ):
+            given |= {
+                "VSCHED_TEXT_URL": text_url,
+                "VSCHED_TEXT_CHECKPOINT": str(options.checkpoint.absolute()),
+                "VSCHED_TEXT_CONTEXT": str(CONTEXT_TOKENS),
+                "VSCHED_VISION_URL": vision_url,
+                "PYTHONPATH": str(ROOT),
+            }
+            return [await try_one(client, options, given) for client in clients]
+
+
+async def try_one(
+    client: Client, options: argparse.Namespace, given: dict[str, str]
+) -> table.Tried:
+    """Install a client and run its checks."""
+    print(f"{client.name} …", file=sys.stderr, flush=True)
+    place = environments.Place(client, options.cache.absolute())
+    try:
+        await asyncio.to_thread(environments.install, place, options.pip_arguments.split())
+    except environments.NotInstalled as error:
+        return table.Tried(client.name, "", [table.Check("install", str(error))])
+    place.results.unlink(missing_ok=True)
+    with place.log.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *place.command(HERE), env=os.environ | given, stdout=log, stderr=log
+        )
+        try:
+            async with asyncio.timeout(client.limit_s):
+                status = f"status {await process.wait()}"
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            status = f"nothing more after {client.limit_s:.0f} s"
+    checks = table.read(place.results, "" if status == "status 0" else status)
+    return table.Tried(client.name, await asyncio.to_thread(environments.version, place), checks)
+
+
+def main() -> None:
+    """Run the command; status 1 where a check failed."""
+    options = parser().parse_args()
+    wanted = [part for part in options.only.split(",") if part]
+    clients = [
+        client for client in CLIENTS if not wanted or any(part in client.name for part in wanted)
+    ]
+    tried = asyncio.run(run(clients, options))
+    print(table.write(tried))
+    sys.exit(any(check.error for one in tried for check in one.checks))
+
+
+if __name__ == "__main__":
+    main()

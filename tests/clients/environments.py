@@ -1,0 +1,93 @@
+"""An environment for each client, made when it is first wanted: a venv, or a folder with Node's packages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients.catalogue import Client
+
+
+class NotInstalled(Exception):
+    """A client could not be installed; the message is what pip or npm said last."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a client lies."""
+
+    client: Client
+    cache: Path
+
+    @property
+    def folder(self) -> Path:
+        """The environment."""
+        return self.cache / self.client.name.replace(" ", "-")
+
+    @property
+    def log(self) -> Path:
+        """What installing and the checks have printed."""
+        return self.folder.with_suffix(".log")
+
+    @property
+    def results(self) -> Path:
+        """The lines of JSON that checks leave."""
+        return self.folder.with_suffix(".results")
+
+    def command(self, here: Path) -> list[str]:
+        """Return what runs the checks; `here` is the folder of this module."""
+        script = here / "scripts" / self.client.script
+        if self.client.is_node:  # which looks for packages beside the script
+            shutil.copy(script, self.folder)
+            return ["node", str(self.folder / script.name), str(self.results)]
+        python = self.folder / "bin" / "python"
+        return [str(python), str(here / "run_checks.py"), str(script), str(self.results)]
+
+
+def install(place: Place, pip_arguments: Sequence[str]) -> None:
+    """Make an environment unless it is there.
+
+    Raises:
+        NotInstalled: When pip or npm fails, or Node is missing.
+    """
+    made = place.folder / "made"
+    if made.exists():
+        return
+    client = place.client
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if client.is_node:
+        _run(place, "npm", "install", "--no-fund", "--no-audit", *client.needs)
+    else:
+        _run(place, sys.executable, "-m", "venv", str(place.folder))
+        pip = [str(place.folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        pip += pip_arguments
+        if client.alone:
+            _run(place, *pip, "--no-deps", *client.alone)
+        _run(place, *pip, *client.needs)
+    made.touch()
+
+
+def _run(place: Place, *command: str) -> None:
+    try:
+        done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise NotInstalled(f"{command[0]} is not there") from None
+    place.log.write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise NotInstalled(said[-1] if said else f"{command[0]} said nothing")
+
+
+def version(place: Place) -> str:
+    """Return the version of a client."""
+    if place.client.is_node:
+        package = place.folder / "node_modules" / place.client.package / "package.json"
+        return str(json.loads(package.read_text())["version"])
+    python = place.folder / "bin" / "python"
+    ask = f"import importlib.metadata as m; print(m.version({place.client.package!r}))"
+    return subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.strip()
