@@ -245,6 +245,8 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
             threads=config.threads("encode"),
             deterministic=config.model.deterministic,
             promises=config.generate.kv_pages == "on_use",
+            weights=section.weights,
+            weights_group=section.weights_group,
         ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
@@ -266,6 +268,8 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             state_snapshots=state_snapshots(config, info),
             deterministic=config.model.deterministic,
             promises=section.kv_pages == "on_use",
+            weights=section.weights,
+            weights_group=section.weights_group,
         ),
         limits=StepLimits(
             slots=section.slots,

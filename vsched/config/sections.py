@@ -256,6 +256,22 @@ class StageConfig(Section, frozen=True, kw_only=True):
         Meta(ge=1, le=64, description="Ranks that share the model of a replica (tensor parallel)."),
     ] = 1
     plugin: Annotated[str, Meta(description="Worker plug-in that runs the model.")] = "transformers"
+    weights: Annotated[
+        Literal["auto", "int8", "int4"],
+        Meta(
+            description="What weights are made into on loading: `int8` or `int4`, with a scale for each group of "
+            "inputs, on a CPU. Head and embedding are int8 then. `auto` leaves them as the checkpoint has them."
+        ),
+    ] = "auto"
+    weights_group: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=128,
+            multiple_of=16,
+            description="Inputs of an output that have one scale then; 0 for 128 of int8 and 32 of int4.",
+        ),
+    ] = 0
     device: Annotated[
         str,
         Meta(

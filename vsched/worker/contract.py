@@ -493,6 +493,8 @@ class WorkerSettings:
             memory is taken when the model is loaded. A worker that cannot serve any refuses with a `ConfigError`.
         promises: Whether the memory of a KV cache may be reserved, and given by the host as it is used, where the host
             lets that be relied on.
+        weights: What weights are made into on loading, `int8` or `int4`; `auto` leaves them as the checkpoint has them.
+        weights_group: Inputs of an output that have one scale then; 0 for as many as is usual.
     """
 
     device: str = "cpu"
@@ -508,6 +510,13 @@ class WorkerSettings:
     adapters: int = 0
     adapter_rank_max: int = 0
     promises: bool = False
+    weights: str = "auto"
+    weights_group: int = 0
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether weights are made into fewer bits."""
+        return self.weights != "auto"
 
 
 class WorkerPlugin(Protocol):

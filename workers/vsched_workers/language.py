@@ -75,6 +75,7 @@ from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, 
 from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
+from vsched_workers.quantized.groups import check_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -385,6 +386,7 @@ def _load_family(
     with torch.device("meta"):
         model = family.build_language(info.path, paged_attention.NAME)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
+    check_groups(cuts, settings, stage="generate")
     vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(
@@ -397,6 +399,7 @@ def _load_family(
         progress=progress,
         cuts=cuts,
         flips=family.flips,
+        mapped=backend.lays_out(model),
     )
     head = load_head(
         model,
@@ -502,6 +505,7 @@ def _load_any(
         device=settings.device,
         progress=progress,
         share=share,
+        mapped=backend.lays_out,
     )
     inputs = ImageInputs(model, levels=info.embedding_levels) if info.takes_images else None
     found = first_run(model, info, inputs) if share is None else first_run_of_share(model, info)
@@ -550,6 +554,11 @@ def _generic_backend(
         raise ConfigError(
             f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
             f"Remedy: set generate.device to cpu{or_one_rank}."
+        )
+    if settings.quantizes and settings.ranks > 1:
+        raise ConfigError(
+            f"generate.weights: {what} makes {settings.weights} of whole layers only, not of {settings.ranks} ranks' "
+            f"shares. Remedy: set generate.tensor_parallel to 1, or generate.weights to auto."
         )
     if settings.deterministic:
         raise ConfigError(

@@ -27,6 +27,7 @@ from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
+from vsched_workers.quantized.groups import check_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -212,6 +213,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         tower = family.build_vision(info.path, "sdpa")
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
+    check_groups(cuts, settings, stage="encode")
     # Holes that loading left would hide what batches need, until something else lies there.
     with backend.without_holes():
         fill_module(
@@ -223,14 +225,14 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             label="loading the vision tower",
             progress=progress,
             cuts=cuts,
+            mapped=backend.lays_out(tower),
         )
     group = RankGroup(settings, "encode", backend.collectives)
     sum_rows(tower, sharing, group)
-    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tower.parameters())
     if backend.compiles:
         progress("compiling kernels", 1.0)
     with backend.without_holes():
-        backend.prepare_tower(tower)
+        weights_bytes = backend.prepare_tower(tower)
     return VisionWorker(info, backend, FamilyTower(family, tower, backend), weights_bytes, group)
 
 
@@ -252,6 +254,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             device=settings.device,
             progress=progress,
             label="loading the vision tower",
+            mapped=backend.lays_out,
         )
         if backend.compiles:
             progress("compiling kernels", 1.0)

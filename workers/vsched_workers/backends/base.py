@@ -8,7 +8,7 @@ adds attention kernels, captured decode steps and copies that overlap with compu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -136,8 +136,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def prepare_tower(self, tower: nn.Module) -> None:
-        """Lay a loaded vision tower out for this device; its layers may be replaced."""
+    def prepare_tower(self, tower: nn.Module) -> int:
+        """Lay a loaded vision tower out for this device; its layers may be replaced. Return its weights' bytes."""
+
+    def lays_out(self, module: nn.Module) -> Collection[str]:
+        """Return the parameters of a module that are laid out anew when it is prepared, and copied for that.
+
+        Until then they may lie in mapped files.
+        """
+        return ()
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:

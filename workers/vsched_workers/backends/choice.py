@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from vsched.errors import ConfigError, limit_message
@@ -58,6 +60,8 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
         ConfigError: When there is no such attention, or it cannot run with this device and type.
     """
     on_cuda = settings.device.startswith("cuda")
+    if settings.quantizes:
+        _check_quantized(settings, dtype)
     _check_attention(settings, dtype, on_cuda=on_cuda)
     if settings.deterministic:
         return _deterministic_backend(settings, dtype)
@@ -77,6 +81,23 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
             ) from error
         return ReferenceBackend(settings, dtype)
     return CpuBackend(settings, dtype)
+
+
+def _check_quantized(settings: WorkerSettings, dtype: torch.dtype) -> None:
+    """Refuse to make weights into fewer bits where there is no product by such.
+
+    Raises:
+        ConfigError: With what is there.
+    """
+    name = str(dtype).removeprefix("torch.")
+    has_types = dtype in {torch.float32, torch.bfloat16}
+    has_numba = find_spec("numba") is not None
+    if settings.device != "cpu" or not has_types or settings.attention == "exact" or not has_numba:
+        raise ConfigError(
+            f"generate.weights, encode.weights: {settings.weights} is not possible on {settings.device} with {name}, "
+            f"attention {settings.attention!r} and {'' if has_numba else 'without '}numba, but on cpu with bfloat16 or "
+            "float32, `auto` and numba. Remedy: use these, or set it to auto."
+        )
 
 
 def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:

@@ -7,7 +7,7 @@ safetensors is read: the older formats are pickles, and loading one runs whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -122,6 +122,7 @@ def load_tensors(
     report: Callable[[float], None],
     cuts: Mapping[str, Cut] | None = None,
     flips: Sequence[str] = (),
+    mapped: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Read tensors: `wanted` maps a key to the tensor's full name and the shape that it must have.
 
@@ -129,7 +130,8 @@ def load_tensors(
     one of `flips` may lie in the file with its last two dimensions the other way round.
 
     Each file is opened once. The tensors own their memory: a view of the mapped file would be read from disk whenever
-    the page cache is short, and would change under us if somebody replaced the file.
+    the page cache is short, and would change under us if somebody replaced the file. Those whose keys are `mapped` may
+    be such views: somebody copies them soon.
 
     Raises:
         CheckpointError: When a file is corrupt or a tensor has another shape.
@@ -165,7 +167,8 @@ def load_tensors(
                     tensor = file.get_tensor(name) if cut is None else cut.read(source)
                 tensor = tensor.transpose(-1, -2) if flip else tensor
                 assert tuple(tensor.shape) == shape, f"{name} was cut to {tuple(tensor.shape)}"
-                loaded[key] = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
+                loaded[key] = tensor.to(device=device, dtype=dtype, copy=key not in mapped)
+                loaded[key] = loaded[key].contiguous()
                 report(len(loaded) / len(wanted))
     return loaded
 
@@ -181,10 +184,12 @@ def fill_module(
     progress: Progress,
     cuts: Mapping[str, Cut] | None = None,
     flips: Sequence[str] = (),
+    mapped: Collection[str] = (),
 ) -> None:
     """Give a module that was built on the meta device its weights from the checkpoint.
 
-    Where `cuts` has a tensor's name, the module has, and gets, only that part of it.
+    Where `cuts` has a tensor's name, the module has, and gets, only that part of it. What is `mapped` may stay in the
+    mapped files.
 
     Raises:
         CheckpointError: When a tensor is missing or of another shape, or a file is corrupt.
@@ -206,6 +211,7 @@ def fill_module(
         report=lambda fraction: progress(label, fraction),
         cuts=cuts,
         flips=flips,
+        mapped=mapped,
     )
     module.load_state_dict(loaded, strict=True, assign=True)
     _make_buffers(module, device)

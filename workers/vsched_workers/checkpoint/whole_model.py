@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from vsched.errors import CheckpointError
@@ -139,10 +139,12 @@ def load_whole(
     attention: str | None = None,
     label: str = LABEL,
     share: Callable[[Any], None] | None = None,
+    mapped: Callable[[Any], Collection[str]] | None = None,
 ) -> Any:
     """Return the model with its weights; `built` is what `build_whole`, or another function here, returned.
 
-    `share` leaves a rank its share, before anything is copied from where the files are mapped.
+    `share` leaves a rank its share, before anything is copied from where the files are mapped. `mapped` tells the
+    parameters of the model that may stay there, since somebody copies them soon.
 
     Raises:
         CheckpointError: When tensors are missing or of another shape, or a file cannot be read.
@@ -186,13 +188,14 @@ def load_whole(
     if share is not None:
         share(model)
     model.to(device).requires_grad_(requires_grad=False).eval()
-    _own_memory(model)
+    _own_memory(model, () if mapped is None else mapped(model))
     progress(label, 1.0)
     return model
 
 
-def _own_memory(model: Any) -> None:
+def _own_memory(model: Any, mapped: Collection[str]) -> None:
     """Copy what lies in mapped files: it would be read from disk whenever the page cache is short."""
-    for tensor in model.parameters():  # tied ones once
-        if tensor.device.type == "cpu":
+    left = {*mapped}
+    for name, tensor in model.named_parameters():  # tied ones once
+        if tensor.device.type == "cpu" and name not in left:
             tensor.data = tensor.data.clone()

@@ -24,11 +24,8 @@ from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import ModuleLayers
-from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.families.decoders import DECODERS
-
-pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

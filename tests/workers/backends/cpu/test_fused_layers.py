@@ -36,8 +36,6 @@ from vsched_workers.backends.reference.packed_weights import (
     padded_rows,
 )
 
-pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
-
 Stages = Callable[..., Stage]
 EPS = 1e-6
 
@@ -205,11 +203,15 @@ def test_fused_layers_equal_the_modules_on_two_ranks(
 def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) -> None:
     """Merging and packing keeps no second copy."""
     exact, fused = (stages(size, kind, "bfloat16").generator for kind in ("exact", "auto"))
-    assert exact.weights_bytes == fused.weights_bytes
+    if packs(torch.bfloat16):
+        assert exact.weights_bytes == fused.weights_bytes
+    else:  # panels are filled up
+        assert exact.weights_bytes <= fused.weights_bytes < 1.1 * exact.weights_bytes
     names = [name for name, _ in fused._model.named_parameters()]  # type: ignore[attr-defined]
     assert not any("proj" in name for name in names), "they are packed"
 
 
+@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
 def test_fused_layers_multiply_with_few_numbers_of_rows(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +290,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
             driver.step([driver.start(0, mixed_questions()[1])])
     finally:
         layer.down = down
-    assert rows == [padded_rows(30)]
+    assert rows == [padded_rows(30, custom=generator._layers._custom)]
 
 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
@@ -25,17 +26,18 @@ from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
+from vsched_workers.backends.cpu.quantized.model import Quantizer
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
+from vsched_workers.backends.reference.image_inputs import ImageInputs
+from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vsched_workers.families.decoder import Decoder
 
 
@@ -51,17 +53,32 @@ class CpuBackend(ReferenceBackend):
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
         super().__init__(settings, dtype)
         self.compiles = True
+        self._fuses = dtype == torch.bfloat16
+        self._packs = (
+            self._fuses or settings.quantizes
+        )  # by products of its own where oneDNN has none
         self._threads = settings.threads
         self._deterministic = settings.deterministic
         make_product = deterministic_product if settings.deterministic else panel_product
-        self._make_product = functools.partial(make_product, threads=settings.threads)
+        self._make_plain = functools.partial(make_product, threads=settings.threads)
+        self._quantizer = None
+        self._make_product = self._make_head = self._make_plain
+        if settings.quantizes:
+            quantizer = Quantizer(settings.weights, settings.weights_group, settings.threads)
+            self._quantizer = quantizer
+            self._make_product, self._make_head = quantizer.linear, quantizer.head
         self._attention: AttentionKernels | None = None
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        is_fused = self._packs and fuse(model, decoder)
+        is_fused = self._fuses and fuse(model, decoder)
+        if self._quantizer is not None:
+            model.embed_tokens = self._quantizer.embed(cast("nn.Module", model.embed_tokens), head)
         packed = super().prepare_language(model, head, decoder)
+        if self._quantizer is not None:
+            size = packed.weights_bytes + self._quantizer.embedding_bytes
+            packed = dataclasses.replace(packed, weights_bytes=size)
         if not is_fused:
             if self._deterministic:
                 raise ConfigError(
@@ -80,13 +97,39 @@ class CpuBackend(ReferenceBackend):
         layers = FusedLanguage(model, decoder, self._threads, deterministic=self._deterministic)
         return dataclasses.replace(packed, layers=layers)
 
-    def prepare_tower(self, tower: nn.Module) -> None:
-        super().prepare_tower(tower)
-        if self._packs:
+    def prepare_whole(self, model: Any, inputs: ImageInputs | None = None) -> RunnableLanguage:
+        size = 0
+        if self._quantizer is not None:
+            size = self._quantize_ends(model, self._quantizer)
+        packed = super().prepare_whole(model, inputs)
+        return dataclasses.replace(packed, weights_bytes=packed.weights_bytes + size)
+
+    def _quantize_ends(self, model: Any, quantizer: Quantizer) -> int:
+        """Replace the embedding and the head of a model of any architecture; return their bytes."""
+        head, size = model.get_output_embeddings(), 0
+        if type(head) is nn.Linear:
+            embedding = model.get_input_embeddings()
+            model.set_input_embeddings(quantizer.embed(embedding, head.weight))
+            packed = PackedLinear(head, make_custom=self._make_head)
+            model.set_output_embeddings(packed)
+            size = packed.packed.size_bytes + quantizer.embedding_bytes
+        return size
+
+    def prepare_tower(self, tower: nn.Module) -> int:
+        size = super().prepare_tower(tower)
+        if self._fuses:
             fuse_blocks(tower, self._threads, deterministic=self._deterministic)
+        return size
+
+    def lays_out(self, module: nn.Module) -> Collection[str]:
+        if self._quantizer is None:
+            return ()
+        return [
+            f"{name}.weight" for name, child in module.named_modules() if is_packed(child, name)
+        ]
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        layers = merge_encoders(model) if self._packs else []
+        layers = merge_encoders(model) if self._fuses else []
         made = super().prepare_any_tower(model)
         fuse_encoders(layers, self._threads)
         return made

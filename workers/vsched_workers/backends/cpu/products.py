@@ -2,7 +2,8 @@
 
 With bfloat16 operands or beside AMX oneDNN takes over from some number of rows on. So there is one copy of the weight,
 which oneDNN has packed, and the kernel reads it there. Where float32 is faster and there is no AMX, oneDNN is not
-needed, and the weight is packed here.
+needed, and the weight is packed here. Where oneDNN has no product of bfloat16 at all, all rows are multiplied by
+`quantized/products.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
 
 INPUTS_MAX = 4096
 """Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
@@ -94,11 +97,13 @@ class PanelProduct:
 
 def panel_product(
     weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
-) -> PanelProduct | None:
+) -> CustomProduct | None:
     """Return the product by a weight, of which it holds a copy.
 
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
+    if not packs(weight.dtype):
+        return QuantizedProduct(weight, bias, threads=threads)
     outputs, inputs = weight.shape
     if inputs % 2 or inputs > INPUTS_MAX or not runs_here():
         return None

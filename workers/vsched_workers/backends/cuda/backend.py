@@ -72,8 +72,9 @@ class CudaBackend(Backend):
             weights_bytes=stored_bytes(head, *model.parameters()),
         )
 
-    def prepare_tower(self, tower: nn.Module) -> None:
+    def prepare_tower(self, tower: nn.Module) -> int:
         vision_attention.use_flash(tower, self.settings, self.dtype)
+        return sum(each.nbytes for each in tower.parameters())
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)

@@ -48,6 +48,8 @@ class ReferenceBackend(Backend):
     keeps_indices = False
     spare_blocks = 0
     _make_product: MakeCustom | None = None
+    _make_head: MakeCustom | None = None
+    _make_plain: MakeCustom | None = None
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
         self._host = memory = HostMemory(settings.device, promises=settings.promises)
@@ -63,7 +65,7 @@ class ReferenceBackend(Backend):
             size = stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers, product, size, takes_adapters=True)
         # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
-        packed_head = PackedWeight(head, None, make_custom=self._make_product)
+        packed_head = PackedWeight(head, None, make_custom=self._make_head)
         size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
         warm_up(model, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
@@ -84,12 +86,16 @@ class ReferenceBackend(Backend):
             whole, _as_they_are, size, whole.apart, takes_adapters=not self._packs
         )
 
-    def prepare_tower(self, tower: nn.Module) -> None:
-        flatten_patches(tower, self._make_product, pack=self._packs)
+    def prepare_tower(self, tower: nn.Module) -> int:
+        size = stored_bytes(*tower.parameters())
+        flatten_patches(tower, self._make_plain, pack=self._packs)
         if self._packs:
-            pack_linears(tower, MANY_ROWS, self._make_product)
+            before = stored_bytes(*tower.parameters())
+            packed = pack_linears(tower, MANY_ROWS, self._make_product)
+            size += packed + stored_bytes(*tower.parameters()) - before
             warm_up(tower)
         block_activations(tower)
+        return size
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         """Lay out the loaded tower of any architecture; return it, and the bytes of its weights."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -209,13 +209,18 @@ def pack_linears(
     size = 0
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
-            # What derives from it computes something else.
-            if type(linear) is nn.Linear and name not in READ_DIRECTLY:
+            if is_packed(linear, name):
                 packed = PackedLinear(linear, sizes, make_custom)
                 _keep_hooks(packed, linear)
                 setattr(child, name, packed)
                 size += packed.packed.size_bytes
     return size
+
+
+def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
+    """Return whether a module of this name is a linear layer that is packed."""
+    # What derives from it computes something else.
+    return type(module) is nn.Linear and name.rpartition(".")[2] not in READ_DIRECTLY
 
 
 def _keep_hooks(packed: PackedLinear, linear: nn.Linear) -> None:

@@ -1,0 +1,134 @@
+"""Models whose weights are made into fewer bits on loading, beside the same models with the dequantised weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from safetensors.torch import load_file, save_file
+
+from tests.parity.architectures import make_checkpoint
+from tests.workers.backends.cpu.twins import WITHIN, Twins
+from tests.workers.driver import Driver, Question, Stage
+from tests.workers.test_language import mixed_questions
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.quantized.weights import quantize
+
+pytestmark = pytest.mark.slow
+
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
+
+
+def as_quantized(name: str, tensor: torch.Tensor, kind: str, group: int) -> torch.Tensor:
+    """Return what a tensor of a checkpoint stands for once it is quantised."""
+    if tensor.dim() != 2 or "pos_embed" in name:
+        return tensor
+    if name.endswith(EMBEDDINGS):
+        kind, group = "int8", group if kind == "int8" else 0
+    return quantize(tensor, kind, group=group).dequantized()
+
+
+def dequantized_twin(source: Path, target: Path, dtype: torch.dtype, kind: str, group: int) -> Path:
+    """Write a checkpoint in float32 whose weights are those that the quantised ones of another stand for."""
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        made = {
+            name: as_quantized(name, tensor.to(dtype), kind, group).float().contiguous()
+            for name, tensor in tensors.items()
+        }
+        save_file(made, file, metadata={"format": "pt"})
+    return target
+
+
+def apart(twins: Twins) -> float:
+    """Return how far the logits of twins are apart, as a share of their size, both as root mean squares."""
+    one, other = (torch.cat(each).float() for each in twins.logits)
+    return float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("kind", "group"), SETTINGS)
+def test_quantized_model_equals_its_dequantized_twin(
+    checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str, group: int
+) -> None:
+    """In float32, the tower included: logits differ by the order of sums."""
+    source = checkpoints(size)
+    twin = dequantized_twin(source, tmp_path / "twin", torch.float32, kind, group)
+    settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
+    plain = Stage.load(str(twin), attention="exact", dtype="float32")
+    quantized = Stage.load(str(source), attention="auto", dtype="float32", settings=settings)
+    twins = Twins(plain.generator, quantized.generator)
+    stage = dataclasses.replace(plain, generator=twins)
+    Driver(stage, chunk=30).run(mixed_questions(), arrivals=2)
+    wanted, found = (torch.cat(each) for each in twins.logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    answers = [Driver(each, chunk=30).run(mixed_questions()) for each in (plain, quantized)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_fused_layers_equal_their_dequantized_twin(
+    checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str
+) -> None:
+    source = checkpoints(size)
+    twin = dequantized_twin(source, tmp_path / "twin", torch.bfloat16, kind, 0)
+    settings = WorkerSettings(threads=2, weights=kind)
+    plain = Stage.load(str(twin), attention="auto", dtype="float32")
+    quantized = Stage.load(str(source), attention="auto", dtype="bfloat16", settings=settings)
+    twins = Twins(quantized.generator, plain.generator)
+    stage = dataclasses.replace(quantized, generator=twins)
+    questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
+    Driver(stage, chunk=30).run(questions, arrivals=2)
+    assert apart(twins) < WITHIN
+
+
+def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: str) -> None:
+    """The ledger is told what the bits weigh: of tied weights, one copy serves as embedding and as head."""
+    sizes: dict[str, list[int]] = {}
+    for kind in ("auto", "int8", "int4"):
+        settings = WorkerSettings(threads=1, weights=kind)
+        stage = Stage.load(
+            str(checkpoints(size)), attention="auto", dtype="bfloat16", settings=settings
+        )
+        sizes[kind] = [stage.generator.weights_bytes, stage.encoder.weights_bytes]
+    for plain, int8, int4 in zip(*sizes.values(), strict=True):
+        assert int4 < int8 < plain
+    assert sizes["int8"][0] < 0.75 * sizes["auto"][0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "qwen3_moe", "llama"])
+def test_quantized_models_of_any_architecture_answer_as_their_twins(
+    tmp_path: Path, name: str
+) -> None:
+    """On the generic path and on that of the usual make; experts stay as they are."""
+    source = tmp_path / name
+    make_checkpoint(name, source)
+    settings = WorkerSettings(threads=1, weights="int8", weights_group=32)
+    stage = Stage.load(str(source), attention="auto", dtype="float32", settings=settings)
+    plain = Stage.load(str(source), attention="exact", dtype="float32")
+    twins = Twins(plain.generator, stage.generator)
+    questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
+    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
+    assert 0 < apart(twins) < 0.1
+    assert stage.generator.weights_bytes < plain.generator.weights_bytes
+
+
+@pytest.mark.parametrize(
+    "given", [{"attention": "exact"}, {"device": "cuda"}, {"dtype": torch.float16}]
+)
+def test_quantized_weights_are_refused_where_there_is_no_product(given: dict[str, Any]) -> None:
+    dtype = given.pop("dtype", torch.bfloat16)
+    settings = WorkerSettings(weights="int8", **given)
+    with pytest.raises(ConfigError, match=r"weights: int8 is not possible on .* Remedy"):
+        choose_backend(settings, dtype)

@@ -1,0 +1,121 @@
+"""Weights in a few bits: what they stand for, and how they are cut and merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vsched.errors import CheckpointError
+from vsched_workers.parallel.slicing import cut_of
+from vsched_workers.quantized.weights import (
+    QuantizedWeight,
+    merged_weights,
+    quantize,
+    stored_scales,
+)
+
+KINDS = [("int8", 0), ("int8", 32), ("int4", 32), ("int4", 48)]
+
+
+def drawn(outputs: int = 24, inputs: int = 96, seed: int = 0) -> torch.Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def wrong_by(weight: torch.Tensor, quantized: QuantizedWeight) -> float:
+    error = (quantized.dequantized() - weight.float()).square().mean()
+    return float((error / weight.float().square().mean()).sqrt())
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_quantize_is_wrong_by_what_its_bits_are_worth(kind: str, group: int) -> None:
+    weight = drawn()
+    limit = 0.01 if kind == "int8" else 0.1
+    assert 0 < wrong_by(weight, quantize(weight, kind, group=group)) < limit
+
+
+def test_quantize_keeps_each_value_within_half_a_step() -> None:
+    weight = drawn()
+    found = quantize(weight, "int8", group=32)
+    steps = found.scales.float().repeat_interleave(32, 1)
+    assert ((found.dequantized() - weight.float()).abs() <= 0.501 * steps).all()
+
+
+def test_quantize_int4_is_better_than_the_scale_that_holds_the_largest_value() -> None:
+    weight = drawn(64, 256)
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    plain = ((groups / scales).round() * scales - groups).square().sum()
+    found = (quantize(weight, "int4").dequantized() - weight.float()).square().sum()
+    assert found < plain
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantize_of_zeros_and_of_tiny_values_is_finite(kind: str) -> None:
+    weight = torch.zeros(4, 64)
+    weight[1] = 1e-30
+    weight[2, 3] = 1e-6
+    found = quantize(weight, kind).dequantized()
+    assert torch.isfinite(found).all()
+    assert (found - weight).abs().max() < 1e-4
+
+
+def test_quantize_fills_up_the_last_group() -> None:
+    weight = drawn(8, 80)
+    found = quantize(weight, "int4", group=32)
+    assert found.scales.shape == (8, 3)
+    assert found.dequantized().shape == (8, 80)
+    assert torch.equal(found.dequantized()[:, :64], quantize(weight[:, :64], "int4").dequantized())
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_part_is_the_part_of_what_it_stands_for(kind: str, group: int, dimension: int) -> None:
+    whole = quantize(drawn(), kind, group=group)
+    for rank in range(2):
+        if dimension and group == 32:
+            cut = cut_of(96, ranks=3, rank=rank, dimension=1)
+        else:
+            cut = cut_of((24, 96)[dimension], ranks=2, rank=rank, dimension=dimension)
+        part = whole.part(cut)
+        assert torch.equal(part.dequantized(), cut.read(whole.dequantized()))
+        assert part.shape == tuple(part.dequantized().shape)
+
+
+def test_part_within_a_group_is_refused() -> None:
+    whole = quantize(drawn(), "int4", group=64)
+    with pytest.raises(
+        CheckpointError, match=r"at 48, within a group: 64 inputs .*generate.tensor_parallel"
+    ):
+        whole.part(cut_of(96, ranks=2, rank=0, dimension=1))
+
+
+def test_merged_weights_stand_for_the_weights_above_each_other() -> None:
+    parts = [quantize(drawn(8, seed=seed), "int4") for seed in range(3)]
+    merged = merged_weights(parts)
+    assert torch.equal(merged.dequantized(), torch.cat([each.dequantized() for each in parts]))
+    assert [torch.equal(one.dequantized(), other.dequantized()) for one, other in zip(
+        merged.chunks(3), parts, strict=True
+    )] == [True] * 3  # fmt: skip
+
+
+def test_merged_weights_with_and_without_offsets() -> None:
+    one, other = (quantize(drawn(8, seed=seed), "int8", group=32) for seed in range(2))
+    shifted = QuantizedWeight(
+        kind="int8",
+        values=one.values,
+        scales=one.scales,
+        group=32,
+        inputs=96,
+        dtype=one.dtype,
+        offsets=torch.full_like(one.scales, 0.5),
+    )
+    merged = merged_weights([shifted, other])
+    wanted = torch.cat([one.dequantized() + 0.5, other.dequantized()])
+    torch.testing.assert_close(merged.dequantized(), wanted)
+    assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes
+
+
+def test_stored_scales_are_halves_where_they_fit() -> None:
+    assert stored_scales(torch.tensor([0.0, 0.01, 3.0])).dtype == torch.float16
+    assert stored_scales(torch.tensor([1e-6])).dtype == torch.float32
+    assert stored_scales(torch.tensor([1e6])).dtype == torch.float32

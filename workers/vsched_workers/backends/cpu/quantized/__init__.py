@@ -1,0 +1,1 @@
+"""Products by weights that are widened as they are read."""

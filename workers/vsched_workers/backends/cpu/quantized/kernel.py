@@ -1,0 +1,424 @@
+"""The product of rows and a quantised weight, which is widened in registers, or for many rows once into the cache.
+
+    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r, g]
+
+where sum[r, g] is the sum of a row's inputs in group g. Sums are float32; the result is float32 or rounded to bfloat16.
+
+**Layout.** A weight [out, in] lies in panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the types of
+`KINDS`. Of int4, a byte holds two neighbouring inputs, the first in its lower half, as 0 to 15: `centre` is 8 then, and
+nothing has to be taken away from each. Scales and offsets lie in panels of the same width, [out / PANEL, groups,
+PANEL], as float32 or float16. Outputs are padded to whole panels, and inputs to a multiple of `INPUTS`, with zeros.
+
+**Few rows.** A pass multiplies up to `PASS_ROWS` rows with a block of inputs of a panel: sums stay in registers while
+weights are read once and widened. A step of one row reads a byte or half a byte a weight, and does nothing else that
+takes as long.
+
+**Many rows.** Widening for each pass would take longer than multiplying, so a part of a panel is widened into the first
+cache, and all rows are multiplied with it.
+
+Both add up in the same order: inputs of a block one by one, and then block by block. So a row's result has the same
+bits whatever rows are beside it. A group of more than `BLOCK` inputs is several blocks of one scale.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.simd import (
+    BYTE,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORDS,
+    InstructionWriter,
+    Loop,
+    cases,
+)
+
+_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
+_VECTORS = 4 if _WIDE else 2
+PANEL = _VECTORS * LANES
+"""Outputs of a panel: with registers of 512 bits four of them, else four of 256."""
+PASS_ROWS = 6 if _WIDE else 2
+"""Most rows of a pass: their sums leave registers for the weights and the inputs."""
+INPUTS = 16
+"""Inputs are padded to a multiple of this, and groups are of whole multiples."""
+BLOCK = 128
+"""Most inputs of a block: the weights of one, widened, lie in the first cache."""
+FEW_ROWS_MAX = 4 * PASS_ROWS
+"""Most rows that weights are widened for in every pass."""
+_UNROLLED = 4
+_AHEAD = 2048
+"""Bytes that weights are fetched ahead of their use: processors by themselves stop at the end of a page."""
+
+INT8: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
+INT4: npt.NDArray[Any] = np.zeros(1, dtype=np.uint8)
+FP8: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
+BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+_FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+"""Dtype tags: an argument by whose type a kernel is compiled. They say what a kernel reads, not how it is stored."""
+
+KINDS: Mapping[str, npt.NDArray[Any]] = {"int8": INT8, "int4": INT4, "fp8": FP8, "bfloat16": BF16}
+FP8_FACTOR = 256.0
+"""FP8 (e4m3) is read as the float16 whose bits are the same, moved: its scales are to be multiplied by this."""
+
+OF_BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+OF_FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+"""Dtype tags of rows and results."""
+
+HALF: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+SINGLE: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+"""Dtype tags of scales: float16, and float32."""
+
+_BYTES = ir.VectorType(BYTE, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+
+
+def _all(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+class _Reader:
+    """Writes how weights are read: for some inputs one after the other, a panel's vectors of each."""
+
+    def __init__(self, builder: Any, kind: Any) -> None:
+        self._builder = builder
+        self._writer = InstructionWriter(builder)
+        self._kind = kind
+
+    @property
+    def half_bytes(self) -> int:
+        """Halves of bytes that a weight takes."""
+        sizes = {numba.types.uint8: 1, numba.types.uint16: 4, numba.types.float32: 8}
+        return sizes.get(self._kind, 2)
+
+    @property
+    def read_together(self) -> int:
+        """Inputs that are read at once."""
+        return 2 if self._kind is numba.types.uint8 else 1
+
+    def read(self, at: Any, count: int, vector: int) -> Sequence[Any]:
+        """Return one vector of the panel of each of `count` inputs that lie at an address, as float32."""
+        builder, line = self._builder, PANEL * self.half_bytes // 2
+        place = LANES * self.half_bytes // 2 * vector
+        if self._kind is numba.types.uint8:
+            found = []
+            for pair in range(count // 2):
+                words = builder.zext(
+                    self._load(at, 2 * pair * line + LANES * vector, _BYTES), WORDS
+                )
+                found += [builder.and_(words, _all(WORDS, 15)), builder.lshr(words, _all(WORDS, 4))]
+            return [builder.sitofp(each, FLOATS) for each in found]
+        return [self._one(at, index * line + place) for index in range(count)]
+
+    def _one(self, at: Any, place: int) -> Any:
+        builder = self._builder
+        if self._kind is numba.types.float32:
+            return self._load(at, place, FLOATS)
+        if self._kind is numba.types.uint16:
+            words = builder.zext(self._load(at, place, _SHORTS), WORDS)
+            return builder.bitcast(builder.shl(words, _all(WORDS, 16)), FLOATS)
+        loaded = self._load(at, place, _BYTES)
+        if self._kind is numba.types.int8:
+            return builder.sitofp(builder.sext(loaded, WORDS), FLOATS)
+        shorts = builder.zext(loaded, _SHORTS)
+        size = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x7F)), _all(_SHORTS, 7))
+        sign = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x80)), _all(_SHORTS, 8))
+        return builder.fpext(builder.bitcast(builder.or_(size, sign), _HALVES), FLOATS)
+
+    def _load(self, at: Any, place: int, kind: Any) -> Any:
+        return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
+
+
+def _scales(builder: Any, kind: Any, at: Any, vector: int) -> Any:
+    """Return a vector of scales as float32."""
+    writer, half = InstructionWriter(builder), kind is numba.types.uint16
+    place = builder.add(at, ir.Constant(LONG, vector * LANES * (2 if half else 4)))
+    if half:
+        return builder.fpext(writer.load(place, _HALVES, 2), FLOATS)
+    return writer.load(place, FLOATS, 4)
+
+
+@emits(numba.void, None, None, *[numba.intp] * 9, numba.float32)
+def _multiply_block(
+    builder: Any,
+    kind: Any,
+    scale_kind: Any,
+    rows: Any,
+    rows_at: Any,
+    row_bytes: Any,
+    weight_at: Any,
+    inputs: Any,
+    scale_at: Any,
+    offset_at: Any,
+    sums_at: Any,
+    totals_at: Any,
+    centre: Any,
+) -> None:
+    """Multiply 1 to `PASS_ROWS` rows with a block of a panel and add to their totals.
+
+    Shape: rows float32; `sums_at` is that of the first row's sum of this block, and rows' sums lie as far apart as rows
+    do of `totals_at`, [rows, PANEL]. `offset_at` is 0 where there are none.
+    """
+    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
+    for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
+        count, has_offset = case // 2, case % 2
+        sums, initial = [], []
+        for row in range(count):
+            at = builder.add(sums_at, ir.Constant(LONG, 4 * row))
+            sums.append(writer.load(at, ir.FloatType(), 4))
+            first = writer.broadcast(builder.fneg(builder.fmul(sums[row], centre)))
+            initial += [first] * _VECTORS
+        loop = Loop(builder, initial)
+        at = writer.advance(weight_at, loop.index, _UNROLLED * PANEL * reader.half_bytes // 2)
+        inputs_at = writer.advance(rows_at, loop.index, 4 * _UNROLLED)
+        added = list(loop.carried)
+        if kind is not numba.types.float32:
+            bytes_read = _UNROLLED * PANEL * reader.half_bytes // 2
+            for line in range(0, bytes_read, LINE):
+                writer.prefetch(builder.add(at, ir.Constant(LONG, _AHEAD + line)), locality=3)
+        step = reader.read_together
+        for first in range(0, _UNROLLED, step):
+            here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.half_bytes // 2))
+            places = [
+                builder.add(writer.advance(inputs_at, row_bytes, row), ir.Constant(LONG, 4 * first))
+                for row in range(count)
+            ]
+            values = [
+                [
+                    writer.broadcast(
+                        writer.load(
+                            builder.add(place, ir.Constant(LONG, 4 * index)), ir.FloatType(), 4
+                        )
+                    )
+                    for index in range(step)
+                ]
+                for place in places
+            ]
+            for vector in range(_VECTORS):
+                for index, weight in enumerate(reader.read(here, step, vector)):
+                    for row in range(count):
+                        place = row * _VECTORS + vector
+                        added[place] = writer.multiply_add(added[place], values[row][index], weight)
+        loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, _UNROLLED)))
+        offsets = offset_at if has_offset else None
+        _add_scaled(builder, scale_kind, (scale_at, offsets), sums, added, totals_at)
+
+
+def _add_scaled(
+    builder: Any,
+    kind: Any,
+    places: tuple[Any, Any],
+    sums: Sequence[Any],
+    added: Sequence[Any],
+    totals_at: Any,
+) -> None:
+    """Add what a block yields, times its scales, to the totals of rows, and the rows' sums times offsets, if any."""
+    writer, (scale_at, offset_at) = InstructionWriter(builder), places
+    for vector in range(_VECTORS):
+        scale = _scales(builder, kind, scale_at, vector)
+        offset = None if offset_at is None else _scales(builder, kind, offset_at, vector)
+        for row, of_row in enumerate(sums):
+            place = 4 * (row * PANEL + vector * LANES)
+            at = builder.add(totals_at, ir.Constant(LONG, place))
+            total = writer.load(at, FLOATS, 4)
+            total = writer.multiply_add(total, added[row * _VECTORS + vector], scale)
+            if offset is not None:
+                total = writer.multiply_add(total, writer.broadcast(of_row), offset)
+            writer.store(total, at, 4)
+
+
+@emits(numba.void, None, *[numba.intp] * 3)
+def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) -> None:
+    """Write the weights of some inputs of a panel as float32, [inputs, PANEL]."""
+    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    loop = Loop(builder, [])
+    at = writer.advance(weight_at, loop.index, 2 * PANEL * reader.half_bytes // 2)
+    target = writer.advance(out_at, loop.index, 2 * PANEL * 4)
+    for vector in range(_VECTORS):
+        for index, values in enumerate(reader.read(at, 2, vector)):
+            place = ir.Constant(LONG, 4 * (index * PANEL + vector * LANES))
+            writer.store(values, builder.add(target, place), 4)
+    loop.end([], builder.sdiv(inputs, ir.Constant(LONG, 2)))
+
+
+@compiled()
+def _multiply_part(
+    kind: Any,
+    scale_kind: Any,
+    rows: Any,
+    start: int,
+    stop: int,
+    weight_at: int,
+    half_bytes: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    sums: Any,
+    totals: Any,
+    centre: float,
+) -> None:
+    """Multiply all rows with the inputs `start` to `stop` of a panel, which lie from `weight_at` on."""
+    block, group, scale_bytes = sizes
+    row_bytes = rows.strides[0]
+    first = 0
+    while first < len(rows):
+        count = min(PASS_ROWS, len(rows) - first)
+        at = start
+        while at < stop:
+            scale = at // group * PANEL * scale_bytes
+            _multiply_block(
+                kind[0],
+                scale_kind[0],
+                count,
+                rows.ctypes.data + first * row_bytes + 4 * at,
+                row_bytes,
+                weight_at + (at - start) * PANEL * half_bytes // 2,
+                min(block, stop - at),
+                scales_at + scale,
+                offsets_at + scale if offsets_at else 0,
+                sums.ctypes.data + at // block * sums.strides[0] + 4 * first,
+                totals.ctypes.data + first * PANEL * 4,
+                centre,
+            )
+            at += block
+        first += count
+
+
+@compiled()
+def _multiply_panel(
+    kind: Any,
+    scale_kind: Any,
+    many: int,
+    rows: Any,
+    weight_at: int,
+    half_bytes: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    sums: Any,
+    totals: Any,
+    part: Any,
+    centre: float,
+) -> None:
+    """Multiply all rows with a panel, whose parts are widened into `part` first where there are `many`."""
+    inputs, block = rows.shape[1], sizes[0]
+    if not many:
+        _multiply_part(
+            kind, scale_kind, rows, 0, inputs, weight_at, half_bytes, sizes, scales_at, offsets_at,
+            sums, totals, centre,
+        )  # fmt: skip
+        return
+    length = BLOCK // block * block
+    start = 0
+    while start < inputs:
+        stop = min(start + length, inputs)
+        at = weight_at + start * PANEL * half_bytes // 2
+        _widen(kind[0], at, stop - start, part.ctypes.data)
+        _multiply_part(
+            _FLOAT32, scale_kind, rows, start, stop, part.ctypes.data, 8, sizes, scales_at,
+            offsets_at, sums, totals, centre,
+        )  # fmt: skip
+        start = stop
+
+
+@compiled()
+def _read_row(tag: Any, row_at: int, given: int, block: int, row: Any, sums: Any) -> None:
+    """Write a row of `given` inputs as float32, padded with zeros, and the sums of its blocks."""
+    if tag.itemsize == 4:
+        singles = float32_array(row_at, given)
+        for index in range(given):
+            row[index] = singles[index]
+    else:
+        values = bf16_array(row_at, given)
+        for index in range(given):
+            row[index] = widen(values[index])
+    for index in range(given, len(row)):
+        row[index] = np.float32(0.0)
+    for index in range(len(sums)):
+        total = np.float32(0.0)
+        for value in row[index * block : (index + 1) * block]:
+            total += value
+        sums[index] = total
+
+
+@compiled()
+def _write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> None:
+    """Write the totals of a panel, of which `count` outputs are wanted, as what `tag` says."""
+    for row in range(len(totals)):
+        if tag.itemsize == 4:
+            singles = float32_array(out_at + 4 * row * outputs, count)
+            for index in range(count):
+                singles[index] = totals[row, index]
+        else:
+            values = bf16_array(out_at + 2 * row * outputs, count)
+            for index in range(count):
+                values[index] = narrow(totals[row, index])
+
+
+@threaded
+def multiply(
+    threads: int,
+    tag: Any,
+    kind: Any,
+    scale_kind: Any,
+    many: int,
+    rows_at: int,
+    rows: int,
+    given: int,
+    inputs: int,
+    weight_at: int,
+    half_bytes: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    outputs: int,
+    bias: Any,
+    out_at: int,
+    centre: float,
+) -> None:
+    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+
+    Shape: rows [rows, given] and out [rows, outputs], of the type that `tag` says; `inputs` is `given`, padded; bias
+    float32 [padded outputs]. `sizes` are inputs of a block and of a group, and bytes of a scale.
+    """
+    block, group, scale_bytes = sizes
+    taken = np.empty((rows, inputs), dtype=np.float32)
+    blocks = (inputs + block - 1) // block
+    by_row = np.empty((rows, blocks), dtype=np.float32)
+    for row in numba.prange(rows):
+        row_at = rows_at + row * given * tag.itemsize
+        _read_row(tag, row_at, given, block, taken[row], by_row[row])
+    sums = np.ascontiguousarray(by_row.T)
+    panels = (outputs + PANEL - 1) // PANEL
+    groups = (inputs + group - 1) // group
+    panel_bytes = inputs * PANEL * half_bytes // 2
+    for thread in numba.prange(threads):
+        totals = np.empty((rows, PANEL), dtype=np.float32)
+        part = np.empty((BLOCK, PANEL), dtype=np.float32)
+        for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
+            column = panel * PANEL
+            totals[:] = bias[column : column + PANEL]
+            scale = groups * panel * PANEL * scale_bytes
+            _multiply_panel(
+                kind, scale_kind, many, taken, weight_at + panel * panel_bytes, half_bytes, sizes,
+                scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals, part,
+                centre,
+            )  # fmt: skip
+            count = min(PANEL, outputs - column)
+            _write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)

@@ -1,0 +1,251 @@
+"""A weight in a few bits, as it lies in memory from when it is read or made until a backend packs it.
+
+All formats come down to one: a value of few bits, and for each group of inputs a scale and maybe an offset,
+
+    weight[o, i] = scale[o, g] * (value[o, i] - centre) + offset[o, g],   g = i // group
+
+Scales that are made here are symmetric: there are no offsets. Those of four bits are the best of a few for each group,
+by the squares of what they are wrong by. Scales are float16 where that holds them, and counted with when values are
+rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from vsched.errors import CheckpointError
+from vsched_workers.parallel.slicing import Cut
+
+FORMATS = ("int8", "int4")
+"""What weights can be made into on loading."""
+
+GROUPS = {"int8": 128, "int4": 32}
+"""Inputs of a group where none are asked for; a row that has fewer is one group."""
+
+INT4_CENTRE = 8
+_INT4_SHRINKS = (1.0, 0.925, 0.85)
+"""Shares of the scale that holds the largest value, which is cut off then."""
+_TRIED_VALUES_MAX = 1 << 24
+"""Values that are rounded at once: beside those of a layer there should not be much more memory."""
+
+_FP8_TYPE = torch.float8_e4m3fn
+_HALF_MIN, _HALF_MAX = 2.0**-14, 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [out, in] in a few bits.
+
+    Attributes:
+        kind: `int8`, `int4` or `fp8` (e4m3).
+        values: [out, in]: int8, or bytes of FP8; of int4 uint8 [out, in / 2], the lower half the first of two inputs.
+        scales: [out, groups], float32 or float16.
+        group: Inputs of a group; the last one may have fewer.
+        inputs: Inputs of the weight.
+        dtype: The type that it stands for.
+        offsets: As scales and of their type; None where there are none.
+    """
+
+    kind: str
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    inputs: int
+    dtype: torch.dtype
+    offsets: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return len(self.values), self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, scales and offsets."""
+        return self.values.nbytes + self.scales.nbytes * (1 if self.offsets is None else 2)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight as float32, [out, in]."""
+        values = self.unpacked()
+        values = values.view(_FP8_TYPE).float() if self.kind == "fp8" else values.float()
+        if self.kind == "int4":
+            values -= INT4_CENTRE
+        weight = values * self._spread(self.scales)
+        return weight if self.offsets is None else weight + self._spread(self.offsets)
+
+    def _spread(self, given: torch.Tensor) -> torch.Tensor:
+        return given.float().repeat_interleave(self.group, 1)[:, : self.inputs]
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the values, a byte each, [out, in]."""
+        if self.kind != "int4":
+            return self.values
+        pairs = torch.stack((self.values & 15, self.values >> 4), -1)
+        return pairs.flatten(1)[:, : self.inputs]
+
+    def part(self, cut: Cut) -> QuantizedWeight:
+        """Return a rank's part.
+
+        Raises:
+            CheckpointError: When it would begin or end within a group.
+        """
+        if cut.dimension == 0:
+            return self._replaced(*(cut.read(each) for each in self._tensors()))
+        group, whole = self.group, self.group >= self.inputs
+        borders = [place for span in cut.spans for place in span if place != self.inputs]
+        if any(place % 2 if whole else place % group for place in borders):
+            raise CheckpointError(
+                f"a rank's inputs of a weight would begin or end at {max(borders)}, within a group: {group} inputs "
+                "have one scale. Remedy: set generate.tensor_parallel to 1 or to fewer ranks."
+            )
+        values = cut.read(self.unpacked())
+        if not whole:
+            groups = Cut(
+                1,
+                -(-cut.whole // group),
+                tuple((start // group, -(-stop // group)) for start, stop in cut.spans),
+            )
+            scales, offsets = (
+                None if each is None else groups.read(each) for each in self._grids()
+            )
+        else:
+            scales, offsets, group = self.scales, self.offsets, max(cut.size, 1)
+        assert scales is not None
+        packed = _packed(values) if self.kind == "int4" else values.contiguous()
+        return dataclasses.replace(
+            self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
+        )
+
+    def chunks(self, count: int) -> list[QuantizedWeight]:
+        """Return so many equal parts by outputs, which are views."""
+        parts = [each.chunk(count) for each in self._tensors()]
+        return [self._replaced(*part) for part in zip(*parts, strict=True)]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [each for each in (self.values, *self._grids()) if each is not None]
+
+    def _grids(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.scales, self.offsets
+
+    def _replaced(
+        self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> QuantizedWeight:
+        return dataclasses.replace(self, values=values, scales=scales, offsets=offsets)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What weights that are laid one above the other must have in common."""
+        return (self.kind, self.group, self.inputs)
+
+
+def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of one form as one, one above the other."""
+    first = weights[0]
+    assert len({each.form for each in weights}) == 1, "they are of several forms"
+    types = {each.scales.dtype for each in weights}
+    dtype = types.pop() if len(types) == 1 else torch.float32
+    offsets = None
+    if any(each.offsets is not None for each in weights):
+        offsets = torch.cat(
+            [torch.zeros_like(w.scales) if w.offsets is None else w.offsets for w in weights]
+        ).to(dtype)
+    return dataclasses.replace(
+        first,
+        values=torch.cat([each.values for each in weights]),
+        scales=torch.cat([each.scales for each in weights]).to(dtype),
+        offsets=offsets,
+    )
+
+
+def quantize(weight: torch.Tensor, kind: str, *, group: int = 0) -> QuantizedWeight:
+    """Return a weight [out, in] in one of `FORMATS`; `group` inputs have one scale, 0 for as many as is usual."""
+    outputs, inputs = weight.shape
+    group = min(group or GROUPS[kind], inputs)
+    rows = max(_TRIED_VALUES_MAX // inputs, 1)
+    make = _int8 if kind == "int8" else _int4
+    parts = [
+        make(_grouped(weight[start : start + rows].float(), group))
+        for start in range(0, outputs, rows)
+    ]
+    values = torch.cat([each[0] for each in parts]).flatten(1)[:, :inputs]
+    return QuantizedWeight(
+        kind=kind,
+        values=_packed(values) if kind == "int4" else values.contiguous(),
+        scales=torch.cat([each[1] for each in parts]),
+        group=group,
+        inputs=inputs,
+        dtype=weight.dtype,
+    )
+
+
+def stored_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as float16 where that holds them about as well as they were meant, else as float32."""
+    size = scales.abs()
+    fits = (size == 0) | ((size >= _HALF_MIN) & (size <= _HALF_MAX))
+    return scales.half() if bool(fits.all()) else scales.float()
+
+
+def packed_int4(values: torch.Tensor) -> torch.Tensor:
+    """Return values 0 to 15, [out, in], two in a byte."""
+    return _packed(values)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    values = functional.pad(values, (0, values.shape[1] % 2))
+    return values[:, 0::2] | (values[:, 1::2] << 4)
+
+
+def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """Return a weight as [out, groups, group]; the last group is filled with zeros."""
+    padded = functional.pad(weight, (0, -weight.shape[1] % group))
+    return padded.view(len(weight), -1, group)
+
+
+def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # int8 is about as coarse as float16 scales are fine: float32 costs little where a row has one scale.
+    scales = groups.abs().amax(-1) / 127
+    scales = scales if groups.shape[1] == 1 else _kept(scales)
+    values = (groups / _divisors(scales)).round().clamp(-127, 127)
+    return values.to(torch.int8), scales
+
+
+def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    places = groups.abs().argmax(-1, keepdim=True)
+    largest = groups.gather(-1, places).squeeze(-1)
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
+    least = torch.empty(0)
+    # The value of the largest is -8, of which there is no other sign; a little less of the others' error may be better.
+    for shrink in _INT4_SHRINKS:
+        scales = _kept(largest / -INT4_CENTRE * shrink)
+        values = (groups / _divisors(scales)).round().clamp(-8, 7)
+        error = (values * scales.float()[..., None] - groups).square().sum(-1)
+        if best is None:
+            best, least = (values, scales), error
+            continue
+        better = error < least
+        best = (
+            torch.where(better[..., None], values, best[0]),
+            torch.where(better, scales, best[1]),
+        )
+        least = torch.where(better, error, least)
+    assert best is not None
+    return (best[0] + INT4_CENTRE).to(torch.uint8), best[1]
+
+
+def _kept(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as float16 and float32 alike hold them; those below float16's normal numbers become such."""
+    small = scales.abs() < _HALF_MIN
+    return torch.where(small, scales.sign() * _HALF_MIN, scales).half()
+
+
+def _divisors(scales: torch.Tensor) -> torch.Tensor:
+    scales = scales.float()[..., None]
+    return torch.where(scales == 0, 1.0, scales)
