@@ -239,6 +239,7 @@ class Engine:
         priority: int = 0,
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> TokenStream:
         """Return the one answer that `generate_answers` would with this id."""
         (generation,) = await self.generate_answers(
@@ -249,6 +250,7 @@ class Engine:
             priority=priority,
             ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
         return generation
 
@@ -262,6 +264,7 @@ class Engine:
         priority: int = 0,
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> list[TokenStream]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
@@ -289,6 +292,7 @@ class Engine:
                 priority=priority,
                 ttft_target_ms=ttft_target_ms,
                 cache_salt=cache_salt,
+                tenant=tenant,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
             )
         except BaseException:
@@ -305,6 +309,7 @@ class Engine:
         priority: int,
         ttft_target_ms: int | None,
         cache_salt: str,
+        tenant: str,
         preprocess_ms: float,
     ) -> list[TokenStream]:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
@@ -329,6 +334,7 @@ class Engine:
             priority=priority,
             ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
 
         release = LastEnd(len(request_ids), prepared.lease.release)

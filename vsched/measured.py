@@ -69,6 +69,7 @@ class FirstTokenTime(msgspec.Struct, frozen=True):
         cached_tokens: Those that the prefix cache had.
         items: Images in it.
         priority: The request's own.
+        tenant: Whose it is.
         target_ns: When the token was due; None without a target.
     """
 
@@ -80,6 +81,7 @@ class FirstTokenTime(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     items: int = 0
     priority: int = 0
+    tenant: str = ""
     target_ns: int | None = None
 
 
@@ -92,6 +94,7 @@ class EndTime(msgspec.Struct, frozen=True):
         prompt_tokens: Tokens of its prompt.
         output_tokens: Tokens that it got.
         preemptions: How often it was preempted.
+        tenant: Whose it was.
     """
 
     ended_ns: int
@@ -99,6 +102,7 @@ class EndTime(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     preemptions: int = 0
+    tenant: str = ""
 
 
 class Measured(Protocol):

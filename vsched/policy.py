@@ -49,7 +49,8 @@ class WaitingEntry(Protocol):
 
     `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
     the size is not known; such an entry is never counted as 0. `blocks` is the KV blocks it needs (0 for items).
-    A larger `priority` is more urgent. `target_ns` is when its first token is due, None without a target.
+    A larger `priority` is more urgent. `target_ns` is when its first token is due, None without a target. `tenant` is
+    whose request it is, empty where nobody says; of an item, whose request needed it first.
     """
 
     @property
@@ -62,6 +63,8 @@ class WaitingEntry(Protocol):
     def arrived_ns(self) -> int: ...
     @property
     def target_ns(self) -> int | None: ...
+    @property
+    def tenant(self) -> str: ...
 
 
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +145,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
+    tenant: str = ""
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
@@ -401,6 +405,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
+    tenant: str = ""
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
@@ -421,13 +426,14 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
 
 
 class RunningView(msgspec.Struct, frozen=True, kw_only=True):
-    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted."""
+    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted; `tenant` is whose it is."""
 
     tokens: int
     blocks: int
     outputs: int
     priority: int
     arrived_ns: int
+    tenant: str = ""
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):

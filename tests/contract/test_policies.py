@@ -48,6 +48,7 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrived_ns: int = 0
     target_ns: int | None = None
+    tenant: str = ""
 
 
 def make(policy: RegisteredPolicy) -> Policy:
@@ -68,6 +69,7 @@ def admission_view(rng: random.Random) -> AdmissionView:
             priority=rng.randrange(3),
             arrived_ns=position,
             target_ns=rng.choice([None, 0, 999, 10**9]),
+            tenant=rng.choice(["", "a", "b"]),
         )
         for position in range(rng.randrange(1, 12))
     ]

@@ -17,6 +17,7 @@ class Item(msgspec.Struct, frozen=True):
     priority: int = 0
     arrived_ns: int = 0
     target_ns: int | None = None
+    tenant: str = ""
 
 
 def ask(

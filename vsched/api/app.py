@@ -51,7 +51,7 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
 
     The engine may still be loading: `/health` tells, and completions are refused until it is ready.
     """
-    metrics = ApiMetrics(engine)
+    metrics = ApiMetrics(engine, tenants_max=settings.tenants_max)
     bodies = RequestBodies(settings)
     operations = Operations(engine, metrics)
     messages = MessagesEndpoint(engine, settings, metrics, bodies)

@@ -29,6 +29,7 @@ from vsched.api.formatters import (
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.request_id import new_id
+from vsched.api.middleware.tenants import tenant_of
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.responses import ChatResponse, CompletionResponse, Usage
 from vsched.api.sse_writer import SseWriter, Voice
@@ -155,7 +156,7 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every end is counted once and answered once."""
         exchange = HttpExchange(scope, receive, send)
-        record = self._metrics.begin(self.name)
+        record = self._metrics.begin(self.name, tenant=tenant_of(scope))
         outcome = "cancelled"
         try:
             outcome = await self._serve(exchange, record)
@@ -267,7 +268,7 @@ class CompletionEndpoint:
     ) -> str:
         answers = AcceptedAnswers()
         try:
-            await self._accept(job, answers)
+            await self._accept(job, answers, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
             if job.stream:
@@ -296,7 +297,7 @@ class CompletionEndpoint:
             formatter.echo = job.echoes[index // job.n]
         return formatter
 
-    async def _accept(self, job: CheckedRequest, answers: AcceptedAnswers) -> None:
+    async def _accept(self, job: CheckedRequest, answers: AcceptedAnswers, tenant: str) -> None:
         """Have the engine accept all prompts of a request, one after the other, with their answers.
 
         Raises:
@@ -314,6 +315,7 @@ class CompletionEndpoint:
                     priority=job.priority,
                     ttft_target_ms=job.ttft_target_ms,
                     cache_salt=job.cache_salt,
+                    tenant=tenant,
                 )
                 answers.add(accepted)
         except RequestRefused as error:

@@ -27,6 +27,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         api_key: What clients must send as `Authorization: Bearer <key>`; empty asks for none. `/health` and `/ready`
             are always open.
         admin_key: What opens `/admin/`, in the same form; empty opens it to programs of this machine, with `api_key`.
+        tenant_keys: Keys by the tenant whose they are; each opens what `api_key` opens.
+        tenant_header: Name of the header that says the tenant, in lower case; empty for none.
+        tenants_max: Tenants that have metrics of their own; those after them count together.
         metrics_without_key: Whether `/metrics` is open.
         allowed_hosts: Names in `Host` beside addresses and `localhost`; None for any, `*.` before all under a domain.
         cors_origins: Origins whose pages may call, `*` for any.
@@ -52,6 +55,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     api_key: str = ""
     admin_key: str = ""
+    tenant_keys: dict[str, str] = {}
+    tenant_header: str = ""
+    tenants_max: _Positive = 64
     metrics_without_key: bool = False
     allowed_hosts: tuple[str, ...] | None = ()
     cors_origins: tuple[str, ...] = ()
@@ -143,6 +149,7 @@ class EngineContract(Protocol):
         priority: int = 0,
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> Sequence[Generation]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 

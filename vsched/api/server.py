@@ -22,6 +22,7 @@ from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.connection import BoundedProtocol
 from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.middleware.tenants import read_tenant_keys
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
@@ -167,6 +168,9 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
     settings = ApiSettings(
         api_key=_key(config, "api_key_variable"),
         admin_key=_key(config, "admin_key_variable"),
+        tenant_keys=_tenant_keys(config),
+        tenant_header=server.tenant_header.lower(),
+        tenants_max=server.tenants_max,
         metrics_without_key=server.metrics_without_key,
         allowed_hosts=_allowed_hosts(config, address),
         cors_origins=server.cors_origins,
@@ -204,7 +208,8 @@ def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
     named = config.server.allowed_hosts
     if ipaddress.ip_address(address).is_loopback:
         return (*named, config.server.host)
-    if not named and not config.server.api_key_variable:
+    keys = config.server.api_key_variable or config.server.tenant_keys_variable
+    if not named and not keys:
         logger.warning(
             "the server is open to the network, without a key, under any name. Remedy: set server.api_key_variable, or "
             "server.allowed_hosts to the names that clients use"
@@ -228,6 +233,17 @@ def _key(config: Config, setting: str) -> str:
             f"Remedy: set it, or leave server.{setting} empty to ask for no key"
         )
     return key
+
+
+def _tenant_keys(config: Config) -> dict[str, str]:
+    """Return the keys of tenants, by tenant.
+
+    Raises:
+        ConfigError: When the variable that a setting names is not there, or cannot be read.
+    """
+    text = _key(config, "tenant_keys_variable")
+    path = "server.tenant_keys_variable"
+    return read_tenant_keys(text, path=path) if text else {}
 
 
 def _listen(config: Config) -> socket.socket:

@@ -107,6 +107,26 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "machine only, with the API key."
         ),
     ] = ""
+    tenant_keys_variable: Annotated[
+        str,
+        Meta(
+            description="Environment variable with the keys of tenants, one `tenant=key` a line; each opens the API "
+            "and says whose a request is. Empty for none."
+        ),
+    ] = ""
+    tenant_header: Annotated[
+        str,
+        Meta(
+            description="Header that says whose a request is, such as `x-tenant`, set by a gateway that no client gets "
+            "around; empty for none."
+        ),
+    ] = ""
+    tenants_max: Annotated[
+        int,
+        Meta(
+            ge=1, description="Tenants with metrics of their own; those after them count together."
+        ),
+    ] = 64
     metrics_without_key: Annotated[
         bool, Meta(description="Whether `/metrics` answers without a key.")
     ] = False

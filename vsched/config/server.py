@@ -8,6 +8,7 @@ from vsched.config.sections import ServerConfig
 from vsched.errors import ConfigProblems, limit_message
 
 _NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
+_HEADER = re.compile(r"[A-Za-z0-9-]+")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
 
 
@@ -32,4 +33,14 @@ def check_names(server: ServerConfig) -> None:
                 what = f"server.{key}: no browser sends this"
                 remedy = "write it in that form, or * for any"
                 problems.add(limit_message(what, value=repr(value), limit=limit, remedy=remedy))
+    header = server.tenant_header
+    if header and _HEADER.fullmatch(header) is None:
+        what, limit = "server.tenant_header: no name of a header", "letters, digits and hyphens"
+        remedy = "write it as x-tenant"
+        problems.add(limit_message(what, value=repr(header), limit=limit, remedy=remedy))
+    if header and server.tenant_keys_variable:
+        problems.add(
+            "server.tenant_header: keys say the tenant already (server.tenant_keys_variable), and a client could "
+            "claim to be another. Remedy: set one of the two"
+        )
     problems.tell()

@@ -196,6 +196,7 @@ class RequestMoves:
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
+            tenant=state.request.tenant,
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )

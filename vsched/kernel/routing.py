@@ -79,6 +79,7 @@ class Router:
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            tenant=state.request.tenant,
             measured=self._measured,
             state=self._seat.state,
         )

@@ -247,3 +247,28 @@ def test_time_is_never_that_of_the_future(depth: int) -> None:
     for step in range(1, 5):
         told.step(step * 100, step)
         assert told.measured.steps[-1].ended_ns == step * 100
+
+
+def test_tenants_are_told_in_views_and_measurements() -> None:
+    """What is told of an image is the tenant that needed it first."""
+    SHOWN.clear()
+    waiting: list[list[str]] = []
+
+    class Lists(Looks, frozen=True, kw_only=True):
+        def admit(self, view: AdmissionView) -> Admission:
+            waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
+            return super().admit(view)
+
+    policies = default_policies(encode_admission=Lists(), generate_admission=Lists())
+    told = Told()
+    told.kernel = kernel = Scheduler(LIMITS, policies)
+    for group in ("encode", "generate"):
+        kernel.handle(GroupReady(group), 0)
+    for name, tenant in (("a", "red"), ("b", "blue")):
+        request = image_request(name, (b"one", 4), max_tokens=4)
+        told.submit(0, msgspec.structs.replace(request, tenant=tenant))
+    told.hear(100, Encoded(1))
+    assert waiting == [["encode", "red"], ["generate", "red", "blue"]]
+    told.step(200, 1, 1, 2)
+    assert [one.tenant for one in told.measured.first_tokens] == ["red", "blue"]
+    assert [one.tenant for one in told.measured.ends] == ["red", "blue"]

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+OTHER_TENANTS = "other tenants"
+"""Under this name, which none can have, those count together for whom there is no label left."""
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -55,9 +57,23 @@ class ApiMetrics:
         in_flight: Requests whose record has begun and not ended.
     """
 
-    def __init__(self, engine: EngineContract) -> None:
+    def __init__(self, engine: EngineContract, *, tenants_max: int = 64) -> None:
         self.registry = CollectorRegistry()
         self.in_flight = 0
+        self._tenants: set[str] = set()
+        self._tenants_max = tenants_max
+        self.tenant_requests = Counter(
+            "vsched_tenant_requests",
+            "Requests by tenant and outcome, of those that name a tenant.",
+            ("tenant", "outcome"),
+            registry=self.registry,
+        )
+        self.tenant_tokens = Counter(
+            "vsched_tenant_tokens",
+            "Tokens of finished requests by tenant: prompt and output.",
+            ("tenant", "kind"),
+            registry=self.registry,
+        )
         self.requests = Counter(
             "vsched_requests",
             "Requests by endpoint and outcome.",
@@ -97,9 +113,17 @@ class ApiMetrics:
         )
         self.registry.register(EngineCollector(engine.statistics, engine.groups))
 
-    def begin(self, endpoint: str) -> RequestRecord:
+    def begin(self, endpoint: str, *, tenant: str = "") -> RequestRecord:
         """Start recording one request."""
-        return RequestRecord(self, endpoint)
+        return RequestRecord(self, endpoint, self._label(tenant))
+
+    def _label(self, tenant: str) -> str:
+        """Return the label of a tenant: its name while there are not too many, for each is kept for good."""
+        if tenant and tenant not in self._tenants:
+            if len(self._tenants) >= self._tenants_max:
+                return OTHER_TENANTS
+            self._tenants.add(tenant)
+        return tenant
 
     def render(self) -> bytes:
         """Return the exposition text."""
@@ -109,8 +133,9 @@ class ApiMetrics:
 class RequestRecord:
     """What one request experiences, on its way into the metrics."""
 
-    def __init__(self, metrics: ApiMetrics, endpoint: str) -> None:
+    def __init__(self, metrics: ApiMetrics, endpoint: str, tenant: str = "") -> None:
         self._metrics = metrics
+        self._tenant = tenant
         self._endpoint = endpoint
         self._began = time.perf_counter()
         self._last: dict[int, float] = {}
@@ -130,9 +155,14 @@ class RequestRecord:
         self._metrics.prompt_tokens.inc(prompt)
         self._metrics.cached_tokens.inc(cached)
         self._metrics.output_tokens.inc(output)
+        if self._tenant:
+            self._metrics.tenant_tokens.labels(self._tenant, "prompt").inc(prompt)
+            self._metrics.tenant_tokens.labels(self._tenant, "output").inc(output)
 
     def end(self, outcome: str) -> None:
         """Count the request."""
         self._metrics.in_flight -= 1
         self._metrics.requests.labels(self._endpoint, outcome).inc()
+        if self._tenant:
+            self._metrics.tenant_requests.labels(self._tenant, outcome).inc()
         self._metrics.request_s.observe(time.perf_counter() - self._began)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.middleware.request_id import TagResponses
+from vsched.api.middleware.tenants import TENANT, ReadTenant
 from vsched.errors import RequestRefused, limit_message
 
 _OPEN = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
@@ -43,6 +44,11 @@ def access_middleware(settings: ApiSettings) -> list[Middleware]:
         # Outside the keys: a preflight carries none, and a page is to read why it was refused.
         *([cors] if settings.cors_origins else []),
         Middleware(RequireKey, settings=settings),
+        *(
+            [Middleware(ReadTenant, header=settings.tenant_header)]
+            if settings.tenant_header
+            else []
+        ),
         Middleware(RequireJson),
     ]
 
@@ -86,6 +92,7 @@ class RequireKey:
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
         self._api_key, self._admin_key = settings.api_key, settings.admin_key
+        self._tenant_keys = settings.tenant_keys
         self._open = _OPEN | ({"/metrics"} if settings.metrics_without_key else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,16 +100,20 @@ class RequireKey:
         refusal = None
         exchange = HttpExchange(scope, receive, send)
         if scope["type"] == "http" and scope["path"] not in self._open:
-            refusal = self._refusal(exchange)
+            tenant = _tenant(exchange, self._tenant_keys)
+            refusal = self._refusal(exchange, tenant)
+            scope = {**scope, TENANT: tenant} if tenant else scope
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             await exchange.send_error(refusal)
 
-    def _refusal(self, exchange: HttpExchange) -> RequestRefused | None:
+    def _refusal(self, exchange: HttpExchange, tenant: str) -> RequestRefused | None:
         is_admin = exchange.scope["path"].startswith(_ADMIN)
         key = (is_admin and self._admin_key) or self._api_key
-        if key and not _carries(exchange, key):
+        needs_key = key or self._tenant_keys
+        opened = tenant and not (is_admin and self._admin_key)
+        if needs_key and not opened and not (key and _carries(exchange, key)):
             name = "admin key" if is_admin and self._admin_key else "API key"
             message = f"the {name} is missing or wrong. Remedy: send Authorization: Bearer <key>."
             return RequestRefused(message, code="invalid_api_key", status=401)
@@ -155,6 +166,15 @@ def _carries(exchange: HttpExchange, expected: str) -> bool:
     wanted = _digest(expected.encode())
     matches = [hmac.compare_digest(_digest(one), wanted) for one in (bearer, own)]
     return any(matches)
+
+
+def _tenant(exchange: HttpExchange, keys: dict[str, str]) -> str:
+    """Return whose key a request carries; empty where it is nobody's. All keys are compared, whatever is found."""
+    found = ""
+    for name, key in keys.items():
+        if _carries(exchange, key):
+            found = name
+    return found
 
 
 def _has_body(exchange: HttpExchange) -> bool:

@@ -41,6 +41,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         order: Its place in the queue.
+        tenant: Whose request needed it first.
         claims: The queue order of the item in each request that needs it, by the request's number.
         pins: Steps in flight that read its pages.
         attempts: How often its encoding failed.
@@ -56,6 +57,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
     arrived_ns: int
     priority: int
     target_ns: int | None
+    tenant: str = ""
     phase: EntryPhase = EntryPhase.QUEUED
     pages: list[int] = []
     pins: int = 0
@@ -146,6 +148,7 @@ class EmbeddingCache:
                 arrived_ns=now_ns,
                 priority=state.request.priority,
                 target_ns=state.target_ns,
+                tenant=state.request.tenant,
             )
             self._entries[item.key] = entry
             self.queue.put_new(entry)

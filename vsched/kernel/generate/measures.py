@@ -56,6 +56,7 @@ class Measures:
                 cached_tokens=state.cached_tokens,
                 items=len(state.items),
                 priority=request.priority,
+                tenant=request.tenant,
                 target_ns=None if target_ms is None else arrived_ns + target_ms * 1_000_000,
             )
         )
@@ -70,6 +71,7 @@ class Measures:
                     prompt_tokens=state.prompt_length,
                     output_tokens=len(state.tokens) - state.prompt_length,
                     preemptions=state.preemptions,
+                    tenant=state.request.tenant,
                 )
             )
 

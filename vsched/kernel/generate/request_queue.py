@@ -41,6 +41,11 @@ class ReadyEntry:
         """When its first token is due."""
         return self.state.target_ns
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.state.request.tenant
+
     def __repr__(self) -> str:
         return f"<request {self.state.number}: {self.tokens} tokens, {self.blocks} blocks>"
 

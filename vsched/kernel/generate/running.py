@@ -69,6 +69,7 @@ class RunningSet:
             outputs=len(state.tokens) - state.prompt_length + decoded,
             priority=state.request.priority,
             arrived_ns=state.submitted_ns,
+            tenant=state.request.tenant,
         )
 
     def assign_slot(self, state: RequestState, blocks: list[int], computed: int) -> None:

@@ -56,7 +56,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         output_tokens: Tokens that the model will answer with.
         conversation: Turns of one conversation go one after the other: each is sent at `at_ns` or `think_ns` after the
             end of the turn before, whichever is later. Empty for none.
-        tenant: Requests of different tenants share nothing (`Request.cache_salt`).
+        tenant: Whose it is (`Request.tenant`); requests of different tenants share nothing (`Request.cache_salt`).
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -157,6 +157,7 @@ class RequestMaker:
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.tenant,
+            tenant=arrival.tenant,
         )
 
     def _item(self, image: Image, offset: int, key: str) -> MediaItem:
